@@ -1,0 +1,287 @@
+// What Python sees of the storage engine: objects with state, by pybind11. Tensor ops are registered in ops.cpp.
+// Failures cross as espnx.errors classes, made by the function that espnx.storage registers with set_error_factory.
+#include <torch/extension.h>
+
+#include "cpu/records.hpp"
+#include "io/engine.hpp"
+
+namespace py = pybind11;
+namespace io = espnx::io;
+
+namespace {
+
+constexpr int64_t kSignalCheckNs = 50'000'000;  // Ctrl-C is seen at least this often
+
+py::object& error_factory() {
+  static auto* factory = new py::object();  // never destroyed: failures may come after Python's own clean-up began
+  return *factory;
+}
+
+const char* kind_name(io::Kind kind) {
+  switch (kind) {
+    case io::Kind::read: return "read";
+    case io::Kind::write: return "write";
+    case io::Kind::short_read: return "short_read";
+    case io::Kind::truncated: return "truncated";
+    case io::Kind::disk_full: return "disk_full";
+    case io::Kind::deadline: return "deadline";
+    case io::Kind::closed: return "closed";
+    case io::Kind::cancelled: return "cancelled";
+    case io::Kind::checksum: return "checksum";
+    case io::Kind::invalid: return "invalid";
+    case io::Kind::unavailable: return "unavailable";
+  }
+  return "read";
+}
+
+void raise_failure(const io::Failure& f) {
+  py::object exception = error_factory()(py::arg("kind") = kind_name(f.kind), py::arg("errno") = f.error, py::arg("what") = f.what,
+                                         py::arg("path") = f.path, py::arg("offset_bytes") = f.offset_bytes,
+                                         py::arg("size_bytes") = f.size_bytes, py::arg("needed_bytes") = f.needed_bytes,
+                                         py::arg("free_bytes") = f.free_bytes, py::arg("got") = f.got, py::arg("expected") = f.expected);
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
+}
+
+[[noreturn]] void invalid(const std::string& what) {
+  io::Failure failure;
+  failure.kind = io::Kind::invalid;
+  failure.what = what;
+  throw io::FailureError(failure);
+}
+
+std::vector<int64_t> to_vector(const at::Tensor& tensor, const char* name, int64_t count) {
+  if (!tensor.device().is_cpu() || tensor.scalar_type() != at::kLong || tensor.dim() != 1) {
+    invalid(std::string(name) + " must be a one-dimensional int64 tensor on the CPU");
+  }
+  if (count >= 0 && tensor.numel() != count) {
+    invalid(std::string(name) + " has " + std::to_string(tensor.numel()) + " entries, the plan has " + std::to_string(count));
+  }
+  const at::Tensor flat = tensor.contiguous();
+  const auto* data = flat.data_ptr<int64_t>();
+  return {data, data + flat.numel()};
+}
+
+at::Tensor to_tensor(const std::vector<int64_t>& values) {
+  return at::tensor(at::IntArrayRef(values), at::kLong);
+}
+
+// A future: waits for a transfer, keeps the engine and the memory alive.
+struct Future {
+  std::shared_ptr<io::Engine> engine;
+  std::shared_ptr<io::Transfer> transfer;
+
+  // Waits for items with the GIL released; looks for Ctrl-C between.
+  std::pair<at::Tensor, bool> next(int64_t at_least, double timeout_s) {
+    std::vector<int64_t> items;
+    bool finished = false;
+    const auto until = io::Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::min(timeout_s, 1e9) * 1e9));
+    for (;;) {
+      {
+        py::gil_scoped_release unlocked;
+        const int64_t left_ns = (until - io::Clock::now()).count();
+        finished = transfer->next(items, at_least, std::clamp<int64_t>(left_ns, 0, kSignalCheckNs));
+      }
+      if (finished || static_cast<int64_t>(items.size()) >= std::max<int64_t>(at_least, 1) || io::Clock::now() >= until) break;
+      if (PyErr_CheckSignals() != 0) {
+        cancel();
+        throw py::error_already_set();
+      }
+    }
+    return {to_tensor(items), finished};
+  }
+
+  void cancel() {
+    io::Failure failure;
+    failure.kind = io::Kind::cancelled;
+    failure.what = "the transfer was cancelled";
+    py::gil_scoped_release unlocked;
+    transfer->fail(failure);
+  }
+
+  at::Tensor memory() const {
+    auto owner = transfer->memory_owner();
+    return at::from_blob(transfer->memory(), {transfer->memory_bytes()}, [owner](void*) {}, at::TensorOptions().dtype(at::kByte));
+  }
+};
+
+Future submit(const std::shared_ptr<io::Engine>& engine, bool reading, const at::Tensor& file, const at::Tensor& offset_bytes,
+              const at::Tensor& size_bytes, const std::optional<at::Tensor>& out_offset_bytes, const std::optional<at::Tensor>& crc32c,
+              const std::optional<at::Tensor>& memory, int64_t gap_bytes, int priority, double deadline_s) {
+  io::TransferSpec spec;
+  spec.reading = reading;
+  spec.file = to_vector(file, "file", -1);
+  const auto count = static_cast<int64_t>(spec.file.size());
+  spec.offset_bytes = to_vector(offset_bytes, "offset_bytes", count);
+  spec.size_bytes = to_vector(size_bytes, "size_bytes", count);
+  if (out_offset_bytes) spec.out_offset_bytes = to_vector(*out_offset_bytes, "out_offset_bytes", count);
+  if (crc32c) spec.crc32c = to_vector(*crc32c, "crc32c", count);
+  if (out_offset_bytes.has_value() != memory.has_value()) invalid("out_offset_bytes and the memory they point into come together");
+  if (memory) {
+    if (!memory->device().is_cpu() || memory->scalar_type() != at::kByte || !memory->is_contiguous()) {
+      invalid("the memory of a plan must be a contiguous uint8 tensor on the CPU");
+    }
+    spec.base = static_cast<char*>(memory->data_ptr());
+    spec.base_bytes = memory->numel();
+    spec.keep_alive = std::make_shared<at::Tensor>(*memory);
+  }
+  if (gap_bytes < 0 || !(deadline_s > 0)) invalid("gap_bytes must not be negative and deadline_s must be positive");
+  spec.gap_bytes = gap_bytes;
+  spec.priority = priority;
+  spec.deadline_s = deadline_s;
+  py::gil_scoped_release unlocked;
+  return {engine, engine->submit(std::move(spec))};
+}
+
+io::FaultRule to_rule(const py::dict& d) {
+  io::FaultRule rule;
+  rule.operation = d["operation"].cast<std::string>();
+  rule.path = d["path"].cast<std::string>();
+  rule.begin_bytes = d["begin_bytes"].cast<int64_t>();
+  rule.end_bytes = d["end_bytes"].cast<int64_t>();
+  rule.nth = d["nth"].cast<int64_t>();
+  rule.count = d["count"].cast<int64_t>();
+  rule.probability = d["probability"].cast<double>();
+  rule.value = d["value"].cast<int64_t>();
+  const auto fault = d["fault"].cast<std::string>();
+  if (fault == "error") rule.fault = io::Fault::error;
+  else if (fault == "short") rule.fault = io::Fault::short_;
+  else if (fault == "flip") rule.fault = io::Fault::flip;
+  else if (fault == "stale") rule.fault = io::Fault::stale;
+  else if (fault == "delay") rule.fault = io::Fault::delay;
+  else if (fault == "never") rule.fault = io::Fault::never;
+  else invalid("unknown fault '" + fault + "'");
+  return rule;
+}
+
+std::shared_ptr<io::Engine> make_engine(const std::string& path, unsigned queue_depth, unsigned threads, int64_t request_bytes,
+                                        int64_t pool_bytes, bool poison, const std::vector<py::dict>& rules, uint64_t seed) {
+  io::EngineOptions options;
+  options.path = path;
+  options.queue_depth = queue_depth;
+  options.threads = threads;
+  options.request_bytes = request_bytes;
+  options.pool_bytes = pool_bytes;
+  options.poison = poison;
+  for (const py::dict& rule : rules) options.rules.push_back(to_rule(rule));
+  options.seed = seed;
+  py::gil_scoped_release unlocked;
+  return std::make_shared<io::Engine>(std::move(options));
+}
+
+py::dict stats_dict(io::Engine& engine) {
+  const io::EngineStats stats = engine.stats();
+  py::dict result;
+  result["bytes_asked"] = stats.bytes_asked;
+  result["bytes_moved"] = stats.bytes_moved;
+  result["requests"] = stats.requests;
+  result["retries"] = stats.retries;
+  result["failures"] = stats.failures;
+  result["in_flight"] = stats.in_flight;
+  result["quarantined_buffers"] = stats.quarantined_buffers;
+  result["quarantined_bytes"] = stats.quarantined_bytes;
+  result["fault_hits"] = stats.fault_hits;
+  return result;
+}
+
+io::Mode to_mode(const std::string& mode) {
+  if (mode == "r") return io::Mode::read;
+  if (mode == "w") return io::Mode::create;
+  if (mode == "r+") return io::Mode::update;
+  invalid("unknown mode '" + mode + "' (r, w or r+)");
+}
+
+io::Direct to_direct(const std::optional<bool>& direct) {
+  if (!direct) return io::Direct::automatic;
+  return *direct ? io::Direct::yes : io::Direct::no;
+}
+
+void bind_engine(py::module_& m) {
+  using Release = py::call_guard<py::gil_scoped_release>;
+  py::class_<io::Engine, std::shared_ptr<io::Engine>>(m, "Engine")
+      .def(py::init(&make_engine), py::kw_only(), py::arg("path"), py::arg("queue_depth"), py::arg("threads"), py::arg("request_bytes"),
+           py::arg("pool_bytes"), py::arg("poison"), py::arg("rules"), py::arg("seed"))
+      .def_property_readonly("effective", &io::Engine::effective)
+      .def_property_readonly("fallback_reason", &io::Engine::fallback_reason)
+      .def("open", [](io::Engine& e, const std::string& path, const std::string& mode, std::optional<bool> direct) {
+             const io::Mode how = to_mode(mode);
+             py::gil_scoped_release unlocked;
+             return e.open(path, how, to_direct(direct));
+           }, py::arg("path"), py::arg("mode"), py::arg("direct"))
+      .def("close_file", &io::Engine::close_file, Release())
+      .def("file_info", [](io::Engine& e, int64_t number) {
+             const auto file = e.file(number);
+             return py::make_tuple(file->refresh_size(), file->direct, file->alignment_bytes);
+           })
+      .def("allocate", &io::Engine::allocate, Release())
+      .def("truncate", &io::Engine::truncate, Release())
+      .def("sync", &io::Engine::sync, Release())
+      .def("sync_directory", &io::Engine::sync_directory, Release())
+      .def("before", [](io::Engine& e, const std::string& operation, const std::string& path) { e.before(operation.c_str(), path); })
+      .def("submit", &submit, py::kw_only(), py::arg("reading"), py::arg("file"), py::arg("offset_bytes"), py::arg("size_bytes"),
+           py::arg("out_offset_bytes"), py::arg("crc32c"), py::arg("memory"), py::arg("gap_bytes"), py::arg("priority"), py::arg("deadline_s"))
+      .def("stats", &stats_dict)
+      .def("close", &io::Engine::close, Release());
+}
+
+void bind_future(py::module_& m) {
+  py::class_<Future>(m, "Future")
+      .def("next", &Future::next, py::arg("at_least"), py::arg("timeout_s"))
+      .def("cancel", &Future::cancel)
+      .def("done", [](Future& f) { return f.transfer->finished(); })
+      .def_property_readonly("memory", &Future::memory)
+      .def_property_readonly("position_bytes", [](Future& f) { return to_tensor(f.transfer->position_bytes()); })
+      .def_property_readonly("bytes_asked", [](Future& f) { return f.transfer->asked_bytes(); })
+      .def_property_readonly("bytes_moved", [](Future& f) { return f.transfer->moved_bytes(); })
+      .def_property_readonly("request_count", [](Future& f) { return f.transfer->request_count(); });
+}
+
+const uint16_t* token_counts(const at::Tensor& n_tokens) {
+  if (!n_tokens.device().is_cpu() || n_tokens.scalar_type() != at::kUInt16 || !n_tokens.is_contiguous()) {
+    invalid("n_tokens must be a contiguous uint16 tensor on the CPU");
+  }
+  return static_cast<const uint16_t*>(n_tokens.const_data_ptr());
+}
+
+void bind_records(py::module_& m) {
+  m.def("lay_out_records", [](const at::Tensor& n_tokens, int64_t fixed_bytes, int64_t row_bytes, int64_t begin_bytes) {
+    std::vector<int64_t> offsets(n_tokens.numel());
+    const int64_t end = espnx::lay_out_records(token_counts(n_tokens), n_tokens.numel(), {fixed_bytes, row_bytes}, begin_bytes, offsets.data());
+    return std::make_pair(to_tensor(offsets), end);
+  });
+  m.def("locate_records", [](const at::Tensor& records, const at::Tensor& n_tokens, const at::Tensor& group_offset_bytes,
+                             const at::Tensor& segment_begin, int64_t fixed_bytes, int64_t row_bytes) {
+    const std::vector<int64_t> wanted = to_vector(records, "records", -1);
+    const std::vector<int64_t> begins = to_vector(segment_begin, "segment_begin", -1);
+    const uint16_t* counts = token_counts(n_tokens);
+    for (int64_t record : wanted) {
+      if (record < 0 || record >= n_tokens.numel()) invalid("record " + std::to_string(record) + " is not in the store");
+    }
+    if (group_offset_bytes.scalar_type() != at::kLong || group_offset_bytes.numel() * espnx::kGroupRecords < n_tokens.numel()) {
+      invalid("group_offset_bytes must be int64 with one entry for every 64 records");
+    }
+    const auto count = static_cast<int64_t>(wanted.size());
+    at::Tensor segment = at::empty({count}, at::kLong), offset = at::empty({count}, at::kLong), size = at::empty({count}, at::kLong);
+    espnx::locate_records(wanted.data(), count, counts, group_offset_bytes.const_data_ptr<int64_t>(), begins.data(),
+                          static_cast<int64_t>(begins.size()), {fixed_bytes, row_bytes}, segment.data_ptr<int64_t>(),
+                          offset.data_ptr<int64_t>(), size.data_ptr<int64_t>());
+    return std::make_tuple(segment, offset, size);
+  });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.doc() = "espnx's compiled part: the storage engine (here) and the CPU tensor ops (torch.ops.espnx, registered on import).";
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const io::FailureError& error) {
+      raise_failure(error.failure);
+    }
+  });
+  m.def("set_error_factory", [](py::object factory) { error_factory() = std::move(factory); });
+  m.def("free_bytes", &io::free_bytes);
+  bind_engine(m);
+  bind_future(m);
+  bind_records(m);
+}

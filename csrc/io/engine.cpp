@@ -1,0 +1,389 @@
+#include "engine.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace espnx::io {
+namespace {
+
+constexpr int kIdleRetries = 16;  // completions without progress before a request is given up
+// With a backlog the thread sleeps for several completions at a time; a slow one must not hold back the others for long.
+constexpr size_t kReapBatch = 16;
+constexpr int64_t kReapPatienceNs = 500'000;
+
+Failure make_failure(Kind kind, int error, std::string what) {
+  Failure failure;
+  failure.kind = kind;
+  failure.error = error;
+  failure.what = std::move(what);
+  return failure;
+}
+
+// Memory that a device may still write to after the engine is gone. Reachable for ever, on purpose.
+std::vector<std::shared_ptr<Transfer>>& abandoned() {
+  static auto* transfers = new std::vector<std::shared_ptr<Transfer>>();
+  return *transfers;
+}
+
+}  // namespace
+
+Engine::Engine(EngineOptions options)
+    : options_(std::move(options)),
+      pool_(std::make_shared<BufferPool>(options_.pool_bytes, options_.poison)),
+      faults_(std::make_shared<FaultState>(options_.rules, options_.seed)),
+      process_(getpid()) {
+  if (options_.queue_depth < 1 || options_.queue_depth > 4096 || options_.threads < 1 || options_.threads > 1024) {
+    throw FailureError(make_failure(Kind::invalid, 0, "queue_depth must be 1 to 4096 and threads 1 to 1024"));
+  }
+  if (options_.request_bytes < kBlockBytes || options_.request_bytes % kBlockBytes != 0 || options_.request_bytes > (1 << 30)) {
+    throw FailureError(make_failure(Kind::invalid, 0, "request_bytes must be a multiple of 4096, at most 1 GiB"));
+  }
+  slots_.resize(options_.queue_depth);
+  for (uint64_t i = options_.queue_depth; i-- > 0;) free_slots_.push_back(i);
+  std::exception_ptr failed;
+  thread_ = std::thread([this, &failed] {
+    try {
+      // In its own thread: a single-issuer ring belongs to the thread that made it.
+      auto queue = make_queue();
+      std::lock_guard lock(mutex_);
+      queue_ = std::move(queue);
+    } catch (...) {
+      failed = std::current_exception();
+    }
+    const bool broken = failed != nullptr;
+    {
+      std::lock_guard lock(mutex_);
+      up_ = true;
+      started_.notify_all();
+    }
+    if (!broken) run();
+  });
+  {
+    std::unique_lock lock(mutex_);
+    started_.wait(lock, [this] { return up_; });
+  }
+  if (failed) {
+    thread_.join();
+    std::rethrow_exception(failed);
+  }
+}
+
+Engine::~Engine() { close(5.0); }
+
+std::unique_ptr<Queue> Engine::make_queue() {
+  std::unique_ptr<Queue> queue;
+  effective_ = options_.path;
+  if (options_.path == "memory") {
+    queue = make_inline_queue();
+  } else if (options_.path == "posix") {
+    queue = make_posix_queue(options_.threads);
+  } else if (options_.path == "uring" || options_.path == "auto") {
+    queue = make_uring_queue(options_.queue_depth, fallback_reason_);
+    if (queue) {
+      effective_ = "uring";
+    } else if (options_.path == "uring") {
+      throw FailureError(make_failure(Kind::unavailable, 0, "path 'uring' cannot be had: " + fallback_reason_));
+    } else {
+      effective_ = "posix";
+      queue = make_posix_queue(options_.threads);
+    }
+  } else {
+    throw FailureError(make_failure(Kind::invalid, 0, "unknown path '" + options_.path + "'"));
+  }
+  return options_.rules.empty() ? std::move(queue) : make_faulty_queue(std::move(queue), faults_);
+}
+
+void Engine::check_open(const std::string& what) const {
+  if (stopping_) throw FailureError(make_failure(Kind::closed, 0, what + ": the engine is closed"));
+  if (process_ != getpid()) {
+    throw FailureError(make_failure(Kind::invalid, 0, what + ": the engine belongs to the parent process; open one after fork()"));
+  }
+}
+
+void Engine::before(const char* operation, const std::string& path) {
+  check_open(operation);
+  const FaultRule* rule = options_.rules.empty() ? nullptr : faults_->hit(operation, path, 0, 0);
+  if (rule == nullptr) return;
+  if (rule->fault == Fault::delay) usleep(static_cast<useconds_t>(rule->value / 1000));
+  if (rule->fault != Fault::error) return;
+  const auto error = static_cast<int>(rule->value);
+  Failure failure = make_failure(error == ENOSPC ? Kind::disk_full : Kind::write, error, std::string(operation) + " failed");
+  if (std::strcmp(operation, "open_read") == 0) failure.kind = Kind::read;
+  failure.path = path;
+  if (failure.kind == Kind::disk_full) failure.free_bytes = free_bytes(path);
+  throw FailureError(failure);
+}
+
+int64_t Engine::open(const std::string& path, Mode mode, Direct direct) {
+  before(mode == Mode::read ? "open_read" : "open_write", path);
+  auto file = effective_ == "memory" ? open_memory_file(path, mode) : open_file(path, mode, direct);
+  std::lock_guard lock(mutex_);
+  files_.push_back(std::move(file));
+  return static_cast<int64_t>(files_.size()) - 1;
+}
+
+std::shared_ptr<File> Engine::file(int64_t number) {
+  std::lock_guard lock(mutex_);
+  if (number < 0 || number >= static_cast<int64_t>(files_.size()) || !files_[number]) {
+    throw FailureError(make_failure(Kind::invalid, 0, "file " + std::to_string(number) + " is not open in this engine"));
+  }
+  return files_[number];
+}
+
+void Engine::close_file(int64_t number) {
+  file(number);
+  std::lock_guard lock(mutex_);
+  files_[number].reset();  // transfers under way hold it open
+}
+
+bool Engine::allocate(int64_t number, int64_t size_bytes) {
+  auto target = file(number);
+  before("allocate", target->path);
+  return allocate_file(*target, size_bytes);
+}
+
+void Engine::truncate(int64_t number, int64_t size_bytes) {
+  auto target = file(number);
+  before("truncate", target->path);
+  truncate_file(*target, size_bytes);
+}
+
+void Engine::sync(int64_t number) {
+  auto target = file(number);
+  before("sync", target->path);
+  sync_file(*target);
+}
+
+void Engine::sync_directory(const std::string& path) {
+  before("sync_directory", path);
+  io::sync_directory(path);
+}
+
+std::shared_ptr<Transfer> Engine::submit(TransferSpec spec) {
+  check_open(spec.reading ? "read" : "write");
+  Files files;
+  {
+    std::lock_guard lock(mutex_);
+    files = files_;
+  }
+  auto transfer = std::make_shared<Transfer>(std::move(spec), std::move(files), pool_, options_.request_bytes);
+  transfer->on_fail = [this, weak = std::weak_ptr<Transfer>(transfer)] {
+    if (weak.expired()) return;
+    ++failures_;
+    cancel_wanted_ = true;
+    std::lock_guard lock(mutex_);
+    if (queue_) queue_->wake();
+  };
+  bytes_asked_ += transfer->asked_bytes();
+  std::lock_guard lock(mutex_);
+  if (!queue_) throw FailureError(make_failure(Kind::closed, 0, "the engine was closed during the call"));
+  auto at = std::find_if(active_.begin(), active_.end(), [&](const auto& other) { return other->priority() < transfer->priority(); });
+  active_.insert(at, transfer);
+  queue_->wake();
+  return transfer;
+}
+
+EngineStats Engine::stats() {
+  EngineStats stats;
+  stats.bytes_asked = bytes_asked_;
+  stats.bytes_moved = bytes_moved_;
+  stats.requests = requests_;
+  stats.retries = retries_;
+  stats.failures = failures_;
+  stats.in_flight = in_flight_;
+  stats.fault_hits = faults_->hits();
+  std::lock_guard lock(mutex_);
+  stats.quarantined_bytes = settled_quarantine_;
+  for (const auto& transfer : active_) {
+    if (!transfer->failed() || transfer->in_flight() == 0) continue;
+    ++stats.quarantined_buffers;
+    stats.quarantined_bytes += transfer->held_bytes();
+  }
+  return stats;
+}
+
+void Engine::close(double grace_s) {
+  {
+    std::lock_guard lock(mutex_);
+    if (!thread_.joinable()) return;
+    grace_s_ = grace_s;
+    stopping_ = true;
+    if (queue_) queue_->wake();
+  }
+  if (process_ == getpid()) {
+    thread_.join();
+  } else {
+    thread_.detach();  // the thread exists only in the parent
+  }
+  std::lock_guard lock(mutex_);
+  files_.clear();
+}
+
+void Engine::run() {
+  std::vector<Completion> completions;
+  try {
+    while (!stopping_) {
+      const bool backlog = admit();
+      if (cancel_wanted_.exchange(false)) send_cancels();
+      const auto busy = static_cast<size_t>(in_flight_);
+      const size_t at_least = backlog ? std::clamp<size_t>(busy / 4, 1, kReapBatch) : 1;
+      completions.clear();
+      queue_->wait(completions, at_least, at_least > 1 ? kReapPatienceNs : -1);
+      for (const Completion& completion : completions) complete(completion);
+      std::sort(touched_.begin(), touched_.end());
+      touched_.erase(std::unique(touched_.begin(), touched_.end()), touched_.end());
+      for (Transfer* transfer : touched_) transfer->notify();
+      touched_.clear();
+    }
+  } catch (const FailureError& error) {
+    fail_everything(error.failure);
+  }
+  drain();
+}
+
+bool Engine::admit() {
+  std::lock_guard lock(mutex_);
+  for (auto it = active_.begin(); it != active_.end();) {
+    Transfer& transfer = **it;
+    Transfer::Piece piece;
+    while (!free_slots_.empty() && transfer.take_piece(piece)) {
+      const uint64_t tag = free_slots_.back();
+      free_slots_.pop_back();
+      slots_[tag].transfer = *it;
+      slots_[tag].piece = piece;
+      slots_[tag].idle_retries = 0;
+      slots_[tag].cancel_sent = false;
+      transfer.piece_started();
+      ++in_flight_;
+      ++requests_;
+      queue_->submit({transfer.reading() ? Op::read : Op::write, &transfer.file_of(piece.extent), piece.offset_bytes, piece.data, piece.size_bytes, tag});
+    }
+    if (free_slots_.empty() && transfer.has_pieces()) return true;
+    if (!transfer.has_pieces() && transfer.in_flight() == 0) {
+      it = active_.erase(it);
+    } else {
+      ++it;
+    }
+  }
+  return false;
+}
+
+void Engine::send_cancels() {
+  for (uint64_t tag = 0; tag < slots_.size(); ++tag) {
+    Slot& slot = slots_[tag];
+    if (!slot.transfer || slot.cancel_sent || !(stopping_ || slot.transfer->failed())) continue;
+    slot.cancel_sent = true;
+    queue_->cancel(tag);
+  }
+}
+
+void Engine::retry(uint64_t tag) {
+  const Slot& slot = slots_[tag];
+  ++retries_;
+  const Transfer::Piece& piece = slot.piece;
+  const Op op = slot.transfer->reading() ? Op::read : Op::write;
+  queue_->submit({op, &slot.transfer->file_of(piece.extent), piece.offset_bytes, piece.data, piece.size_bytes, tag});
+}
+
+void Engine::end(uint64_t tag, bool whole) {
+  Slot& slot = slots_[tag];
+  slot.transfer->piece_ended(slot.piece.extent, whole);
+  touched_.push_back(slot.transfer.get());  // alive: the active list holds it until the next admit()
+  slot.transfer.reset();
+  free_slots_.push_back(tag);
+  --in_flight_;
+}
+
+void Engine::fail_piece(uint64_t tag, Kind kind, int error, const char* what) {
+  const Slot& slot = slots_[tag];
+  File& file = slot.transfer->file_of(slot.piece.extent);
+  Failure failure = make_failure(kind, error, what);
+  failure.path = file.path;
+  failure.offset_bytes = slot.piece.offset_bytes;
+  failure.size_bytes = slot.piece.expected_bytes;
+  if (kind == Kind::truncated) {
+    failure.got = "a file of " + std::to_string(file.size_bytes) + " bytes";
+    failure.expected = "at least " + std::to_string(slot.piece.offset_bytes + slot.piece.expected_bytes);
+  } else if (kind == Kind::short_read) {
+    failure.got = std::to_string(kIdleRetries) + " completions without progress";
+  } else if (kind == Kind::disk_full) {
+    failure.needed_bytes = slot.transfer->missing_bytes();
+    failure.free_bytes = free_bytes(file.path);
+  }
+  slot.transfer->fail(std::move(failure));
+  end(tag, false);
+}
+
+// The one completion routine. A short transfer goes on from the last whole block, because O_DIRECT cannot begin inside one.
+void Engine::complete(const Completion& completion) {
+  const uint64_t tag = completion.tag;
+  Slot& slot = slots_[tag];
+  Transfer& transfer = *slot.transfer;
+  const bool reading = transfer.reading();
+  if (completion.result < 0) {
+    const auto error = static_cast<int>(-completion.result);
+    if (transfer.failed()) return end(tag, false);
+    if ((error == EAGAIN || error == EINTR) && ++slot.idle_retries <= kIdleRetries) return retry(tag);
+    if (error == ENOSPC || error == EDQUOT) return fail_piece(tag, Kind::disk_full, error, "no space left");
+    return fail_piece(tag, reading ? Kind::read : Kind::write, error, reading ? "read failed" : "write failed");
+  }
+  const int64_t moved = std::min(completion.result, slot.piece.expected_bytes);
+  transfer.piece_moved(moved);
+  bytes_moved_ += completion.result;
+  if (moved == slot.piece.expected_bytes) return end(tag, true);
+  if (transfer.failed()) return end(tag, false);
+  File& file = transfer.file_of(slot.piece.extent);
+  if (reading && moved == 0 && slot.piece.offset_bytes + slot.piece.expected_bytes > file.refresh_size()) {
+    return fail_piece(tag, Kind::truncated, 0, "file ended during the read");
+  }
+  const int64_t whole = file.direct ? moved / file.alignment_bytes * file.alignment_bytes : moved;
+  slot.idle_retries = whole > 0 ? 0 : slot.idle_retries + 1;
+  if (slot.idle_retries > kIdleRetries) {
+    return fail_piece(tag, reading ? Kind::short_read : Kind::write, 0, reading ? "read stays short" : "write stays short");
+  }
+  transfer.piece_moved(whole - moved);  // what is read again counts once
+  slot.piece.offset_bytes += whole;
+  slot.piece.data += whole;
+  slot.piece.size_bytes -= whole;
+  slot.piece.expected_bytes -= whole;
+  retry(tag);
+}
+
+void Engine::fail_everything(const Failure& failure) {
+  std::list<std::shared_ptr<Transfer>> all;
+  {
+    std::lock_guard lock(mutex_);
+    all = active_;
+  }
+  for (const auto& transfer : all) transfer->fail(failure);
+}
+
+void Engine::drain() {
+  fail_everything(make_failure(Kind::closed, 0, "the engine was closed during the call"));
+  const auto until = Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(grace_s_ * 1e9));
+  std::vector<Completion> completions;
+  try {
+    stopping_ = true;
+    send_cancels();
+    while (in_flight_ > 0 && Clock::now() < until) {
+      completions.clear();
+      queue_->wait(completions, 1, 10'000'000);
+      for (const Completion& completion : completions) end(completion.tag, false);
+    }
+  } catch (const FailureError&) {
+    // The queue is broken: nothing more will complete. What is left is abandoned below.
+  }
+  std::lock_guard lock(mutex_);
+  for (Slot& slot : slots_) {
+    if (!slot.transfer) continue;
+    settled_quarantine_ += slot.transfer->held_bytes();
+    abandoned().push_back(std::move(slot.transfer));
+  }
+  active_.clear();
+  queue_.reset();
+}
+
+}  // namespace espnx::io

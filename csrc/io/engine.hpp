@@ -1,0 +1,109 @@
+// The storage engine: one I/O thread, one queue, one completion routine, whatever the queue is.
+//
+//   caller threads -- submit(Transfer) --> active list --> I/O thread: fills the queue, reaps it, retries, fails --> Transfer --> caller
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "buffer.hpp"
+#include "faulty_queue.hpp"
+#include "queue.hpp"
+#include "transfer.hpp"
+
+namespace espnx::io {
+
+struct EngineOptions {
+  std::string path = "auto";  // auto, uring, posix, memory
+  unsigned queue_depth = 128;
+  unsigned threads = 32;              // posix only
+  int64_t request_bytes = 960 << 10;  // more memory segments than many drives take in one request begin at 1 MiB
+  int64_t pool_bytes = 256 << 20;
+  bool poison = false;
+  std::vector<FaultRule> rules;
+  uint64_t seed = 0;
+};
+
+struct EngineStats {
+  int64_t bytes_asked = 0, bytes_moved = 0, requests = 0, retries = 0, failures = 0;
+  int64_t in_flight = 0, quarantined_buffers = 0, quarantined_bytes = 0, fault_hits = 0;
+};
+
+class Engine {
+ public:
+  // Throws FailureError: unavailable where the named path cannot be had.
+  explicit Engine(EngineOptions options);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  const std::string& effective() const { return effective_; }
+  const std::string& fallback_reason() const { return fallback_reason_; }
+
+  int64_t open(const std::string& path, Mode mode, Direct direct);
+  void close_file(int64_t file);
+  std::shared_ptr<File> file(int64_t file);
+  bool allocate(int64_t file, int64_t size_bytes);
+  void truncate(int64_t file, int64_t size_bytes);
+  void sync(int64_t file);
+  void sync_directory(const std::string& path);
+  // Lets an injected fault hit an operation that the caller is about to do itself (rename, unlink). Throws FailureError.
+  void before(const char* operation, const std::string& path);
+
+  std::shared_ptr<Transfer> submit(TransferSpec spec);
+  EngineStats stats();
+
+  // Fails what is outstanding, waits up to `grace_s` for the device to let go of its buffers, and abandons (never frees) the rest.
+  void close(double grace_s);
+
+ private:
+  struct Slot {
+    std::shared_ptr<Transfer> transfer;
+    Transfer::Piece piece = {};
+    int idle_retries = 0;
+    bool cancel_sent = false;
+  };
+
+  std::unique_ptr<Queue> make_queue();
+  void check_open(const std::string& what) const;
+  void run();
+  bool admit();          // takes from the active list into the queue; true if something had to wait
+  void send_cancels();
+  void complete(const Completion& completion);
+  void retry(uint64_t tag);
+  void end(uint64_t tag, bool whole);
+  void fail_piece(uint64_t tag, Kind kind, int error, const char* what);
+  void fail_everything(const Failure& failure);
+  void drain();
+
+  EngineOptions options_;
+  std::string effective_, fallback_reason_;
+  std::shared_ptr<BufferPool> pool_;
+  std::shared_ptr<FaultState> faults_;
+  int process_ = 0;
+
+  std::mutex mutex_;  // guards files_, active_, queue_ (its lifetime), stopping_
+  std::condition_variable started_;
+  Files files_;
+  std::list<std::shared_ptr<Transfer>> active_;
+  std::unique_ptr<Queue> queue_;
+  bool up_ = false;
+  std::atomic<bool> stopping_{false}, cancel_wanted_{false};
+  double grace_s_ = 0;
+
+  std::vector<Slot> slots_;  // I/O thread only, like the two below
+  std::vector<uint64_t> free_slots_;
+  std::vector<Transfer*> touched_;
+  std::atomic<int64_t> bytes_asked_{0}, bytes_moved_{0}, requests_{0}, retries_{0}, failures_{0}, in_flight_{0};
+  int64_t settled_quarantine_ = 0;
+  std::thread thread_;
+};
+
+}  // namespace espnx::io

@@ -1,0 +1,152 @@
+"""Every failure espnx can raise, one class each.
+
+A message always says what was attempted, what was got, what was expected and what to do about it. The same facts are attributes, so
+that a caller can act on them without parsing text. Classes also derive from the built-in exception a Python programmer would
+expect (``ValueError``, ``OSError``, ``TimeoutError``), so existing ``except`` clauses keep working.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+class EspnxError(Exception):
+    """Base of everything espnx raises on purpose.
+
+    Args:
+        what: what was being done, and to what.
+        got: what was found instead.
+        expected: what would have been right.
+        fix: what the reader can do about it.
+    """
+
+    def __init__(self, what: str, *, got: object = None, expected: object = None, fix: str | None = None):
+        self.what, self.got, self.expected, self.fix = what, got, expected, fix
+        parts = [what]
+        if got is not None:
+            parts.append(f"got {got}")
+        if expected is not None:
+            parts.append(f"expected {expected}")
+        message = "; ".join(parts)
+        if fix:
+            message += f". Fix: {fix}"
+        super().__init__(message)
+
+
+class InvalidInputError(EspnxError, ValueError):
+    """An argument has the wrong shape, dtype, range or content."""
+
+
+class MissingDependencyError(EspnxError, ImportError):
+    """An optional package, library or compiled part is not installed."""
+
+
+class PathUnavailableError(EspnxError):
+    """A data path that the caller named (``uring``, ``gds``, ...) cannot be had here. ``auto`` would have fallen back, and said so."""
+
+
+class EngineClosedError(EspnxError):
+    """The storage engine was closed before or during the call."""
+
+
+class StorageError(EspnxError, OSError):
+    """Something went wrong with bytes on storage. Names the place.
+
+    Attributes:
+        path: the file.
+        offset_bytes: where in the file the failing request began, or None.
+        size_bytes: how long the failing request was, or None.
+        errno: the operating system's error number, or None.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        offset_bytes: int | None = None,
+        size_bytes: int | None = None,
+        errno: int | None = None,
+        got: object = None,
+        expected: object = None,
+        fix: str | None = None,
+    ):
+        if path is not None:
+            what += f" in {os.fspath(path)}"
+        if offset_bytes is not None:
+            what += f" at offset {offset_bytes}"
+        if size_bytes is not None:
+            what += f", {size_bytes} bytes"
+        if errno and got is None:
+            got = os.strerror(errno)
+        EspnxError.__init__(self, what, got=got, expected=expected, fix=fix)
+        self.path = None if path is None else os.fspath(path)
+        self.offset_bytes, self.size_bytes, self.errno = offset_bytes, size_bytes, errno
+
+    __str__ = Exception.__str__  # OSError would print only errno and strerror
+
+
+class ReadError(StorageError):
+    """The device or the file system failed a read (EIO and its relatives)."""
+
+
+class WriteError(StorageError):
+    """The device or the file system failed a write, a flush or a change of a directory."""
+
+
+class ShortReadError(ReadError):
+    """Fewer bytes came than the file holds, again and again, until the retries were used up."""
+
+
+class TruncatedFileError(StorageError):
+    """A file ends before the bytes that were asked for."""
+
+
+class DiskFullError(WriteError):
+    """No space left.
+
+    Attributes:
+        needed_bytes: how many bytes the operation still needs.
+        free_bytes: how many were free in that file system at the time.
+    """
+
+    def __init__(self, what: str, *, needed_bytes: int, free_bytes: int, path: str | os.PathLike[str] | None = None, fix: str | None = None):
+        import errno as codes
+
+        super().__init__(
+            what,
+            path=path,
+            errno=codes.ENOSPC,
+            got=f"{free_bytes} bytes free",
+            expected=f"at least {needed_bytes} bytes free",
+            fix=fix or "free space in that file system (or choose another directory) and run the same command again",
+        )
+        self.needed_bytes, self.free_bytes = needed_bytes, free_bytes
+
+
+class DeadlineExceededError(StorageError, TimeoutError):
+    """An I/O did not complete in time. Its buffer is quarantined: kept alive and counted until the device lets go of it."""
+
+
+class ChecksumError(StorageError):
+    """Bytes were read whole, but are not the bytes that were written."""
+
+
+class StaleDataError(ChecksumError):
+    """A valid record arrived, but it is another one than the one asked for."""
+
+
+class FormatError(StorageError):
+    """A file is damaged, or is not of this format, version or byte order."""
+
+
+class ForeignFileError(FormatError):
+    """A file is well-formed but belongs to another store."""
+
+
+class StoreNotFoundError(StorageError, FileNotFoundError):
+    """There is no published store in that directory."""
+
+
+class StoreBusyError(StorageError):
+    """Another process is writing this store."""

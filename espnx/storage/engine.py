@@ -1,0 +1,136 @@
+"""The protocol that every storage engine keeps, and the names of the paths that bytes can take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import os
+
+    import torch
+
+    from .plan import Plan
+
+#: What a caller may name. ``auto`` is the only one that falls back, and `Engine.fallback_reason` then says why.
+PATHS = ("auto", "uring", "posix", "memory", "gds", "gds-compat")
+
+DEFAULT_DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True)
+class FileHandle:
+    """An open file and the path its bytes take, resolved once, at open.
+
+    Attributes:
+        number: what plans call this file.
+        path: the file.
+        size_bytes: at open.
+        direct: whether the page cache is bypassed (O_DIRECT).
+        alignment_bytes: of offset, size and memory in direct transfers; 1 where they are buffered.
+        requested: the path the caller asked the engine for.
+        effective: the path in use: ``gds``, ``gds-compat``, ``uring``, ``posix`` or ``memory``, with `` (buffered)`` where O_DIRECT was refused.
+    """
+
+    number: int
+    path: str
+    size_bytes: int
+    direct: bool
+    alignment_bytes: int
+    requested: str
+    effective: str
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters since the engine was opened.
+
+    Attributes:
+        bytes_asked: sum of the items' sizes.
+        bytes_moved: what really crossed the queue, widening, gaps and retries included.
+        requests: what was handed to the queue, after merging.
+        retries: short or interrupted requests that were continued.
+        failures: transfers that ended with an error.
+        in_flight: requests with the device now.
+        quarantined_buffers, quarantined_bytes: memory of ended transfers that the device may still write to.
+        fault_hits: injected faults that fired.
+    """
+
+    bytes_asked: int = 0
+    bytes_moved: int = 0
+    requests: int = 0
+    retries: int = 0
+    failures: int = 0
+    in_flight: int = 0
+    quarantined_buffers: int = 0
+    quarantined_bytes: int = 0
+    fault_hits: int = 0
+
+
+class Future(Protocol):
+    """A submitted plan. Errors of the transfer are raised from `next`, `wait` and iteration, in the caller's thread."""
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """uint8 [bytes]: where the items land: the caller's tensor, or the engine's buffer (returned to the pool when the last reference goes)."""
+
+    @property
+    def position_bytes(self) -> torch.Tensor:
+        """int64 [n]: where each item begins in `memory`; -1 for items of size 0."""
+
+    @property
+    def bytes_asked(self) -> int: ...
+
+    @property
+    def bytes_moved(self) -> int: ...
+
+    @property
+    def request_count(self) -> int: ...
+
+    def next(self, at_least: int = 1, timeout_s: float | None = None) -> tuple[torch.Tensor, bool]:
+        """Waits for at least `at_least` more items (or the end, or the timeout): their numbers, int64 [m], and whether that was all."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """Item numbers in batches, as they arrive."""
+
+    def wait(self) -> torch.Tensor:
+        """Waits for everything that `next` has not handed out and returns `memory`."""
+
+    def done(self) -> bool:
+        """Whether everything has arrived (or the transfer has failed). Never blocks."""
+
+    def cancel(self) -> None:
+        """Ends the transfer: what waits is dropped, what is with the device keeps its memory until it completes."""
+
+
+class Engine(Protocol):
+    """Moves bytes between files and memory. Safe to use from several threads. A context manager."""
+
+    @property
+    def requested(self) -> str: ...
+
+    @property
+    def effective(self) -> str: ...
+
+    @property
+    def fallback_reason(self) -> str:
+        """Why `effective` is not what ``auto`` tried first; empty if it is."""
+
+    def open(self, path: str | os.PathLike[str], mode: str = "r", *, direct: bool | None = None) -> FileHandle:
+        """Opens a file: ``r``, ``w`` (create or truncate) or ``r+``. `direct`: O_DIRECT demanded, refused, or (None) where it is possible."""
+
+    def close_file(self, file: FileHandle) -> None: ...
+
+    def read(
+        self, plan: Plan, out: torch.Tensor | None = None, *, gap_bytes: int = 0, priority: int = 0, deadline_s: float = DEFAULT_DEADLINE_S
+    ) -> Future:
+        """Starts reading. Neighbours no more than `gap_bytes` apart become one request; higher `priority` goes first."""
+
+    def write(self, plan: Plan, source: torch.Tensor, *, priority: int = 0, deadline_s: float = DEFAULT_DEADLINE_S) -> Future:
+        """Starts writing items at `plan.out_offset_bytes` of `source`, which must not change until the future is done."""
+
+    def stats(self) -> EngineStats: ...
+
+    def close(self, grace_s: float = 5.0) -> None:
+        """Fails what is outstanding and waits up to `grace_s` for the device; buffers it still holds are abandoned, never freed."""

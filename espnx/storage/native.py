@@ -1,0 +1,266 @@
+"""The ``uring``, ``posix`` and ``memory`` engines: one C++ engine (csrc/io) with a different queue behind it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from .. import errors
+from .engine import DEFAULT_DEADLINE_S, EngineStats, FileHandle
+from .plan import Plan
+
+_RETRYABLE_FIX = "check the device (dmesg, smartctl), then try again; the object is still usable"
+
+
+def load_native() -> Any:
+    """The compiled extension. Raises MissingDependencyError with the way to build it."""
+    try:
+        from espnx import _C
+    except ImportError as error:
+        raise errors.MissingDependencyError(
+            "espnx's compiled part cannot be loaded", got=str(error), fix="run `make setup` (or `pip install -e . --no-build-isolation`) in the source tree"
+        ) from error
+    _C.set_error_factory(_to_error)
+    return _C
+
+
+def _to_error(
+    kind: str, errno: int, what: str, path: str, offset_bytes: int, size_bytes: int, needed_bytes: int, free_bytes: int, got: str, expected: str
+) -> errors.EspnxError:
+    """Makes the typed exception of a failure that the engine reports."""
+    if kind == "invalid":
+        return errors.InvalidInputError(what, got=got or None, expected=expected or None)
+    if kind == "unavailable":
+        fix = "name another path, or `auto`, or another directory"
+        return errors.PathUnavailableError(f"{what}{' in ' + path if path else ''}", got=os.strerror(errno) if errno else None, fix=fix)
+    if kind in ("closed", "cancelled"):
+        return errors.EngineClosedError(what)
+    if kind == "disk_full":
+        return errors.DiskFullError(what, needed_bytes=max(needed_bytes, 0), free_bytes=free_bytes, path=path or None)
+    if kind == "read" and errno == 2:
+        return errors.StoreNotFoundError(what, path=path or None, errno=errno)
+    classes: dict[str, type[errors.StorageError]] = {
+        "read": errors.ReadError,
+        "write": errors.WriteError,
+        "short_read": errors.ShortReadError,
+        "truncated": errors.TruncatedFileError,
+        "deadline": errors.DeadlineExceededError,
+        "checksum": errors.ChecksumError,
+    }
+    return classes[kind](
+        what,
+        path=path or None,
+        offset_bytes=offset_bytes if offset_bytes >= 0 else None,
+        size_bytes=size_bytes if size_bytes >= 0 else None,
+        errno=errno or None,
+        got=got or None,
+        expected=expected or None,
+        fix=_RETRYABLE_FIX if kind in ("read", "short_read", "deadline") else None,
+    )
+
+
+class NativeFuture:
+    """See `espnx.storage.engine.Future`."""
+
+    def __init__(self, native: Any, memory: torch.Tensor | None):
+        self._native, self._memory, self._finished = native, memory, False
+
+    @property
+    def memory(self) -> torch.Tensor:
+        if self._memory is None:
+            self._memory = self._native.memory
+        return self._memory
+
+    @property
+    def position_bytes(self) -> torch.Tensor:
+        return self._native.position_bytes
+
+    @property
+    def bytes_asked(self) -> int:
+        return self._native.bytes_asked
+
+    @property
+    def bytes_moved(self) -> int:
+        return self._native.bytes_moved
+
+    @property
+    def request_count(self) -> int:
+        return self._native.request_count
+
+    def next(self, at_least: int = 1, timeout_s: float | None = None) -> tuple[torch.Tensor, bool]:
+        items, self._finished = self._native.next(at_least, 1e9 if timeout_s is None else timeout_s)
+        return items, self._finished
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while not self._finished:
+            items, _ = self.next()
+            if items.numel():
+                yield items
+
+    def wait(self) -> torch.Tensor:
+        while not self._finished:
+            self.next(at_least=2**62)
+        return self.memory
+
+    def done(self) -> bool:
+        return self._finished or self._native.done()
+
+    def cancel(self) -> None:
+        self._native.cancel()
+
+
+@dataclass(frozen=True)
+class FaultRule:
+    """Makes matching operations fail; see `FaultyEngine`.
+
+    Attributes:
+        fault: ``error`` (value = errno), ``short`` (value = bytes moved), ``flip`` (value = bit), ``stale`` (success reported, nothing
+            moved), ``delay`` (value = nanoseconds), ``never`` (does not complete).
+        operation: glob over read, write, open_read, open_write, allocate, truncate, sync, sync_directory, rename, unlink.
+        path: glob over the file's path.
+        begin_bytes, end_bytes: the request must overlap this range of the file.
+        nth, count: fires from the nth match on (from 1), `count` times (-1: for ever).
+        probability: of firing, per match, from the engine's seed.
+    """
+
+    fault: str = "error"
+    operation: str = "*"
+    path: str = "*"
+    begin_bytes: int = 0
+    end_bytes: int = 2**62
+    nth: int = 1
+    count: int = -1
+    probability: float = 1.0
+    value: int = 5
+
+
+class NativeEngine:
+    """See `espnx.storage.engine.Engine`.
+
+    Args:
+        path: ``auto``, ``uring``, ``posix`` or ``memory``.
+        queue_depth: requests with the device at a time.
+        threads: of the ``posix`` path.
+        request_bytes: longer transfers are cut into requests of this size.
+        pool_bytes: unused buffer memory kept for the next read.
+        poison: fills buffers with 0xA5 before use (tests).
+        rules, seed: injected faults; use `FaultyEngine`.
+
+    Raises:
+        PathUnavailableError: a named path cannot be had here.
+        InvalidInputError: an option is out of range.
+    """
+
+    def __init__(
+        self,
+        path: str = "auto",
+        *,
+        queue_depth: int = 128,
+        threads: int = 32,
+        request_bytes: int = 960 * 1024,
+        pool_bytes: int = 256 * 1024 * 1024,
+        poison: bool = False,
+        rules: Sequence[FaultRule] = (),
+        seed: int = 0,
+    ):
+        self._native = load_native().Engine(
+            path=path,
+            queue_depth=queue_depth,
+            threads=threads,
+            request_bytes=request_bytes,
+            pool_bytes=pool_bytes,
+            poison=poison,
+            rules=[asdict(rule) for rule in rules],
+            seed=seed,
+        )
+        self.requested = path
+        self.effective: str = self._native.effective
+        self.fallback_reason: str = self._native.fallback_reason
+
+    def open(self, path: str | os.PathLike[str], mode: str = "r", *, direct: bool | None = None) -> FileHandle:
+        name = os.fspath(path)
+        number = self._native.open(name, mode, direct)
+        size_bytes, is_direct, alignment_bytes = self._native.file_info(number)
+        buffered = self.effective != "memory" and not is_direct
+        return FileHandle(
+            number=number,
+            path=name,
+            size_bytes=size_bytes,
+            direct=is_direct,
+            alignment_bytes=alignment_bytes,
+            requested=self.requested,
+            effective=self.effective + (" (buffered)" if buffered else ""),
+        )
+
+    def close_file(self, file: FileHandle) -> None:
+        self._native.close_file(file.number)
+
+    def read(
+        self, plan: Plan, out: torch.Tensor | None = None, *, gap_bytes: int = 0, priority: int = 0, deadline_s: float = DEFAULT_DEADLINE_S
+    ) -> NativeFuture:
+        return self._submit(True, plan, out, gap_bytes=gap_bytes, priority=priority, deadline_s=deadline_s)
+
+    def write(self, plan: Plan, source: torch.Tensor, *, priority: int = 0, deadline_s: float = DEFAULT_DEADLINE_S) -> NativeFuture:
+        return self._submit(False, plan, source, gap_bytes=0, priority=priority, deadline_s=deadline_s)
+
+    def _submit(self, reading: bool, plan: Plan, memory: torch.Tensor | None, *, gap_bytes: int, priority: int, deadline_s: float) -> NativeFuture:
+        native = self._native.submit(
+            reading=reading,
+            file=plan.file,
+            offset_bytes=plan.offset_bytes,
+            size_bytes=plan.size_bytes,
+            out_offset_bytes=plan.out_offset_bytes,
+            crc32c=plan.crc32c,
+            memory=memory,
+            gap_bytes=gap_bytes,
+            priority=priority,
+            deadline_s=deadline_s,
+        )
+        return NativeFuture(native, memory)
+
+    def allocate(self, file: FileHandle, size_bytes: int) -> bool:
+        """Reserves space for the first `size_bytes`. False where the file system cannot. Raises DiskFullError with needed and free."""
+        return self._native.allocate(file.number, size_bytes)
+
+    def truncate(self, file: FileHandle, size_bytes: int) -> None:
+        self._native.truncate(file.number, size_bytes)
+
+    def sync(self, file: FileHandle) -> None:
+        """Flushes a file to the device (fsync)."""
+        self._native.sync(file.number)
+
+    def sync_directory(self, path: str | os.PathLike[str]) -> None:
+        """Flushes a directory's entries to the device; without it a new or renamed file can be gone after a power cut."""
+        self._native.sync_directory(os.fspath(path))
+
+    def rename(self, source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+        """Atomically puts `source` in the place of `target`."""
+        self._native.before("rename", os.fspath(source))
+        try:
+            os.replace(source, target)
+        except OSError as error:
+            raise errors.WriteError("cannot rename file", path=source, errno=error.errno) from error
+
+    def stats(self) -> EngineStats:
+        return EngineStats(**self._native.stats())
+
+    def close(self, grace_s: float = 5.0) -> None:
+        self._native.close(grace_s)
+
+    def __enter__(self) -> NativeEngine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class FaultyEngine(NativeEngine):
+    """A native engine in which chosen operations fail, per request, before or after the real queue. For tests of everything above storage."""
+
+    def __init__(self, rules: Sequence[FaultRule], path: str = "auto", *, seed: int = 0, **options: Any):
+        super().__init__(path, rules=rules, seed=seed, **options)
