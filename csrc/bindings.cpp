@@ -2,6 +2,7 @@
 // Failures cross as espnx.errors classes, made by the function that espnx.storage registers with set_error_factory.
 #include <torch/extension.h>
 
+#include "cpu/crc32c.hpp"
 #include "cpu/records.hpp"
 #include "io/engine.hpp"
 
@@ -235,6 +236,33 @@ void bind_future(py::module_& m) {
       .def_property_readonly("request_count", [](Future& f) { return f.transfer->request_count(); });
 }
 
+// The planner without an engine: engines that are not ours (cuFile) still read by the same extents.
+py::tuple pack_plan(const at::Tensor& file_sizes, const at::Tensor& alignments, const at::Tensor& file, const at::Tensor& offset_bytes,
+                    const at::Tensor& size_bytes, int64_t gap_bytes, int64_t limit_bytes) {
+  const std::vector<int64_t> sizes = to_vector(file_sizes, "file_sizes", -1);
+  const std::vector<int64_t> aligned = to_vector(alignments, "alignments", static_cast<int64_t>(sizes.size()));
+  const std::vector<int64_t> files = to_vector(file, "file", -1);
+  const std::vector<int64_t> offsets = to_vector(offset_bytes, "offset_bytes", static_cast<int64_t>(files.size()));
+  const std::vector<int64_t> lengths = to_vector(size_bytes, "size_bytes", static_cast<int64_t>(files.size()));
+  io::Files known;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    known.push_back(std::make_shared<io::File>("file " + std::to_string(i), -1));
+    known.back()->size_bytes = sizes[i];
+    known.back()->alignment_bytes = aligned[i];
+  }
+  const io::Items items{static_cast<int64_t>(files.size()), files.data(), offsets.data(), lengths.data()};
+  io::check_items(items, known, true);
+  const io::Layout layout = io::pack(items, known, gap_bytes, limit_bytes);
+  const auto column = [&](int64_t io::Extent::* member) {
+    std::vector<int64_t> values;
+    for (const io::Extent& extent : layout.extents) values.push_back(extent.*member);
+    return to_tensor(values);
+  };
+  return py::make_tuple(column(&io::Extent::file), column(&io::Extent::offset_bytes), column(&io::Extent::size_bytes),
+                        column(&io::Extent::expected_bytes), column(&io::Extent::place_bytes), to_tensor(layout.position_bytes),
+                        to_tensor(layout.order), column(&io::Extent::first), column(&io::Extent::last), layout.memory_bytes);
+}
+
 const uint16_t* token_counts(const at::Tensor& n_tokens) {
   if (!n_tokens.device().is_cpu() || n_tokens.scalar_type() != at::kUInt16 || !n_tokens.is_contiguous()) {
     invalid("n_tokens must be a contiguous uint16 tensor on the CPU");
@@ -281,7 +309,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("set_error_factory", [](py::object factory) { error_factory() = std::move(factory); });
   m.def("free_bytes", &io::free_bytes);
+  m.def("crc32c", [](uintptr_t address, size_t size_bytes, uint32_t seed) {
+    return espnx::crc32c(seed, reinterpret_cast<const void*>(address), size_bytes);
+  }, py::call_guard<py::gil_scoped_release>());
   bind_engine(m);
   bind_future(m);
   bind_records(m);
+  m.def("pack_plan", &pack_plan);
 }

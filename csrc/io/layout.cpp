@@ -68,7 +68,7 @@ void check_items(const Items& items, const Files& files, bool reading) {
       if (!files[file]->writable) invalid(files[file]->path + " is open for reading only", i);
       continue;
     }
-    if (offset + size > files[file]->size_bytes && offset + size > files[file]->refresh_size()) {
+    if (offset + size > files[file]->size_bytes && (files[file]->fd < 0 || offset + size > files[file]->refresh_size())) {
       Failure failure;
       failure.kind = Kind::truncated;
       failure.what = "read past the end of the file";

@@ -1,0 +1,117 @@
+"""The build's second pass: train the first stage, give every document its list, and say in which order records go to disk.
+
+Records are stored in the order of their inverted list, so that what a query fetches together lies together.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from .. import errors
+from ..storage import NativeEngine
+from ..storage.stream import StreamWriter, read_windows
+from .first_stage import IvfFirstStage, choose_nlist, load_faiss, train_index
+from .spool import Spool
+
+LISTS = "lists.i32"
+_ROWS = 8192  # per window: small beside any budget, large enough for BLAS
+
+
+def train(spool: Spool, code: str, nlist: int | None, work_bytes: int) -> Any:
+    """A trained, empty FAISS index for the documents of a spool, or None for an empty one."""
+    count = len(spool)
+    if count == 0:
+        return None
+    lists = min(nlist or choose_nlist(count), count)
+    row_bytes = 4 * spool.schema.d_cls
+    wanted = min(count, max(64 * lists, 256), max(256, work_bytes // 4 // row_bytes))
+    chosen = np.sort(np.random.default_rng(0).choice(count, size=wanted, replace=False)).astype(np.int64)
+    return train_index(spool.cls_sample(chosen), lists, code)
+
+
+def assign(engine: NativeEngine, directory: str, spool: Spool, index: Any, work_bytes: int) -> None:
+    """Fills the index; ids are record numbers. Writes every document's list, in arrival order, to `directory`/lists.i32.
+
+    Raises InvalidInputError where the filled index cannot fit the memory budget.
+    """
+    need_bytes = len(spool) * (index.code_size + 8) * 3 // 2  # FAISS grows its lists by doubling
+    if need_bytes > work_bytes:
+        raise errors.InvalidInputError(
+            "the first stage does not fit the memory budget", got=f"{work_bytes} bytes left", expected=f"about {need_bytes}",
+            fix="give more --memory, or a smaller code (--first-stage sq8 or pq16)",
+        )  # fmt: skip
+    counts = np.zeros(index.nlist, dtype=np.int64)
+    path = os.path.join(directory, LISTS)
+    with StreamWriter(engine, path) as writer:
+        for _, vectors in spool.cls_windows(_ROWS):
+            lists = index.quantizer.search(vectors, 1)[1].reshape(-1)
+            counts += np.bincount(lists, minlength=index.nlist)
+            writer.write(lists.astype("<i4").view(np.uint8))
+        writer.sync()
+    pointer = load_faiss().swig_ptr
+    free = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    for (_, vectors), lists in zip(spool.cls_windows(_ROWS), _list_windows(engine, path, _ROWS), strict=True):
+        order = np.argsort(lists, kind="stable")
+        sorted_lists = lists[order]
+        starts = np.flatnonzero(np.r_[True, sorted_lists[1:] != sorted_lists[:-1]])
+        rank = np.arange(len(lists)) - np.repeat(starts, np.diff(np.r_[starts, len(lists)]))
+        numbers = np.empty(len(lists), dtype=np.int64)
+        numbers[order] = free[sorted_lists] + rank
+        free += np.bincount(lists, minlength=index.nlist)
+        listed = lists.astype(np.int64)
+        index.add_core(len(lists), pointer(np.ascontiguousarray(vectors)), pointer(numbers), pointer(listed))
+
+
+def _list_windows(engine: NativeEngine, path: str, rows: int) -> Iterator[np.ndarray]:
+    """int32 arrays of `rows` entries (the last shorter)."""
+    rest = np.empty(0, dtype="<i4")
+    for window in read_windows(engine, path):
+        rest = np.concatenate([rest, window.view("<i4")])
+        while len(rest) >= rows:
+            yield rest[:rows]
+            rest = rest[rows:]
+    if len(rest):
+        yield rest
+
+
+def record_order(engine: NativeEngine, directory: str, list_sizes: np.ndarray, budget_documents: int) -> Iterator[np.ndarray]:
+    """Arrival numbers in record order, in pieces. Holds about `budget_documents` of them at a time, however many there are.
+
+    Each piece covers whole lists: the file of list numbers is scanned once for as many lists as fit the budget.
+    """
+    path = os.path.join(directory, LISTS)
+    first = 0
+    while first < len(list_sizes):
+        inside = np.cumsum(list_sizes[first:])
+        last = first + max(1, int(np.searchsorted(inside, budget_documents, side="right")))
+        arrivals, lists, seen = [], [], 0
+        for window in _list_windows(engine, path, 1 << 20):
+            hit = np.flatnonzero((window >= first) & (window < last))
+            arrivals.append(hit + seen)
+            lists.append(window[hit])
+            seen += len(window)
+        order = np.argsort(np.concatenate(lists), kind="stable")
+        piece = np.concatenate(arrivals)[order]
+        if len(piece):
+            yield piece
+        first = last
+
+
+def measure_nprobe(index: Any, spool: Spool, candidates: int, recall: float) -> int:
+    """The smallest power of two (or all) of lists that finds `recall` of the exhaustive candidates, over a sample of documents as queries."""
+    stage = IvfFirstStage(index)
+    count = min(candidates, len(spool))
+    sample = np.sort(np.random.default_rng(1).choice(len(spool), size=min(64, len(spool)), replace=False)).astype(np.int64)
+    queries = spool.cls_sample(sample)
+    truth = [set(stage.start(query, count, stage.nlist, 1.0).complete()[0].tolist()) for query in queries]
+    nprobe = 1
+    while nprobe < stage.nlist:
+        hits = sum(len(want & set(stage.start(query, count, nprobe, 1.0).complete()[0].tolist())) for query, want in zip(queries, truth, strict=True))
+        if hits >= recall * sum(len(want) for want in truth):
+            return nprobe
+        nprobe *= 2
+    return stage.nlist

@@ -1,0 +1,73 @@
+"""What can be indexed: texts for an encoder, or vectors that are there already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .. import errors
+from .encoder import Encoded, Encoder
+from .texts import DocumentId
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text and its id, an int (64 bits) or a str. `vectors` replaces the encoder's work where they are known."""
+
+    id: DocumentId
+    text: str
+    vectors: Encoded | None = None
+
+
+def to_document(item: Any, number: int) -> Document:
+    """Takes a `Document`, an ``(id, text)`` pair or a mapping with ``id`` (or ``_id``) and ``text`` (``title`` is put before it)."""
+    if isinstance(item, dict):
+        identifier = item.get("id", item.get("_id"))
+        text = item.get("text")
+        if item.get("title"):
+            text = f"{item['title']} {text}"
+        item = Document(identifier, text)  # type: ignore[arg-type]
+    elif isinstance(item, tuple) and len(item) == 2:
+        item = Document(*item)
+    if not isinstance(item, Document):
+        raise errors.InvalidInputError(f"document {number}", got=type(item).__name__, expected="a Document, an (id, text) pair or a mapping with id and text")
+    if isinstance(item.id, bool) or not isinstance(item.id, (int, str)) or (isinstance(item.id, int) and not -(2**63) <= item.id < 2**63):
+        raise errors.InvalidInputError(f"id of document {number}", got=repr(item.id), expected="a str or a 64-bit int")
+    if not isinstance(item.text, str):
+        raise errors.InvalidInputError(f"text of document {item.id!r}", got=type(item.text).__name__, expected="a str")
+    return item
+
+
+def batches(items: Iterable[Any], skip: int, limit: int, limit_bytes: int, dim: int) -> Iterator[list[Document]]:
+    """Documents in batches of at most `limit`, whose vectors are expected to take at most `limit_bytes` (or of one document).
+
+    A text is taken to have a token for every four characters, as English has; the estimate steers memory, nothing else.
+    """
+    batch: list[Document] = []
+    expected_bytes = 0
+    for number, item in enumerate(items):
+        document = to_document(item, number)
+        if number < skip:
+            batch.append(document)  # handed out all the same: a resumed build compares ids
+        tokens = len(document.vectors.tokens) if document.vectors else len(document.text) // 4 + 8
+        if number >= skip:
+            if batch and (expected_bytes + tokens * dim * 4 > limit_bytes or number == skip):
+                yield batch
+                batch, expected_bytes = [], 0
+            batch.append(document)
+            expected_bytes += tokens * dim * 4
+        if len(batch) == limit:
+            yield batch
+            batch, expected_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def encode(batch: list[Document], encoder: Encoder | None) -> list[Encoded]:
+    """The vectors of a batch, from the documents themselves or from the encoder."""
+    missing = [document for document in batch if document.vectors is None]
+    if missing and encoder is None:
+        raise errors.InvalidInputError(f"document {missing[0].id!r} has no vectors", fix="pass an encoder, or Document(id, text, vectors)")
+    made = iter(encoder.encode_documents([document.text for document in missing]) if missing and encoder else ())
+    return [document.vectors if document.vectors is not None else next(made) for document in batch]

@@ -1,0 +1,189 @@
+"""What an encoder is, and your own function as one.
+
+An encoder turns a text into what late interaction needs: one ``cls`` vector, by which the first stage finds candidates, and one
+vector per token, which MaxSim scores. espnx never asks how; anything with the five members of :class:`Encoder` will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from espnx.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Encoded:
+    """One text, document or query, as vectors. Both tensors are float32, contiguous, on the CPU, and owned by the receiver.
+
+    Attributes:
+        cls: ``[d_cls]``, one vector for the whole text.
+        tokens: ``[n, dim]``, one vector per token, n >= 0. A text without tokens has ``[0, dim]``.
+    """
+
+    cls: Tensor
+    tokens: Tensor
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """What building and searching a store ask of an encoder.
+
+    Attributes:
+        name: who it is, the same on every machine and in every process, different for every model or setting whose vectors
+            do not belong in one store (``"minilm@53aa5117"``). A store keeps it, and a query encoded under another name is refused.
+        d_cls: length of a ``cls`` vector.
+        dim: length of a token vector.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def d_cls(self) -> int: ...
+
+    @property
+    def dim(self) -> int: ...
+
+    def encode_documents(self, texts: list[str]) -> list[Encoded]:
+        """One :class:`Encoded` per text, in the order of ``texts``."""
+        ...
+
+    def encode_queries(self, texts: list[str]) -> list[Encoded]:
+        """One :class:`Encoded` per text, in the order of ``texts``."""
+        ...
+
+
+def check_texts(texts: object) -> list[str]:
+    """``texts`` as a list of encodable strings.
+
+    Raises:
+        InvalidInputError: it is one string, or holds something that is no string or has no UTF-8 form; says which.
+    """
+    if isinstance(texts, (str, bytes)) or not isinstance(texts, Sequence):
+        raise InvalidInputError("encode", got=type(texts).__name__, expected="a list of str", fix="pass [text] to encode one text")
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise InvalidInputError(f"encode text {number}", got=type(text).__name__, expected="str")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise InvalidInputError(
+                f"encode text {number}",
+                got=f"a lone surrogate at character {error.start}",
+                expected="text that UTF-8 can hold",
+                fix='text.encode("utf-8", "replace").decode()',
+            ) from None
+    return list(texts)
+
+
+class FunctionEncoder:
+    """Your own function as an encoder.
+
+    Args:
+        fn: takes a list of str, returns for each, in order, a pair ``(cls, tokens)`` of shapes ``[d_cls]`` and ``[n, dim]``, n >= 0:
+            numpy arrays, tensors on any device, nested lists of numbers, or :class:`Encoded`. Values are copied and converted to
+            float32, so ``fn`` may reuse its buffers. What ``fn`` raises reaches the caller unchanged.
+        name: see :attr:`Encoder.name`; change it when the function's vectors change.
+        d_cls: length of a ``cls`` vector.
+        dim: length of a token vector.
+        query_fn: the same for queries, where they are encoded differently. Default: ``fn``.
+
+    Every result is checked: InvalidInputError, naming the text, for a wrong count, shape, dimension or kind of number, and for NaN or
+    infinity (also where a float64 is too large for float32).
+
+    >>> encoder = FunctionEncoder(lambda texts: [([1.0, 0.0], [[0.0, 1.0]] * len(t.split())) for t in texts], "toy@1", d_cls=2, dim=2)
+    >>> encoder.encode_documents(["two words"])[0].tokens.shape
+    torch.Size([2, 2])
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[list[str]], Iterable[Any]],
+        name: str,
+        *,
+        d_cls: int,
+        dim: int,
+        query_fn: Callable[[list[str]], Iterable[Any]] | None = None,
+    ):
+        for label, function in (("fn", fn), ("query_fn", fn if query_fn is None else query_fn)):
+            if not callable(function):
+                raise InvalidInputError(f"FunctionEncoder: {label}", got=type(function).__name__, expected="a function of a list of str")
+        if not isinstance(name, str) or not name:
+            raise InvalidInputError("FunctionEncoder: name", got=repr(name), expected="a name that tells this encoder from others")
+        for label, size in (("d_cls", d_cls), ("dim", dim)):
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise InvalidInputError(f"FunctionEncoder: {label}", got=repr(size), expected="an int of at least 1")
+        self.name, self.d_cls, self.dim = name, d_cls, dim
+        self._fn, self._query_fn = fn, fn if query_fn is None else query_fn
+
+    def encode_documents(self, texts: list[str]) -> list[Encoded]:
+        return self._encode(self._fn, texts)
+
+    def encode_queries(self, texts: list[str]) -> list[Encoded]:
+        return self._encode(self._query_fn, texts)
+
+    def _encode(self, fn: Callable[[list[str]], Iterable[Any]], texts: list[str]) -> list[Encoded]:
+        texts = check_texts(texts)
+        if not texts:
+            return []
+        returned = fn(list(texts))
+        if not isinstance(returned, Iterable):
+            raise InvalidInputError(f"{self.name}: encode", got=type(returned).__name__, expected="a list of pairs (cls, tokens)")
+        results = list(returned)
+        if len(results) != len(texts):
+            raise InvalidInputError(f"{self.name}: encode {len(texts)} texts", got=f"{len(results)} results", expected="one per text")
+        return [self._checked(number, text, result) for number, (text, result) in enumerate(zip(texts, results, strict=True))]
+
+    def _checked(self, number: int, text: str, result: Any) -> Encoded:
+        what = f"{self.name}: text {number} ({text[:40]!r})"
+        if isinstance(result, Encoded):
+            result = (result.cls, result.tokens)
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            raise InvalidInputError(what, got=type(result).__name__, expected="a pair (cls, tokens)")
+        cls, tokens = (_owned_float32(f"{what}: {label}", value) for label, value in zip(("cls", "tokens"), result, strict=True))
+        if cls.shape != (self.d_cls,):
+            raise InvalidInputError(f"{what}: cls", got=f"shape {list(cls.shape)}", expected=f"[{self.d_cls}]")
+        if tokens.ndim != 2 or tokens.shape[1] != self.dim:
+            raise InvalidInputError(
+                f"{what}: tokens",
+                got=f"shape {list(tokens.shape)}",
+                expected=f"[n, {self.dim}]",
+                fix=f"a text without tokens has shape [0, {self.dim}]" if tokens.numel() == 0 else None,
+            )
+        _check_finite(f"{what}: cls", cls)
+        _check_finite(f"{what}: tokens", tokens)
+        return Encoded(cls, tokens)
+
+
+def _owned_float32(what: str, value: Any) -> Tensor:
+    """A float32 copy of ``value`` on the CPU."""
+    import numpy
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        if value.is_complex() or value.dtype == torch.bool:
+            raise InvalidInputError(what, got=str(value.dtype), expected="real numbers")
+        copy = value.detach().to("cpu", torch.float32, copy=True).contiguous()
+    else:
+        try:
+            array = numpy.asarray(value)
+        except ValueError as error:
+            raise InvalidInputError(what, got=str(error), expected="an array with one shape") from None
+        if array.dtype.kind not in "fiu":
+            raise InvalidInputError(what, got=f"dtype {array.dtype}", expected="real numbers")
+        with numpy.errstate(over="ignore"):  # becomes infinity, which the caller refuses
+            copy = torch.from_numpy(numpy.array(array, numpy.float32, order="C"))
+    return copy
+
+
+def _check_finite(what: str, values: Tensor) -> None:
+    """Says where the first NaN or infinity of ``values`` (one or two dimensions) is."""
+    bad = (~values.isfinite()).nonzero()
+    if len(bad):
+        place = bad[0].tolist()
+        raise InvalidInputError(what, got=f"{values[tuple(place)].item()} at {place}", expected="finite numbers")

@@ -1,0 +1,112 @@
+"""Generations of a store: every build writes files under new names; the manifest says which are live; what crashed builds left is removed.
+
+    STORE/MANIFEST.json      names the live generation
+    STORE/gen-000002/        its files
+    STORE/building/          the spool and the state of a build under way
+    DIR/espnx-ID-gen-000002/ its data segments on another SSD
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from .. import errors
+from ..storage import NativeEngine
+from ..storage.manifest import read_manifest
+from .spool import read_state, write_state
+from .store import MAGIC, VERSION
+
+BUILDING = "building"
+
+
+def name(generation: int) -> str:
+    return f"gen-{generation:06d}"
+
+
+def published(engine: NativeEngine, path: str, replace: bool) -> dict[str, Any] | None:
+    """The manifest of the store that is there, or None. Raises InvalidInputError if there is one and it may not be replaced."""
+    try:
+        manifest = read_manifest(engine, path, MAGIC, VERSION)
+    except errors.StoreNotFoundError:
+        entries = os.listdir(path)
+        others = [entry for entry in entries if entry != "LOCK"]
+        if others and BUILDING not in entries:  # an interrupted build leaves a directory that is neither empty nor a store
+            raise errors.InvalidInputError(
+                f"{path} is not empty and no store", got=", ".join(sorted(others)[:3]), fix="give a new or empty directory"
+            ) from None
+        return None
+    except errors.FormatError:
+        if not replace:
+            raise
+        return None
+    if not replace:
+        raise errors.InvalidInputError(
+            f"there is a store in {path}", got=f"{manifest['records']['count']} documents", fix="build elsewhere, or replace it (replace=True, --replace)"
+        )
+    return manifest
+
+
+def begin(engine: NativeEngine, path: str, settings: dict[str, Any], live: dict[str, Any] | None, restart: bool) -> tuple[dict[str, Any], int]:
+    """The state of the build to run, new or resumed, and the number of documents kept. Removes what no build or store refers to."""
+    building = os.path.join(path, BUILDING)
+    state = None if restart else read_state(engine, building)
+    if state is not None and state["settings"] != settings:
+        changed = sorted(key for key in settings if settings[key] != state["settings"].get(key))
+        raise errors.InvalidInputError(
+            f"an interrupted build in {path} has other settings",
+            got=", ".join(f"{key}={settings[key]!r}" for key in changed),
+            expected=", ".join(f"{key}={state['settings'].get(key)!r}" for key in changed),
+            fix="use the same settings to resume it, or restart (--restart) to discard it",
+        )
+    keep = {name(live["generation"])} if live else set()
+    if state is None:
+        shutil.rmtree(building, ignore_errors=True)
+        known = [int(entry[4:]) for entry in os.listdir(path) if entry.startswith("gen-") and entry[4:].isdigit()]
+        state = {
+            "settings": settings,
+            "store_id": uuid.uuid4().hex,
+            "generation": max([live["generation"] if live else 0, *known]) + 1,
+            "phase": "spool",
+            "documents": 0,
+            "spool_bytes": {},
+        }
+    keep.add(name(state["generation"]))
+    for entry in os.listdir(path):
+        if entry.startswith("gen-") and entry not in keep:
+            shutil.rmtree(os.path.join(path, entry), ignore_errors=True)
+    for directory in (building, os.path.join(path, name(state["generation"]))):
+        try:
+            os.makedirs(directory, exist_ok=True)
+        except OSError as error:
+            raise errors.WriteError("cannot create directory", path=directory, errno=error.errno) from error
+    write_state(engine, building, state)
+    return state, state["documents"]
+
+
+def data_directories(path: str, directories: Sequence[str], state: dict[str, Any]) -> list[str]:
+    """Where this generation's segments go: made, as paths that the manifest can hold."""
+    if not directories:
+        return [name(state["generation"])]
+    result = []
+    for directory in directories:
+        target = os.path.abspath(os.path.join(directory, f"espnx-{state['store_id'][:12]}-{name(state['generation'])}"))
+        try:
+            os.makedirs(target, exist_ok=True)
+        except OSError as error:
+            raise errors.WriteError("cannot create data directory", path=target, errno=error.errno) from error
+        result.append(target)
+    return result
+
+
+def remove(path: str, manifest: dict[str, Any]) -> None:
+    """Deletes the files of a generation that is no longer live. Readers that have it open keep it until they close."""
+    shutil.rmtree(os.path.join(path, manifest["directory"]), ignore_errors=True)
+    for segment in manifest["segments"]:
+        if os.path.isabs(segment["path"]):
+            for leftover in glob.glob(glob.escape(os.path.dirname(segment["path"]))):
+                shutil.rmtree(leftover, ignore_errors=True)

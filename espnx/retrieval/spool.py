@@ -1,0 +1,166 @@
+"""The build's first pass: documents as they come, encoded, checked, on disk, resumable.
+
+A spool is a directory that is never published:
+
+    records.bin     the vectors, as records numbered in arrival order, in the encoder's own dimension
+    cls.f32         CLS vectors, float32, for training and filling the first stage
+    n_tokens.u16    token counts
+    texts.sqlite    ids and texts
+    STATE.json      how far everything above is known to be on disk; replaced atomically at every checkpoint
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import errors
+from ..storage import NativeEngine, Plan
+from ..storage.native import load_native
+from ..storage.stream import StreamWriter, crc32c, read_file, read_windows, replace_file
+from .encoder import Encoded
+from .record import RecordSchema, check_document, damage, pack, seal
+from .store import GROUP_RECORDS
+from .texts import DocumentId, TextWriter
+
+STATE_NAME = "STATE.json"
+RECORDS, CLS, N_TOKENS, TEXTS = "records.bin", "cls.f32", "n_tokens.u16", "texts.sqlite"
+
+
+def read_state(engine: NativeEngine, directory: str) -> dict[str, Any] | None:
+    """The last checkpoint of a build, or None. A damaged one is a FormatError (`discard` the build)."""
+    path = os.path.join(directory, STATE_NAME)
+    if not os.path.exists(path):
+        return None
+    try:
+        state = json.loads(read_file(engine, path))
+        body = {key: value for key, value in state.items() if key != "crc32c"}
+        if state["crc32c"] != crc32c(json.dumps(body, sort_keys=True).encode()):
+            raise ValueError("checksum")
+    except (ValueError, KeyError, AttributeError) as error:
+        raise errors.FormatError("damaged state of an interrupted build", path=path, got=str(error), fix="discard it: build again with restart") from error
+    return state
+
+
+def write_state(engine: NativeEngine, directory: str, state: dict[str, Any]) -> None:
+    body = {key: value for key, value in state.items() if key != "crc32c"}
+    body["crc32c"] = crc32c(json.dumps(body, sort_keys=True).encode())
+    replace_file(engine, os.path.join(directory, STATE_NAME), json.dumps(body, sort_keys=True).encode())
+
+
+class SpoolWriter:
+    """Appends documents to a spool, new or from its last checkpoint on."""
+
+    def __init__(self, engine: NativeEngine, directory: str, schema: RecordSchema, state: dict[str, Any]):
+        self._engine, self._directory, self._schema, self._state = engine, directory, schema, state
+        self._salt = crc32c(bytes.fromhex(state["store_id"]))
+        self.count: int = state["documents"]
+        sizes = state["spool_bytes"]
+        self._writers = {
+            name: StreamWriter(engine, os.path.join(directory, name), at_bytes=sizes.get(name, 0), buffer_bytes=size)
+            for name, size in ((RECORDS, 4 << 20), (CLS, 1 << 20), (N_TOKENS, 64 << 10))
+        }
+        self.texts = TextWriter(os.path.join(directory, TEXTS), keep=self.count)
+
+    def append(self, identifiers: Sequence[DocumentId], texts: Sequence[str], documents: Sequence[Encoded]) -> None:
+        """Raises InvalidInputError for vectors that do not fit or an id that came before; then nothing of the batch counts."""
+        for identifier, document in zip(identifiers, documents, strict=True):
+            check_document(document, self._schema, identifier)
+        self.texts.add([(self.count + i, *pair) for i, pair in enumerate(zip(identifiers, texts, strict=True))])
+        counts = np.array([len(document.tokens) for document in documents], dtype=np.uint16)
+        records = self._writers[RECORDS]
+        offsets, end = self._schema.lay_out(counts, records.size_bytes)
+        block = np.zeros(end - records.size_bytes, dtype=np.uint8)
+        offsets = offsets - records.size_bytes
+        pack(documents, self._schema, block, offsets)
+        seal(block, self._schema, offsets, counts, self.count, self._salt)
+        records.write(block)
+        if documents:
+            self._writers[CLS].write(np.ascontiguousarray(np.stack([document.cls.numpy() for document in documents]), "<f4").view(np.uint8).reshape(-1))
+        self._writers[N_TOKENS].write(counts.view(np.uint8))
+        self.count += len(documents)
+
+    def checkpoint(self, **changes: Any) -> None:
+        """Everything appended so far survives a crash from here on."""
+        for writer in self._writers.values():
+            writer.sync()
+        self.texts.commit()
+        self._state.update(documents=self.count, spool_bytes={name: writer.size_bytes for name, writer in self._writers.items()}, **changes)
+        write_state(self._engine, self._directory, self._state)
+
+    def close(self) -> None:
+        self.texts.close()
+        for writer in self._writers.values():
+            writer.close()
+
+    def abandon(self) -> None:
+        """Closes after a failure; the error that led here is the one to tell."""
+        try:
+            self.close()
+        except errors.EspnxError:
+            pass
+
+
+class Spool:
+    """A finished spool, for the passes that follow. Resident: 2.125 bytes a document."""
+
+    def __init__(self, engine: NativeEngine, directory: str, schema: RecordSchema, store_id: str):
+        self._engine, self._directory, self.schema = engine, directory, schema
+        self._salt = crc32c(bytes.fromhex(store_id))
+        self.n_tokens = np.frombuffer(bytearray(read_file(engine, os.path.join(directory, N_TOKENS))), dtype=np.uint16)
+        self._groups = torch.empty(-(-len(self.n_tokens) // GROUP_RECORDS), dtype=torch.int64)
+        end = 0
+        for group in range(len(self._groups)):
+            counts = self.n_tokens[group * GROUP_RECORDS : (group + 1) * GROUP_RECORDS]
+            offsets, end = schema.lay_out(counts, end)
+            self._groups[group] = int(offsets[0])
+        self._file = engine.open(os.path.join(directory, RECORDS))
+
+    def __len__(self) -> int:
+        return len(self.n_tokens)
+
+    def cls_windows(self, rows: int) -> Any:
+        """(first, float32 [m, d_cls]) over all documents, in arrival order, m <= rows."""
+        row_bytes = 4 * self.schema.d_cls
+        path = os.path.join(self._directory, CLS)
+        for first in range(0, len(self), rows):
+            count = min(rows, len(self) - first)
+            parts = [window.copy() for window in read_windows(self._engine, path, begin_bytes=first * row_bytes, end_bytes=(first + count) * row_bytes)]
+            yield first, np.concatenate(parts).view("<f4").reshape(count, self.schema.d_cls)
+
+    def cls_sample(self, wanted: np.ndarray) -> np.ndarray:
+        """CLS vectors of some documents (ascending arrival numbers), float32 [m, d_cls]."""
+        row_bytes = 4 * self.schema.d_cls
+        file = self._engine.open(os.path.join(self._directory, CLS))
+        try:
+            out = torch.empty(len(wanted) * row_bytes, dtype=torch.uint8)
+            at = torch.arange(len(wanted), dtype=torch.int64) * row_bytes
+            plan = Plan.of(file, torch.from_numpy(wanted) * row_bytes, torch.full_like(at, row_bytes), at)
+            self._engine.read(plan, out, gap_bytes=16 << 10).wait()
+        finally:
+            self._engine.close_file(file)
+        return out.numpy().view("<f4").reshape(len(wanted), self.schema.d_cls)
+
+    def read(self, arrivals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Records by arrival number: the I/O buffer (uint8) and where each lies in it. Checked; raises ChecksumError."""
+        wanted = torch.from_numpy(np.ascontiguousarray(arrivals, dtype=np.int64))
+        counts, begin = torch.from_numpy(self.n_tokens), torch.zeros(1, dtype=torch.int64)
+        _, offsets, sizes = load_native().locate_records(wanted, counts, self._groups, begin, self.schema.fixed_bytes, self.schema.row_bytes)
+        future = self._engine.read(Plan.of(self._file, offsets, sizes), gap_bytes=16 << 10)
+        memory, positions = future.wait(), future.position_bytes
+        found = damage(memory, self.schema, positions, arrivals, self.n_tokens[arrivals], self._salt)
+        if found:
+            index, what = found[0]
+            raise errors.ChecksumError(
+                "the build's spool is damaged", path=self._file.path, offset_bytes=int(offsets[index]), size_bytes=int(sizes[index]), got=what,
+                fix="check the device; discard the interrupted build and build again with restart",
+            )  # fmt: skip
+        return memory.numpy(), positions.numpy()
+
+    def close(self) -> None:
+        self._engine.close_file(self._file)

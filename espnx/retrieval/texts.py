@@ -1,0 +1,121 @@
+"""External ids and texts, in SQLite, looked up for the k hits only. Nothing of them stays in memory."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from .. import errors
+from ..storage.native import load_native
+from ..storage.stream import crc32c
+
+DocumentId = int | str
+
+
+def _checksum(identifier: DocumentId, text: str) -> int:
+    return crc32c(f"{type(identifier).__name__}:{identifier}\0{text}".encode())
+
+
+@contextmanager
+def _typed(path: str, what: str) -> Iterator[None]:
+    """SQLite's errors as ours."""
+    try:
+        yield
+    except sqlite3.IntegrityError:
+        raise
+    except sqlite3.Error as error:
+        name = getattr(error, "sqlite_errorname", "") or ""
+        if name == "SQLITE_FULL":
+            free = load_native().free_bytes(os.path.dirname(path) or ".")
+            raise errors.DiskFullError(what, needed_bytes=max(free + 1, 1 << 20), free_bytes=free, path=path) from error
+        if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
+            raise errors.FormatError("damaged text database", path=path, got=str(error), fix="restore the store from a copy, or build it again") from error
+        kind = errors.WriteError if "WRITE" in name or "FSYNC" in name or "READONLY" in name or "CANTOPEN" in name else errors.ReadError
+        raise kind(what, path=path, got=str(error)) from error
+
+
+class TextWriter:
+    """Ids and texts by number. Also the build's spool of them.
+
+    Rows become durable at `commit`. Raises DiskFullError, WriteError, FormatError; InvalidInputError for an id that came before.
+    """
+
+    def __init__(self, path: str, keep: int = 0):
+        """`keep`: continues a file, keeping numbers below it; 0 begins anew."""
+        self.path = path
+        if not keep:
+            for suffix in ("", "-journal"):
+                if os.path.exists(path + suffix):
+                    os.unlink(path + suffix)
+        with _typed(path, "cannot create text database"):
+            self._db = sqlite3.connect(path, isolation_level=None)
+            self._db.execute("PRAGMA synchronous=FULL")
+            self._db.execute("PRAGMA cache_size=-8192")
+            self._db.execute("CREATE TABLE IF NOT EXISTS docs (number INTEGER PRIMARY KEY, id UNIQUE NOT NULL, text TEXT NOT NULL, crc32c INTEGER NOT NULL)")
+            self._db.execute("BEGIN")
+            self._db.execute("DELETE FROM docs WHERE number >= ?", (keep,))
+
+    def add(self, rows: Sequence[tuple[int, DocumentId, str]]) -> None:
+        """Appends (number, id, text)."""
+        with _typed(self.path, "cannot write texts"):
+            for number, identifier, text in rows:
+                try:
+                    self._db.execute("INSERT INTO docs VALUES (?, ?, ?, ?)", (number, identifier, text, _checksum(identifier, text)))
+                except sqlite3.IntegrityError as error:
+                    raise errors.InvalidInputError(
+                        f"document id {identifier!r} occurs twice", got=f"again as document {number}", expected="unique ids", fix="rename or drop one of the two"
+                    ) from error
+
+    def ids(self, first: int, count: int) -> list[DocumentId]:
+        with _typed(self.path, "cannot read ids"):
+            return [row[0] for row in self._db.execute("SELECT id FROM docs WHERE number >= ? AND number < ? ORDER BY number", (first, first + count))]
+
+    def commit(self) -> None:
+        with _typed(self.path, "cannot write texts"):
+            self._db.execute("COMMIT")
+            self._db.execute("BEGIN")
+
+    def close(self) -> None:
+        """Drops what was not committed."""
+        with _typed(self.path, "cannot close text database"):
+            self._db.close()
+
+
+class TextReader:
+    """Reads ids and texts by number; every row is checked. Usable from any thread."""
+
+    def __init__(self, path: str):
+        self.path = path
+        if not os.path.exists(path):
+            raise errors.StoreNotFoundError("text database missing", path=path, fix="restore the store from a copy, or build it again")
+        uri = "file:" + path.replace("%", "%25").replace("?", "%3f").replace("#", "%23") + "?mode=ro&immutable=1"
+        with _typed(path, "cannot open text database"):
+            self._db = sqlite3.connect(uri, uri=True, check_same_thread=False)
+
+    def get(self, numbers: Sequence[int]) -> list[tuple[DocumentId, str]]:
+        """(id, text) of each number, in order. Raises FormatError for a missing row, ChecksumError for a damaged one."""
+        return [self._get_one(number) for number in numbers]
+
+    def _get_one(self, number: int) -> tuple[DocumentId, str]:
+        with _typed(self.path, "cannot read texts"):
+            row = self._db.execute("SELECT id, text, crc32c FROM docs WHERE number = ?", (number,)).fetchone()
+        if row is None:
+            raise errors.FormatError(f"text of record {number} missing", path=self.path, fix="run `espnx index verify`; build the store again")
+        if not isinstance(row[0], (int, str)) or not isinstance(row[1], str) or row[2] != _checksum(row[0], row[1]):
+            raise errors.ChecksumError(f"damaged text of record {number}", path=self.path, fix="restore the store from a copy, or build it again")
+        return row[0], row[1]
+
+    def scan(self, first: int, count: int) -> Iterator[tuple[int, DocumentId, str]]:
+        """(number, id, text) of a range of numbers, in order, checked."""
+        for number in range(first, first + count):
+            identifier, text = self._get_one(number)
+            yield number, identifier, text
+
+    def count(self) -> int:
+        with _typed(self.path, "cannot read texts"):
+            return self._db.execute("SELECT COUNT(*) FROM docs").fetchone()[0]
+
+    def close(self) -> None:
+        self._db.close()

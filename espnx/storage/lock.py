@@ -1,0 +1,42 @@
+"""One writer per store: an advisory lock that dies with its process."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from types import TracebackType
+
+from .. import errors
+
+
+class DirectoryLock:
+    """Holds `directory`/LOCK exclusively for as long as it is entered.
+
+    Raises:
+        StoreBusyError: another process holds it; says which.
+        WriteError: the directory cannot be written.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]):
+        self._path = os.path.join(directory, "LOCK")
+        self._fd = -1
+
+    def __enter__(self) -> DirectoryLock:
+        try:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise errors.WriteError("cannot create lock file", path=self._path, errno=error.errno, fix="choose a directory you may write to") from error
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._fd, 64, 0).decode(errors="replace").strip()
+            os.close(self._fd)
+            raise errors.StoreBusyError(
+                "the store is being written", path=self._path, got=f"a lock held by process {holder or 'unknown'}", fix="wait until that process is done"
+            ) from error
+        os.truncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        os.close(self._fd)

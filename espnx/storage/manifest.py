@@ -1,0 +1,63 @@
+"""MANIFEST.json: the file that makes a directory a store. Written last and renamed into place, so a store is there whole or not at all.
+
+It names everything else (sizes, checksums), and carries a SHA-256 of itself. Limits are checked before anything is believed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from typing import Any
+
+from .. import errors
+from .native import NativeEngine
+from .stream import read_file, replace_file
+
+NAME = "MANIFEST.json"
+_LIMIT_BYTES = 64 * 1024 * 1024
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def write_manifest(engine: NativeEngine, directory: str | os.PathLike[str], magic: str, version: int, fields: dict[str, Any]) -> None:
+    """Publishes a store: everything it names must be on disk and flushed already."""
+    whole = {"magic": magic, "version": version, "byte_order": sys.byteorder, **fields}
+    whole["checksum"] = _digest(whole)
+    replace_file(engine, os.path.join(directory, NAME), (json.dumps(whole, indent=1) + "\n").encode())
+
+
+def read_manifest(engine: NativeEngine, directory: str | os.PathLike[str], magic: str, version: int) -> dict[str, Any]:
+    """Reads and checks a manifest.
+
+    Raises:
+        StoreNotFoundError: there is none (nothing was published here).
+        FormatError: damaged, or of another format, version or byte order.
+    """
+    path = os.path.join(directory, NAME)
+    if not os.path.exists(path):
+        raise errors.StoreNotFoundError("no published store", path=directory, expected=f"a {NAME}", fix="build one with `espnx index build`, or check the path")
+    if os.path.getsize(path) > _LIMIT_BYTES:
+        raise errors.FormatError("manifest too large", path=path, got=f"{os.path.getsize(path)} bytes", expected=f"at most {_LIMIT_BYTES}")
+    damaged = "restore the store from a copy, or build it again"
+    try:
+        fields = json.loads(read_file(engine, path))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise errors.FormatError("damaged manifest", path=path, got=str(error), expected="JSON", fix=damaged) from error
+    if not isinstance(fields, dict) or fields.get("magic") != magic:
+        got = fields.get("magic") if isinstance(fields, dict) else type(fields).__name__
+        raise errors.FormatError("not a manifest of this kind", path=path, got=repr(got), expected=repr(magic))
+    if fields.get("version") != version:
+        raise errors.FormatError(
+            "store of another version", path=path, got=fields.get("version"), expected=version, fix="open it with the espnx that wrote it, or build it again"
+        )
+    if fields.get("byte_order") != sys.byteorder:
+        raise errors.FormatError("store of another byte order", path=path, got=fields.get("byte_order"), expected=sys.byteorder)
+    checksum = fields.pop("checksum", None)
+    if checksum != _digest(fields):
+        raise errors.FormatError("damaged manifest", path=path, got=f"checksum {checksum}", expected=_digest(fields), fix=damaged)
+    return fields

@@ -1,0 +1,195 @@
+"""Whole files through an engine: a writer that appends in large direct writes, readers that check what they read.
+
+Used for everything in a store but its random record reads, so that an injected fault, a full disk or a damaged file meets one code path.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from .. import errors
+from .engine import FileHandle, Future
+from .native import NativeEngine, load_native
+from .plan import Plan
+
+BLOCK_BYTES = 4096
+_WINDOW_BYTES = 4 * 1024 * 1024
+
+
+def aligned_empty(size_bytes: int) -> torch.Tensor:
+    """An uninitialised uint8 tensor whose memory direct I/O can use (4 KiB aligned)."""
+    raw = torch.empty(size_bytes + BLOCK_BYTES, dtype=torch.uint8)
+    skip = -raw.data_ptr() % BLOCK_BYTES
+    return raw[skip : skip + size_bytes]
+
+
+def crc32c(data: np.ndarray | bytes | memoryview, seed: int = 0) -> int:
+    """CRC32C of bytes; `seed` is the CRC of what came before."""
+    load_native()
+    view = np.frombuffer(data, dtype=np.uint8)
+    if view.size == 0:
+        return seed
+    return load_native().crc32c(view.ctypes.data, view.size, seed)
+
+
+class StreamWriter:
+    """Appends to a file: two aligned buffers, one filling while the other is being written.
+
+    Args:
+        engine: a native engine; stays the caller's.
+        path: created, or, with `at_bytes`, continued (what lies after `at_bytes` is cut off).
+        buffer_bytes: size of each of the two buffers, a multiple of 4096.
+
+    Attributes:
+        size_bytes: bytes appended so far, those before `at_bytes` included.
+        crc32c: of the bytes appended by this object.
+
+    Every method can raise WriteError, DiskFullError and DeadlineExceededError; what `sync` has once accepted stays on disk.
+    """
+
+    def __init__(self, engine: NativeEngine, path: str | os.PathLike[str], *, at_bytes: int = 0, buffer_bytes: int = _WINDOW_BYTES):
+        self._engine, self.path = engine, os.fspath(path)
+        self._file = engine.open(path, "r+" if at_bytes else "w")
+        self._buffers = [aligned_empty(buffer_bytes), aligned_empty(buffer_bytes)]
+        self._views = [buffer.numpy() for buffer in self._buffers]
+        self._pending: list[Future | None] = [None, None]
+        self._turn, self._fill = 0, at_bytes % BLOCK_BYTES
+        self._flushed_bytes = at_bytes - self._fill  # where the current buffer begins in the file
+        self.crc32c = 0
+        if self._fill:
+            self._views[0][: self._fill] = read_range(engine, self._file, self._flushed_bytes, self._fill)
+
+    @property
+    def size_bytes(self) -> int:
+        return self._flushed_bytes + self._fill
+
+    def write(self, data: np.ndarray | bytes | memoryview) -> None:
+        """Appends bytes; returns before they are on disk."""
+        view = np.frombuffer(data, dtype=np.uint8)
+        self.crc32c = crc32c(view, self.crc32c)
+        done = 0
+        while done < view.size:
+            target = self._views[self._turn]
+            count = min(view.size - done, target.size - self._fill)
+            target[self._fill : self._fill + count] = view[done : done + count]
+            self._fill += count
+            done += count
+            if self._fill == target.size:
+                self._start_write(self._fill)
+                self._flushed_bytes += self._fill
+                self._fill = 0
+                self._turn ^= 1
+                self._wait(self._turn)
+
+    def pad(self, alignment_bytes: int) -> None:
+        """Appends zeros up to a multiple of `alignment_bytes`."""
+        self.write(bytes(-self.size_bytes % alignment_bytes))
+
+    def sync(self) -> None:
+        """Brings everything appended so far to the device. The file then has exactly `size_bytes` bytes."""
+        used = -(-self._fill // BLOCK_BYTES) * BLOCK_BYTES
+        if used:
+            self._views[self._turn][self._fill : used] = 0
+            self._start_write(used)
+        self._wait(0)
+        self._wait(1)
+        self._engine.truncate(self._file, self.size_bytes)
+        self._engine.sync(self._file)
+        whole = self._fill // BLOCK_BYTES * BLOCK_BYTES
+        if whole:  # the unfinished block is written again with what follows
+            view = self._views[self._turn]
+            self._flushed_bytes += whole
+            self._fill -= whole
+            view[: self._fill] = view[whole : whole + self._fill].copy()
+
+    def _start_write(self, size_bytes: int) -> None:
+        plan = Plan.of(self._file, [self._flushed_bytes], [size_bytes], [0])
+        self._pending[self._turn] = self._engine.write(plan, self._buffers[self._turn])
+
+    def _wait(self, turn: int) -> None:
+        future, self._pending[turn] = self._pending[turn], None
+        if future is not None:
+            future.wait()
+
+    def close(self) -> None:
+        """Waits for what is being written and closes the file. Call `sync` before it to keep everything."""
+        try:
+            self._wait(0)
+            self._wait(1)
+        finally:
+            self._engine.close_file(self._file)
+
+    def __enter__(self) -> StreamWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            return self.close()
+        try:  # the first error is the one to tell
+            self.close()
+        except errors.EspnxError:
+            pass
+
+
+def read_range(engine: NativeEngine, file: FileHandle, offset_bytes: int, size_bytes: int) -> np.ndarray:
+    """Bytes [offset, offset + size) of an open file, as a uint8 array of their own."""
+    if size_bytes == 0:
+        return np.empty(0, dtype=np.uint8)
+    future = engine.read(Plan.of(file, [offset_bytes], [size_bytes]))
+    memory = future.wait()
+    begin = int(future.position_bytes[0])
+    return memory.numpy()[begin : begin + size_bytes].copy()
+
+
+def read_windows(engine: NativeEngine, path: str | os.PathLike[str], *, begin_bytes: int = 0, end_bytes: int | None = None) -> Iterator[np.ndarray]:
+    """A file (or a range of it) in order, in windows of 4 MiB, reading one window ahead. Each array is valid until the next one."""
+    file = engine.open(path)
+    try:
+        end = file.size_bytes if end_bytes is None else end_bytes
+        starts = range(begin_bytes, end, _WINDOW_BYTES)
+        sizes = [min(_WINDOW_BYTES, end - start) for start in starts]
+        ahead: list[Future] = []
+        for number in range(len(starts) + 1):
+            if number < len(starts):
+                ahead.append(engine.read(Plan.of(file, [starts[number]], [sizes[number]])))
+            if number:
+                future = ahead.pop(0)
+                at = int(future.position_bytes[0])
+                yield future.wait().numpy()[at : at + sizes[number - 1]]
+    finally:
+        engine.close_file(file)
+
+
+def read_file(engine: NativeEngine, path: str | os.PathLike[str]) -> bytes:
+    """A whole small file."""
+    return b"".join(window.tobytes() for window in read_windows(engine, path))
+
+
+def file_crc32c(engine: NativeEngine, path: str | os.PathLike[str]) -> int:
+    """CRC32C of a whole file, in bounded memory."""
+    total = 0
+    for window in read_windows(engine, path):
+        total = crc32c(window, total)
+    return total
+
+
+def write_file(engine: NativeEngine, path: str | os.PathLike[str], data: bytes | np.ndarray) -> tuple[int, int]:
+    """Writes a whole file and flushes it. Returns its size and CRC32C."""
+    with StreamWriter(engine, path, buffer_bytes=min(_WINDOW_BYTES, max(BLOCK_BYTES, -(-len(data) // BLOCK_BYTES) * BLOCK_BYTES))) as writer:
+        writer.write(data)
+        writer.sync()
+        return writer.size_bytes, writer.crc32c
+
+
+def replace_file(engine: NativeEngine, path: str | os.PathLike[str], data: bytes) -> None:
+    """Puts a file in place atomically: after a crash there is the old one or the new one, whole."""
+    target = os.fspath(path)
+    temporary = target + ".new"
+    write_file(engine, temporary, data)
+    engine.rename(temporary, target)
+    engine.sync_directory(os.path.dirname(target) or ".")
