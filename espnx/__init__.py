@@ -1,1 +1,69 @@
-"""espnx."""
+"""espnx: inference whose state is larger than memory. Token embeddings and KV caches live on SSD and are computed on where that is cheapest.
+
+>>> import espnx                                            # doctest: +SKIP
+>>> encoder = espnx.load_encoder("minilm")
+>>> espnx.build("my.index", [("a", "text of a"), ("b", "text of b")], encoder)
+>>> with espnx.open("my.index", encoder) as index:
+...     print(index.search("what a says", k=1).hits)
+
+Importing this package loads neither torch nor anything else heavy: names are resolved when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from . import errors
+from ._version import __version__
+
+if TYPE_CHECKING:
+    from .integrations import load_encoder
+    from .retrieval.build import BuildReport, build
+    from .retrieval.documents import Document
+    from .retrieval.encoder import Encoded, FunctionEncoder
+    from .retrieval.result import Hit, SearchResult
+    from .retrieval.search import Index
+    from .retrieval.search import Index as open
+    from .storage import open_engine
+
+_HOME = {
+    "BuildReport": ("retrieval.build", "BuildReport"),
+    "Document": ("retrieval.documents", "Document"),
+    "Encoded": ("retrieval.encoder", "Encoded"),
+    "FunctionEncoder": ("retrieval.encoder", "FunctionEncoder"),
+    "Hit": ("retrieval.result", "Hit"),
+    "Index": ("retrieval.search", "Index"),
+    "SearchResult": ("retrieval.result", "SearchResult"),
+    "build": ("retrieval.build", "build"),
+    "load_encoder": ("integrations", "load_encoder"),
+    "open": ("retrieval.search", "Index"),
+    "open_engine": ("storage", "open_engine"),
+}
+
+__all__ = [
+    "BuildReport",
+    "Document",
+    "Encoded",
+    "FunctionEncoder",
+    "Hit",
+    "Index",
+    "SearchResult",
+    "__version__",
+    "build",
+    "errors",
+    "load_encoder",
+    "open",
+    "open_engine",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'espnx' has no attribute {name!r}")
+    module, attribute = _HOME[name]
+    return getattr(importlib.import_module(f"espnx.{module}"), attribute)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -7,11 +7,12 @@ After a crash at any point, the same call goes on from the last checkpoint; the 
 
 from __future__ import annotations
 
+import difflib
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,9 @@ from ..storage import NativeEngine
 from ..storage.lock import DirectoryLock
 from ..storage.manifest import write_manifest
 from ..storage.native import load_native
-from ..storage.sizes import format_size, parse_size
 from ..storage.stream import StreamWriter, file_crc32c, write_file
 from . import arrange, generations
+from .budget import MemoryBudget
 from .documents import Document, batches, encode
 from .encoder import Encoder
 from .first_stage import CODES, load_faiss
@@ -37,7 +38,6 @@ from .store import FIRST_STAGE_NAME, MAGIC, META_NAME, TEXTS_NAME, VERSION, Segm
 from .texts import TextReader, TextWriter
 
 CHECKPOINT_S = 5.0
-_MARGIN_BYTES = 48 << 20  # allocator slack, SQLite, Python objects
 _NPROBE_CANDIDATES, _NPROBE_RECALL = 1000, 0.98
 
 #: Called with (phase, done, total or None): ``spool``, ``arrange``, ``write``.
@@ -103,6 +103,7 @@ class Builder:
         self.schema = RecordSchema(options.format, dims[0], options.pca or dims[1])
         if self.schema.dim > self.spool_schema.dim:
             raise errors.InvalidInputError("dimensions to project to", got=self.schema.dim, expected=f"at most {self.spool_schema.dim}")
+        self.budget = MemoryBudget(options.memory)
         self.building = os.path.join(path, generations.BUILDING)
         self.state: dict[str, Any] = {}
 
@@ -147,21 +148,8 @@ class Builder:
             write_s=written - arranged,
         )
 
-    def _work_bytes(self) -> int:
-        """What is left of the memory budget."""
-        budget = parse_size(self.options.memory)
-        with open("/proc/self/statm") as statm:
-            used = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        left = budget - used - _MARGIN_BYTES
-        if left < 32 << 20:
-            raise errors.InvalidInputError(
-                "memory budget too small", got=format_size(budget), expected=f"at least {format_size(used + _MARGIN_BYTES + (32 << 20))}",
-                fix="give more --memory; the process itself (PyTorch, the encoder's weights) is part of it",
-            )  # fmt: skip
-        return left
-
     def _spool(self, documents: Iterable[Any]) -> None:
-        limit_bytes = self._work_bytes() // 12
+        limit_bytes = self.budget.left() // 12
         total = len(documents) if hasattr(documents, "__len__") else None
         kept = self.state["documents"]
         spool = SpoolWriter(self.engine, self.building, self.spool_schema, self.state)
@@ -173,6 +161,7 @@ class Builder:
                 else:
                     spool.append([d.id for d in batch], [d.text for d in batch], encode(batch, self.encoder))
                 seen += len(batch)
+                self.budget.trim()
                 self.progress("spool", seen, total)
                 if time.monotonic() - last > CHECKPOINT_S:
                     spool.checkpoint()
@@ -211,11 +200,11 @@ class Builder:
         if self.state["phase"] != "arrange":
             return
         self.progress("arrange", 0, len(spool))
-        index = arrange.train(spool, self.options.first_stage, self.options.nlist, self._work_bytes())
+        index = arrange.train(spool, self.options.first_stage, self.options.nlist, self.budget.left())
         sizes: list[int] = []
         nprobe = 0
         if index is not None:
-            arrange.assign(self.engine, self.building, spool, index, self._work_bytes())
+            arrange.assign(self.engine, self.building, spool, index, self.budget.left())
             sizes = [index.invlists.list_size(i) for i in range(index.nlist)]
             nprobe = arrange.measure_nprobe(index, spool, _NPROBE_CANDIDATES, _NPROBE_RECALL)
             faiss = load_faiss()
@@ -231,7 +220,7 @@ class Builder:
         if self.options.pca is None or not len(spool):
             return
         rng = np.random.default_rng(2)
-        count = int(np.clip(self._work_bytes() // 16 // max(1, self.spool_schema.sizes(spool.n_tokens).mean()), 1, min(len(spool), 4096)))
+        count = int(np.clip(self.budget.left() // 16 // max(1, self.spool_schema.sizes(spool.n_tokens).mean()), 1, min(len(spool), 4096)))
         chosen = np.sort(rng.choice(len(spool), size=count, replace=False)).astype(np.int64)
         memory, positions = spool.read(chosen)
         begin, row = self.spool_schema.fixed_bytes, self.spool_schema.row_bytes
@@ -265,7 +254,7 @@ class Builder:
         writer = SegmentWriter(
             self.engine, self.path, directories, self.schema, self.state["store_id"], self.state["generation"], self._segment_bytes(total_bytes), done
         )
-        work_bytes = self._work_bytes()
+        work_bytes = self.budget.left()
         source = TextReader(os.path.join(self.building, TEXTS_NAME))
         finished = sum(segment.records for segment in done)
         target = TextWriter(os.path.join(self.directory, TEXTS_NAME), keep=finished)
@@ -321,7 +310,7 @@ class Builder:
         self.engine.sync_directory(self.path)
         for directory in self.options.directories:
             self.engine.sync_directory(directory)
-        fields = {
+        contents = {
             "store_id": self.state["store_id"],
             "generation": self.state["generation"],
             "directory": generations.name(self.state["generation"]),
@@ -338,10 +327,19 @@ class Builder:
             "segments": writer.state(),
             "files": {name: {"size_bytes": size, "crc32c": crc} for name, (size, crc) in sizes.items()},
         }
-        write_manifest(self.engine, self.path, MAGIC, VERSION, fields)
+        write_manifest(self.engine, self.path, MAGIC, VERSION, contents)
         shutil.rmtree(self.building, ignore_errors=True)
         if published is not None:
             generations.remove(self.path, published)
+
+
+def _options(given: dict[str, Any]) -> BuildOptions:
+    known = [field.name for field in fields(BuildOptions)]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise errors.InvalidInputError(f"unknown build option {name!r}", expected=", ".join(known), fix=f"did you mean {near[0]}?" if near else None)
+    return BuildOptions(**given)
 
 
 def build(
@@ -350,11 +348,11 @@ def build(
     encoder: Encoder | None = None,
     *,
     dims: tuple[int, int] | None = None,
-    options: BuildOptions | None = None,
     engine: NativeEngine | None = None,
     restart: bool = False,
     replace: bool = False,
     progress: Progress = lambda phase, done, total: None,
+    **options: Any,
 ) -> BuildReport:
     """Builds and publishes a store of the documents' vectors and texts.
 
@@ -363,11 +361,11 @@ def build(
         documents: an iterable, read once: ``(id, text)`` pairs, mappings with ``id`` and ``text``, or `Document`. Only a batch is held.
         encoder: turns texts into vectors; needed unless every document brings its own.
         dims: (d_cls, dim) of vectors that documents bring; an encoder knows its own.
-        options: see `BuildOptions`.
         engine: a native engine to use; default ``auto``.
         restart: discards an interrupted build instead of going on with it.
         replace: publishes over the store that is there. It stays readable until the new one is complete.
         progress: called often, from this thread.
+        **options: fields of `BuildOptions`: format, first_stage, nlist, pca, cls_weight, memory, directories.
 
     Raises:
         InvalidInputError: documents, vectors or options that do not fit; a store is there and `replace` is not set.
@@ -378,7 +376,7 @@ def build(
         if encoder is None:
             raise errors.InvalidInputError("build needs an encoder, or dims=(d_cls, dim) and documents with vectors")
         dims = (encoder.d_cls, encoder.dim)
-    options = options or BuildOptions()
+    chosen = _options(options)
     where = os.fspath(path)
     try:
         os.makedirs(where, exist_ok=True)
@@ -387,7 +385,7 @@ def build(
     owned = NativeEngine(pool_bytes=64 << 20) if engine is None else engine
     try:
         with DirectoryLock(where):
-            return Builder(where, encoder, options, owned, dims, progress).run(documents, restart, replace)
+            return Builder(where, encoder, chosen, owned, dims, progress).run(documents, restart, replace)
     finally:
         if engine is None:
             owned.close()

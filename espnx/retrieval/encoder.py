@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Encoded:
-    """One text, document or query, as vectors. Both tensors are float32, contiguous, on the CPU, and owned by the receiver.
+    """One text, document or query, as vectors. Both tensors are float32, contiguous, on the CPU, and the receiver's to keep and change.
+
+    Results of one call may be slices of one block, which lives as long as any of them: clone one to keep it for long without the others.
 
     Attributes:
         cls: ``[d_cls]``, one vector for the whole text.

@@ -93,8 +93,9 @@ class Index:
         self._engine: NativeEngine = open_engine(engine) if isinstance(engine, str) else engine  # type: ignore[assignment]
         try:
             self.store = _open_current(path, self._engine)
-            self._check_encoder(encoder)
-            self.encoder = encoder
+            self.encoder: Encoder | None = None
+            if encoder is not None:
+                self.use_encoder(encoder)
             self.first_stage: FirstStage = load_first_stage(self.store)
         except BaseException:
             if self._owned:
@@ -102,10 +103,12 @@ class Index:
             raise
         self._workers = ThreadPoolExecutor(max_workers=8, thread_name_prefix="espnx-rerank")
 
-    def _check_encoder(self, encoder: Encoder | None) -> None:
+    def use_encoder(self, encoder: Encoder) -> None:
+        """Encodes queries given as text with it. Raises InvalidInputError unless the store was built with the same (or with none)."""
         built = self.store.manifest["encoder"]
-        if encoder is not None and built["name"] is not None and encoder.name != built["name"]:
+        if built["name"] is not None and encoder.name != built["name"]:
             raise errors.InvalidInputError("the store was built with another encoder", got=encoder.name, expected=built["name"])
+        self.encoder = encoder
 
     @property
     def engine(self) -> NativeEngine:

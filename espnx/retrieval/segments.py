@@ -12,7 +12,7 @@ import torch
 from ..storage import NativeEngine, Plan
 from ..storage.stream import StreamWriter, aligned_empty
 from .projection import Projection
-from .record import RecordSchema, seal
+from .record import HEADER_BYTES, RecordSchema, seal
 from .spool import Spool
 from .store import GROUP_RECORDS, SEGMENT_HEADER_BYTES, Segment, segment_header, store_salt
 from .texts import TextReader, TextWriter
@@ -122,22 +122,25 @@ class SegmentWriter:
 def copier(spool: Spool, schema: RecordSchema, arrivals: np.ndarray, projection: Projection | None) -> Callable[[np.ndarray, np.ndarray], None]:
     """Reads the spooled records now; returns the function that fills a block with their vectors, projected if asked."""
     memory, positions = spool.read(arrivals)
-    counts = spool.n_tokens[arrivals].astype(np.int64)
-    old, new = spool.schema, schema
-    cls_begin = old.fixed_bytes - old.cls_bytes
+    old = spool.schema
+    used = old.fixed_bytes + spool.n_tokens[arrivals].astype(np.int64) * old.row_bytes
 
-    def fill(block: np.ndarray, offsets: np.ndarray) -> None:
-        for i, (source, target) in enumerate(zip(positions.tolist(), offsets.tolist(), strict=True)):
-            if projection is None:
-                size = old.fixed_bytes + counts[i] * old.row_bytes
-                block[target : target + size] = memory[source : source + size]
-                continue
-            block[target + cls_begin : target + new.fixed_bytes] = memory[source + cls_begin : source + old.fixed_bytes]
-            tokens = memory[source + old.fixed_bytes : source + old.fixed_bytes + counts[i] * old.row_bytes].view(old.dtype)
-            rows = projection(torch.from_numpy(tokens.astype(np.float32)).reshape(-1, old.dim)).numpy().astype(new.dtype)
-            block[target + new.fixed_bytes : target + new.fixed_bytes + rows.nbytes] = rows.reshape(-1).view(np.uint8)
+    def copy(block: np.ndarray, offsets: np.ndarray) -> None:
+        for source, target, size in zip(positions.tolist(), offsets.tolist(), used.tolist(), strict=True):
+            block[target : target + size] = memory[source : source + size]
 
-    return fill
+    def project(block: np.ndarray, offsets: np.ndarray) -> None:
+        rows = [memory[at + old.fixed_bytes : end].view(old.dtype) for at, end in zip(positions.tolist(), (positions + used).tolist(), strict=True)]
+        tokens = torch.from_numpy(np.concatenate(rows).astype(np.float32)).reshape(-1, old.dim)
+        projected = projection(tokens).numpy().astype(schema.dtype).reshape(-1).view(np.uint8)  # type: ignore[misc]
+        begin = 0
+        for source, target, row in zip(positions.tolist(), offsets.tolist(), rows, strict=True):
+            block[target + HEADER_BYTES : target + schema.fixed_bytes] = memory[source + HEADER_BYTES : source + old.fixed_bytes]
+            size = len(row) // old.dim * schema.row_bytes
+            block[target + schema.fixed_bytes : target + schema.fixed_bytes + size] = projected[begin : begin + size]
+            begin += size
+
+    return copy if projection is None else project
 
 
 def copy_texts(source: TextReader, target: TextWriter, arrivals: np.ndarray, first_number: int) -> None:

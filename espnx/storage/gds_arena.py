@@ -74,7 +74,7 @@ class Pool:
     Args:
         cufile: registers them.
         arena_bytes: size of an arena; larger ones are made for larger slices.
-        must_register: raise where cuFile cannot register memory. Otherwise it copies through buffers of its own, and `unregistered` says why.
+        must_register: raise where cuFile cannot register memory. Otherwise it goes through buffers of its own; `unregistered` says why.
         poison: fill slices with 0xA5 before use (tests).
     """
 

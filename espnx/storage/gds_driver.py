@@ -124,7 +124,9 @@ class CudaMemory:
             raise errors.InvalidInputError("GPUDirect Storage reads into CUDA memory", got=f"device {device}", expected="cuda or cuda:N")
         if not torch.cuda.is_available():
             built = "torch sees no CUDA device" if torch.version.cuda else "this torch was built without CUDA"
-            raise errors.PathUnavailableError("GPUDirect Storage needs a CUDA device", got=built, fix="name another path (`uring`, `posix`)")
+            raise errors.PathUnavailableError(
+                "GPUDirect Storage needs a CUDA device", got=built, fix="name another path (`uring`, `posix`)"
+            )
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
     def enter_thread(self) -> None:
@@ -219,7 +221,10 @@ class Batch:
         self._cufile.call("batch_io_submit", self._id, count, self._params.ctypes.data, 0)
 
     def poll(self, at_least: int, timeout_s: float) -> np.ndarray:
-        """Finished entries, `EVENTS` [m], valid until the next call; ``cookie`` is the entry's index. Waits for `at_least` or the timeout."""
+        """Finished entries, `EVENTS` [m], valid until the next call. Waits for `at_least` or the timeout.
+
+        ``cookie`` is the entry's index.
+        """
         self._count[0] = self._events.size
         self._timeout[0] = divmod(int(timeout_s * 1e9), 1_000_000_000)
         self._cufile.call(
@@ -377,7 +382,7 @@ class CuFile:
         self.call("buf_deregister", pointer)
 
     def read(self, handle: int, base: int, base_offset: int, file_offset: int, size_bytes: int) -> int:
-        """One read, waited for. Returns the bytes read; raises CallFailedError, also for the negative returns that the bindings let through."""
+        """One read, waited for: the bytes read. Raises CallFailedError, also for negative returns, which the bindings let through."""
         moved = self.call("read", handle, base, size_bytes, file_offset, base_offset)
         if moved is None:
             raise CallFailedError("read", 0, "these bindings do not return how many bytes were read; cuda-bindings 13.0.3 or newer does")

@@ -1,0 +1,42 @@
+# One command each. `make` alone lists them.
+SHELL := /bin/bash
+PYTHON_VENV := .venv/bin/python
+CXX_FILES = $(shell git ls-files -co --exclude-standard 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.hpp' 'csrc/*.cu' 'csrc/*.cuh' 2>/dev/null)
+.DEFAULT_GOAL := help
+.PHONY: help setup build demo test lint format bench gpu-check clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+
+setup: ## .venv with pinned packages and the compiled extension (a second run takes seconds)
+	@bash scripts/setup.sh
+
+demo: setup ## index the installed libraries' documentation on SSD, search it, show where the bytes went
+	@$(PYTHON_VENV) scripts/demo.py
+
+test: setup ## the whole test suite; what needs a GPU is skipped and counted
+	@$(PYTHON_VENV) -m pytest $(PYTEST_ARGS)
+
+lint: setup ## ruff, mypy, clang-format, without changing a file
+	@$(PYTHON_VENV) -m ruff check .
+	@$(PYTHON_VENV) -m ruff format --check .
+	@$(PYTHON_VENV) -m mypy
+	@if [ -n "$(CXX_FILES)" ]; then .venv/bin/clang-format --dry-run --Werror $(CXX_FILES); fi
+
+format: setup ## let ruff and clang-format rewrite the files
+	@$(PYTHON_VENV) -m ruff check --fix .
+	@$(PYTHON_VENV) -m ruff format .
+	@if [ -n "$(CXX_FILES)" ]; then .venv/bin/clang-format -i $(CXX_FILES); fi
+
+build: ## compile the extension again after a change in csrc/ (only what changed)
+	@PATH="$(CURDIR)/.venv/bin:$$PATH" MAX_JOBS="$${MAX_JOBS:-2}" $(PYTHON_VENV) setup.py -q build_ext --inplace
+
+bench: setup ## the disk benchmark beside fio and mmap, on this folder's disk
+	@$(PYTHON_VENV) -m espnx bench io --baseline fio,mmap $(BENCH_ARGS)
+
+gpu-check: setup ## everything that needs a CUDA machine, in one command, as JSON
+	@bash scripts/gpu_check.sh
+
+clean: ## remove what was built and installed here
+	rm -rf .venv build dist .cache *.egg-info espnx/_C*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

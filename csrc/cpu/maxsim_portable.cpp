@@ -1,0 +1,92 @@
+// MaxSim in plain C++: what runs where there is no AVX2, and the easiest version to read.
+#include "maxsim_kernels.hpp"
+
+namespace espnx {
+namespace {
+
+constexpr int kTileOfPortable = 2;
+
+void decode_fp32(const uint8_t* rows, int64_t n_values, float* out) {
+  std::memcpy(out, rows, static_cast<size_t>(n_values) * sizeof(float));
+}
+
+// IEEE binary16 to binary32, exactly, subnormals, infinities and NaNs included.
+float half_to_float(uint16_t half) {
+  const uint32_t magnitude = static_cast<uint32_t>(half & 0x7FFF)
+                             << 13;  // exponent and mantissa at their places in binary32
+  const float rescale = 0x1.0p112f;  // 2^(127 - 15), the difference of the exponent biases
+  float value;
+  std::memcpy(&value, &magnitude, sizeof(value));
+  value *= rescale;
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  if ((half & 0x7C00) == 0x7C00) bits |= 0x7F800000;  // infinity or NaN: the exponent is all ones
+  bits |= static_cast<uint32_t>(half & 0x8000) << 16;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+void decode_fp16(const uint8_t* rows, int64_t n_values, float* out) {
+  for (int64_t i = 0; i < n_values; ++i) {
+    uint16_t half;
+    std::memcpy(&half, rows + 2 * i, sizeof(half));
+    out[i] = half_to_float(half);
+  }
+}
+
+template <int kTile>
+uint32_t tile_max(const float* strip, const float* tokens, int64_t d, float* running) {
+  float sum[kTile][kLanes] = {};
+  for (int64_t k = 0; k < d; ++k) {
+    for (int t = 0; t < kTile; ++t) {
+      const float value = tokens[t * d + k];
+      for (int lane = 0; lane < kLanes; ++lane) sum[t][lane] += value * strip[k * kLanes + lane];
+    }
+  }
+  uint32_t nan_bits = 0;
+  for (int t = 0; t < kTile; ++t) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      nan_bits |= static_cast<uint32_t>(sum[t][lane] != sum[t][lane]) << lane;
+      running[lane] = sum[t][lane] > running[lane] ? sum[t][lane] : running[lane];
+    }
+  }
+  return nan_bits;
+}
+
+uint32_t block_max(const float* strips, int64_t n_strips, const float* tokens, int64_t n_tokens, int64_t d,
+                   float* running, const uint8_t* /*ahead*/, int64_t /*value_bytes*/) {
+  uint32_t nan_bits = 0;
+  while (n_tokens > 0) {
+    const int64_t tile = next_tile(n_tokens, kTileOfPortable);
+    for (int64_t s = 0; s < n_strips; ++s) {
+      const auto fold = tile == kTileOfPortable ? tile_max<kTileOfPortable> : tile_max<1>;
+      nan_bits |= fold(strips + s * d * kLanes, tokens, d, running + s * kLanes) << (s * kLanes);
+    }
+    tokens += tile * d;
+    n_tokens -= tile;
+  }
+  return nan_bits;
+}
+
+uint32_t single_max(const float* query, const float* tokens, int64_t n_tokens, int64_t d, float* running) {
+  constexpr int kChains = 8;  // d is a multiple of 8
+  float best = *running;
+  uint32_t nan = 0;
+  for (int64_t j = 0; j < n_tokens; ++j, tokens += d) {
+    float sum[kChains] = {};
+    for (int64_t k = 0; k < d; k += kChains) {
+      for (int c = 0; c < kChains; ++c) sum[c] += query[k + c] * tokens[k + c];
+    }
+    const float product = ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
+    nan |= product != product;
+    best = product > best ? product : best;
+  }
+  *running = best;
+  return nan;
+}
+
+}  // namespace
+
+const MaxsimKernels kMaxsimPortable = {{decode_fp32, decode_fp16}, block_max, single_max};
+
+}  // namespace espnx

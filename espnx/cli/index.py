@@ -1,0 +1,141 @@
+"""``espnx index build | verify | info``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from ..errors import InvalidInputError
+from .output import add_json_option, emit, json_document, render_table
+from .progress import ProgressLine
+
+
+def configure_build(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("store", help="directory to build in; an interrupted build in it is resumed")
+    parser.add_argument("--corpus", required=True, metavar="FILE", help="JSON lines with id (or _id), text and optionally title")
+    parser.add_argument("--encoder", default="minilm", help="minilm, or the folder of a Hugging Face encoder (default: %(default)s)")
+    parser.add_argument("--format", default="fp16", choices=("fp16", "fp32"), help="of the stored vectors (default: %(default)s)")
+    parser.add_argument("--pca", type=int, metavar="DIM", help="project token vectors to fewer dimensions")
+    parser.add_argument("--first-stage", default="sq8", metavar="CODE", help="flat, sq8 or pqM: code of the inverted lists (default: %(default)s)")
+    parser.add_argument("--nlist", type=int, help="number of inverted lists (default: 4 sqrt(documents))")
+    parser.add_argument("--cls-weight", type=float, default=1.0, help="weight of the CLS similarity beside MaxSim (default: %(default)s)")
+    parser.add_argument("--memory", default="1GiB", metavar="SIZE", help="what the process may use (default: %(default)s)")
+    parser.add_argument("--directory", action="append", default=[], metavar="DIR", help="put data files there, one per SSD; may be repeated")
+    parser.add_argument("--replace", action="store_true", help="publish over the store that is there")
+    parser.add_argument("--restart", action="store_true", help="discard an interrupted build instead of resuming it")
+    add_json_option(parser)
+
+
+def read_corpus(path: str) -> Iterator[dict[str, Any]]:
+    """Documents of a JSON-lines file. Raises InvalidInputError naming the line."""
+    try:
+        file = open(path, encoding="utf-8")
+    except OSError as error:
+        raise InvalidInputError(f"cannot read corpus {path}", got=error.strerror) from error
+    with file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                item = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise InvalidInputError(f"line {number} of {path}", got=str(error), expected="a JSON object") from error
+            if not isinstance(item, dict):
+                raise InvalidInputError(f"line {number} of {path}", got=type(item).__name__, expected="a JSON object with id and text")
+            yield item
+
+
+def run_build(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from .. import build, load_encoder
+    from ..sizes import format_size
+
+    encoder = load_encoder(args.encoder)
+    with ProgressLine() as progress:
+        progress.say(f"building {args.store} from {args.corpus}; while it builds it needs about twice the store's size on disk")
+        report = build(
+            args.store,
+            read_corpus(args.corpus),
+            encoder,
+            format=args.format,
+            pca=args.pca,
+            first_stage=args.first_stage,
+            nlist=args.nlist,
+            cls_weight=args.cls_weight,
+            memory=args.memory,
+            directories=[os.path.abspath(directory) for directory in args.directory],
+            replace=args.replace,
+            restart=args.restart,
+            progress=progress.update,
+        )
+    rows = [
+        ("documents", f"{report.documents:,}" + (f" ({report.resumed_documents:,} from the interrupted build)" if report.resumed_documents else "")),
+        ("token vectors", f"{report.tokens:,}"),
+        ("records on disk", format_size(report.record_bytes)),
+        ("resident metadata", f"{report.resident_bytes_per_document:.3f} bytes a document"),
+        ("first stage", f"{args.first_stage}, {report.nlist} lists, nprobe {report.nprobe}"),
+        ("time", f"{report.spool_s:.1f} s encode and spool, {report.arrange_s:.1f} s arrange, {report.write_s:.1f} s write"),
+    ]
+    emit(args, render_table(("", ""), rows), json_document("index build", report=asdict(report)))
+    return 0
+
+
+def configure_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("store", help="directory of the store")
+    add_json_option(parser)
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    from ..retrieval.store import EmbeddingStore
+    from ..storage import NativeEngine
+
+    with NativeEngine() as engine, EmbeddingStore(args.store, engine) as store, ProgressLine() as progress:
+        count = store.verify(lambda done, total: progress.update("verify", done, total))
+        document = json_document("index verify", store=args.store, records=count, bytes_moved=engine.stats().bytes_moved, ok=True)
+    emit(args, f"{args.store}: {count:,} records and all metadata are intact", document)
+    return 0
+
+
+def configure_info(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("store", help="directory of the store")
+    add_json_option(parser)
+
+
+def run_info(args: argparse.Namespace) -> int:
+    from ..retrieval.store import FIRST_STAGE_NAME, EmbeddingStore
+    from ..storage import NativeEngine
+    from ..sizes import format_size
+
+    with NativeEngine() as engine, EmbeddingStore(args.store, engine) as store:
+        manifest = store.manifest
+        records, stage = manifest["records"], manifest["first_stage"]
+        data_bytes = sum(segment.size_bytes for segment in store.segments)
+        stage_bytes = manifest["files"].get(FIRST_STAGE_NAME, {}).get("size_bytes", 0)
+        per_document = store.resident_bytes / max(1, store.count)
+        rows = [
+            ("documents", f"{records['count']:,}"),
+            ("token vectors", f"{records['tokens']:,} x {records['dim']} {records['format']}"),
+            ("CLS vectors", f"{records['d_cls']} dimensions, weight {manifest['cls_weight']}"),
+            ("encoder", manifest["encoder"]["name"] or "none: documents brought their vectors"),
+            ("projection", f"{manifest['encoder']['dim']} to {records['dim']} dimensions" if store.projection else "none"),
+            ("first stage", f"IVF {stage['code']}, {stage['nlist']} lists, nprobe {stage['nprobe']}"),
+            ("on disk", f"{format_size(data_bytes)} in {len(store.segments)} data files, path {store.effective_path}"),
+            ("in memory: metadata", f"{format_size(store.resident_bytes)}, {per_document:.3f} bytes a document"),
+            ("in memory: first stage", format_size(stage_bytes)),
+            ("generation", str(manifest["generation"])),
+        ]
+        document = json_document(
+            "index info",
+            manifest=manifest,
+            data_bytes=data_bytes,
+            resident_bytes=store.resident_bytes,
+            resident_bytes_per_document=per_document,
+            first_stage_bytes=stage_bytes,
+            effective_path=store.effective_path,
+        )
+    emit(args, render_table(("", ""), rows), document)
+    return 0

@@ -1,0 +1,98 @@
+"""The command ``espnx``: finds the subcommand, imports it alone, runs it, and turns failures into one paragraph and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TextIO
+
+from .._version import __version__
+from ..errors import EspnxError, InvalidInputError, MissingDependencyError, PathUnavailableError
+from .registry import COMMANDS, GROUPS, Command
+
+OK, FAILED, USAGE, MISSING_HARDWARE, INTERRUPTED = 0, 1, 2, 3, 130
+
+_EPILOG = """exit codes: 0 ok, 1 a check failed or an error, 2 wrong usage, 3 missing hardware
+Tables go to standard output, progress and messages to standard error. ESPNX_DEBUG=1 shows tracebacks."""
+
+
+def build_parser(chosen: str | None = None, commands: dict[str, Command] | None = None) -> argparse.ArgumentParser:
+    """The parser of the whole command line. Only the command named `chosen` (a key of `commands`) is imported and has its options."""
+    commands = COMMANDS if commands is None else commands
+    parser = argparse.ArgumentParser(
+        prog="espnx",
+        description="Inference larger than memory: KV caches and multi-vector retrieval served from SSD.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"espnx {__version__}")
+    top = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    groups = {}
+    for key, command in commands.items():
+        words = key.split()
+        where, name = top, words[-1]
+        if len(words) == 2:
+            if words[0] not in groups:
+                text = GROUPS.get(words[0], "")
+                group = top.add_parser(words[0], help=text, description=text)
+                groups[words[0]] = group.add_subparsers(dest="subcommand", metavar="COMMAND", title="commands", required=True)
+            where = groups[words[0]]
+        sub = where.add_parser(name, help=command.help, description=command.help, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if key == chosen:
+            configure, run = command.load()
+            configure(sub)
+            sub.set_defaults(run=run)
+    return parser
+
+
+def chosen_command(argv: Sequence[str], commands: dict[str, Command] | None = None) -> str | None:
+    """The key of the command that the arguments name, or None. Options before the command (``--version``) take no values."""
+    commands = COMMANDS if commands is None else commands
+    words = [word for word in argv if not word.startswith("-")]
+    return next((key for key in (" ".join(words[:2]), " ".join(words[:1])) if key in commands), None)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit code; never lets a traceback out unless ESPNX_DEBUG is set."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = build_parser(chosen_command(argv)).parse_args(argv)
+        run: Callable[[argparse.Namespace], int] | None = getattr(args, "run", None)
+        if run is None:
+            build_parser().print_help(sys.stderr)
+            return USAGE
+        code = run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader of our output (head, less) has gone; Python would complain once more while it closes standard output.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except KeyboardInterrupt:
+        print("espnx: interrupted; what was published before is intact", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        if os.environ.get("ESPNX_DEBUG"):
+            raise
+        return report(error, sys.stderr)
+
+
+def report(error: Exception, stream: TextIO) -> int:
+    """Writes one paragraph about a failure and returns the exit code that belongs to it."""
+    if isinstance(error, EspnxError):
+        print(f"espnx: error: {' '.join(str(error).split())}", file=stream)
+        if isinstance(error, InvalidInputError):
+            return USAGE
+        return MISSING_HARDWARE if isinstance(error, PathUnavailableError) else FAILED
+    if isinstance(error, ImportError) and not isinstance(error, MissingDependencyError):
+        missing = error.name or "a package"
+        print(f"espnx: error: {missing} cannot be imported: {error}. `espnx doctor` says what is missing and how to get it", file=stream)
+        return FAILED
+    if isinstance(error, OSError):
+        print(f"espnx: error: {error}", file=stream)
+        return FAILED
+    kind = type(error).__name__
+    print(f"espnx: error: unexpected {kind}: {error}. ESPNX_DEBUG=1 shows where; `espnx env` has what a report needs", file=stream)
+    return FAILED

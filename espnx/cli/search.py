@@ -1,0 +1,84 @@
+"""``espnx search``: ranks documents for a query and shows where the time and the bytes went."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+from .output import add_json_option, emit, json_document
+
+if TYPE_CHECKING:
+    from ..retrieval.result import SearchResult
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("store", help="directory of the store")
+    parser.add_argument("query", nargs="+", help="one or more queries, each one argument")
+    parser.add_argument("-k", type=int, default=10, help="hits per query (default: %(default)s)")
+    parser.add_argument("--candidates", type=int, default=1000, help="handed on by the first stage (default: %(default)s)")
+    parser.add_argument("--rerank", type=int, help="how many of them are scored exactly (default: all)")
+    parser.add_argument("--nprobe", default="auto", help="lists the first stage scans (default: measured at build)")
+    parser.add_argument("--prefetch-step", type=float, default=0.3, help="share of them after which reads begin; 0: no prefetch (default: %(default)s)")
+    parser.add_argument("--encoder", help="default: the one the store was built with")
+    parser.add_argument("--engine", default="auto", help="path of the reads: auto, uring, posix, memory (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+    add_json_option(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from .. import load_encoder
+    from .. import open as open_index
+    from ..errors import InvalidInputError
+
+    nprobe: int | str = args.nprobe
+    if nprobe != "auto":
+        if not str(nprobe).isdigit():
+            raise InvalidInputError("--nprobe", got=nprobe, expected="a number or auto")
+        nprobe = int(nprobe)
+    with open_index(args.store, engine=args.engine, device=args.device) as index:
+        built_with = index.store.manifest["encoder"]["name"] or ""
+        spec = args.encoder or ("minilm" if built_with.startswith("minilm@") else None)
+        if spec is None:
+            raise InvalidInputError("the encoder's folder is not known", got=built_with or "a store without one", fix="name it with --encoder")
+        index.use_encoder(load_encoder(spec, device=args.device))
+        options = {"candidates": args.candidates, "rerank": args.rerank, "nprobe": nprobe, "prefetch_step": args.prefetch_step}
+        results = index.search(args.query, k=args.k, **options)
+    text = "\n\n".join(render(query, result) for query, result in zip(args.query, results, strict=True))
+    documents = [{"query": query, **as_json(result)} for query, result in zip(args.query, results, strict=True)]
+    emit(args, text, json_document("search", store=args.store, results=documents))
+    return 0
+
+
+def render(query: str, result: SearchResult) -> str:
+    """A ranking for people."""
+    lines = [f"{query}"]
+    for rank, hit in enumerate(result.hits, start=1):
+        snippet = textwrap.shorten(hit.text, width=100, placeholder=" ...")
+        lines.append(f"{rank:3}. {hit.score:8.3f}  {hit.id}{'' if hit.reranked else '  (not re-ranked)'}")
+        lines.append(f"               {snippet}")
+    lines.append("  " + cost(result))
+    return "\n".join(lines)
+
+
+def cost(result: SearchResult) -> str:
+    """Where the time and the bytes of one search went, in one line."""
+    t = result.timings
+    return (
+        f"{t.total_s * 1e3:.1f} ms: encode {t.encode_s * 1e3:.1f}, first stage {t.first_stage_s * 1e3:.1f}, "
+        f"critical I/O {t.critical_io_s * 1e3:.1f}, MaxSim {t.maxsim_s * 1e3:.1f}, merge {t.merge_s * 1e3:.1f} | "
+        f"{result.reranked} of {result.candidates} candidates re-ranked, prefetch hit rate {result.hit_rate:.0%} | "
+        f"{result.bytes_asked / 1e6:.2f} MB asked, {result.bytes_moved / 1e6:.2f} MB moved in {result.requests} requests by {result.effective_path}"
+    )
+
+
+def as_json(result: SearchResult) -> dict[str, Any]:
+    """A result as JSON can hold it: a score of minus infinity (no tokens) becomes null."""
+    from dataclasses import asdict
+
+    document = asdict(result)
+    for hit in document["hits"]:
+        if not math.isfinite(hit["score"]):
+            hit["score"] = None
+    return document

@@ -1,0 +1,20 @@
+"""Tensor ops on bytes that lie where the I/O engine put them. Each folder holds one op: reference, checked call, CUDA launcher.
+
+The ops are ``torch.ops.espnx.*``; the functions here check their arguments first and explain what is wrong with them.
+"""
+
+from __future__ import annotations
+
+from .crc32c import crc32c, crc32c_ranges, crc32c_ranges_reference, crc32c_reference
+from .maxsim import maxsim, maxsim_reference, token_format, token_row_bytes
+
+__all__ = [
+    "crc32c",
+    "crc32c_ranges",
+    "crc32c_ranges_reference",
+    "crc32c_reference",
+    "maxsim",
+    "maxsim_reference",
+    "token_format",
+    "token_row_bytes",
+]

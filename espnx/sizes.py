@@ -1,0 +1,45 @@
+"""Sizes in bytes as people write them: ``64KiB``, ``800MB``, ``1.5GiB``."""
+
+from __future__ import annotations
+
+import re
+
+from .errors import InvalidInputError
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGTP", 1):
+    _UNITS |= {f"{_letter}iB": 1024**_power, f"{_letter}B": 1000**_power, _letter: 1024**_power}
+_BY_LOWER_CASE = {unit.lower(): factor for unit, factor in _UNITS.items()}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes from ``4096``, ``64KiB`` (1024), ``64K`` (1024), ``64kB`` (1000), ``1.5 GiB``. Case does not matter.
+
+    Raises:
+        InvalidInputError: not a size, negative, or not a whole number of bytes.
+    """
+    if isinstance(text, int):
+        if text < 0:
+            raise InvalidInputError("a size cannot be negative", got=text, expected="bytes, at least 0")
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match.group(2).lower() not in _BY_LOWER_CASE:
+        raise InvalidInputError("cannot read a size", got=repr(text), expected="a number and a unit, such as 4096, 64KiB or 1.5GiB")
+    number, factor = match.group(1), _BY_LOWER_CASE[match.group(2).lower()]
+    if "." not in number:
+        return int(number) * factor
+    whole, fraction = number.split(".")
+    scaled, rest = divmod(int(whole + fraction) * factor, 10 ** len(fraction))
+    if rest and factor == 1:
+        raise InvalidInputError("a size is a whole number of bytes", got=repr(text))
+    return scaled
+
+
+def format_size(size_bytes: int | float, *, digits: int = 4) -> str:
+    """``67108864`` -> ``64 MiB``; ``1536`` -> ``1.5 KiB``. At most ``digits`` significant digits."""
+    value, unit = float(size_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if abs(value) < 1023.5:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.{digits}g} {unit}"

@@ -1,0 +1,1 @@
+"""Triton kernels, and nothing else: no dispatch, no allocation. Imports as ``espnx.kernels``."""

@@ -1,0 +1,239 @@
+"""The command line's frame: help, lazy imports, exit codes, messages, JSON and tables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from espnx import errors
+from espnx._version import __version__
+from espnx.cli import main as cli
+from espnx.cli.output import emit, json_document, render_table, write_json
+from espnx.cli.registry import COMMANDS, GROUPS, Command
+from espnx.sizes import format_size, parse_size
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def espnx(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "espnx", *words], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A command ``probe`` in the registry; tests replace its ``run``."""
+    module = types.ModuleType("espnx_probe")
+    module.configure = lambda parser: parser.add_argument("--size", type=int, default=1)  # type: ignore[attr-defined]
+    module.run = lambda args: 0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "espnx_probe", module)
+    monkeypatch.setitem(COMMANDS, "probe", Command("espnx_probe", "a test"))
+    return module
+
+
+def test_help_lists_every_command_quickly() -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = espnx("--help")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0
+    assert {key.split()[0] for key in COMMANDS} <= set(done.stdout.split())
+    # CPU time, not the clock on the wall: the machine may be busy with other things.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3
+
+
+@pytest.mark.parametrize("words", [("--version",), ("doctor", "--help"), ("env", "--help"), ("index", "--help")])
+def test_help_and_version_exit_with_0(words: tuple[str, ...]) -> None:
+    done = espnx(*words)
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"espnx {__version__}" if words == ("--version",) else f"usage: espnx {words[0]}")
+    assert not done.stderr
+
+
+@pytest.mark.parametrize("words", [(), ("nonsense",), ("index",), ("index", "nonsense"), ("doctor", "--nonsense")])
+def test_wrong_usage_exits_with_2(words: tuple[str, ...]) -> None:
+    done = espnx(*words)
+    assert done.returncode == 2
+    assert "usage: espnx" in done.stderr
+    assert not done.stdout
+
+
+def test_every_group_has_commands() -> None:
+    assert {key.split()[0] for key in COMMANDS if " " in key} == set(GROUPS)
+
+
+@pytest.mark.parametrize("key", sorted(COMMANDS))
+def test_every_registered_command_loads(key: str) -> None:
+    configure, run = COMMANDS[key].load()
+    parser = argparse.ArgumentParser()
+    configure(parser)
+    assert callable(run)
+
+
+@pytest.mark.parametrize(
+    ("argv", "key"),
+    [
+        (["doctor"], "doctor"),
+        (["index", "build", "x"], "index build"),
+        (["index"], None),
+        (["--version"], None),
+        (["search", "build"], "search"),
+    ],
+)
+def test_chosen_command(argv: list[str], key: str | None) -> None:
+    assert cli.chosen_command(argv) == key
+
+
+def test_arguments_and_exit_code_pass_through(command: types.ModuleType) -> None:
+    seen = []
+    command.run = lambda args: seen.append(args.size) or 1  # type: ignore[attr-defined]
+    assert cli.main(["probe", "--size", "7"]) == 1
+    assert seen == [7]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (
+            errors.InvalidInputError("bad k", got=0, expected="at least 1", fix="pass k=10"),
+            2,
+            "bad k; got 0; expected at least 1. Fix: pass k=10",
+        ),
+        (errors.PathUnavailableError("no gds here"), 3, "no gds here"),
+        (errors.MissingDependencyError("faiss is not installed", fix="pip install faiss-cpu"), 1, "Fix: pip install faiss-cpu"),
+        (
+            errors.ReadError("read failed", path="a.seg", offset_bytes=4096, size_bytes=512, errno=5),
+            1,
+            "in a.seg at offset 4096, 512 bytes",
+        ),
+        (errors.EspnxError("two\nlines"), 1, "two lines"),
+        (ImportError("No module named 'torch'", name="torch"), 1, "torch cannot be imported"),
+        (FileNotFoundError(2, "No such file or directory", "x.jsonl"), 1, "x.jsonl"),
+        (ZeroDivisionError("division by zero"), 1, "unexpected ZeroDivisionError: division by zero. ESPNX_DEBUG=1"),
+    ],
+)
+def test_failures_become_one_paragraph(
+    command: types.ModuleType, capsys: pytest.CaptureFixture[str], error: Exception, code: int, said: str
+) -> None:
+    def run(args: argparse.Namespace) -> int:
+        raise error
+
+    command.run = run  # type: ignore[attr-defined]
+    assert cli.main(["probe"]) == code
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith("espnx: error: ")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_debug_shows_the_traceback(command: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(args: argparse.Namespace) -> int:
+        raise errors.EspnxError("boom")
+
+    command.run = run  # type: ignore[attr-defined]
+    monkeypatch.setenv("ESPNX_DEBUG", "1")
+    with pytest.raises(errors.EspnxError, match="boom"):
+        cli.main(["probe"])
+
+
+def test_ctrl_c_exits_with_130(command: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(args: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    command.run = run  # type: ignore[attr-defined]
+    assert cli.main(["probe"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_a_missing_module_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(COMMANDS, "ghost", Command("espnx.cli.no_such_module", "a test"))
+    assert cli.main(["ghost"]) == 1
+    assert "lacks the command" in capsys.readouterr().err
+
+
+def test_a_closed_pipe_ends_quietly() -> None:
+    process = subprocess.Popen([sys.executable, "-m", "espnx", "env"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    said = process.stderr.read()
+    process.stderr.close()
+    process.wait(60)
+    assert b"Traceback" not in said
+    assert b"BrokenPipe" not in said
+
+
+def test_table_is_aligned() -> None:
+    text = render_table(["NAME", "MiB/s"], [["uring", 1234.5], ["a longer name", None]], right=["MiB/s"])
+    assert text == "NAME            MiB/s\nuring          1234.5\na longer name       -"
+    assert render_table(["A"], []) == "A"
+    assert render_table(["", ""], [["a", 1], ["bb", 2]]) == "a   1\nbb  2"
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "result.json"
+    write_json(target, json_document("test", rows=[1]))
+    assert json.loads(target.read_text()) == {"schema_version": 1, "command": "test", "rows": [1]}
+    with pytest.raises(ValueError):
+        write_json(target, {"x": float("nan")})
+    with pytest.raises(errors.WriteError, match="nowhere"):
+        write_json(tmp_path / "nowhere" / "x.json", {})
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+    assert json.loads(target.read_text())["rows"] == [1]
+
+
+def test_json_on_standard_output_replaces_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    emit(argparse.Namespace(json="-"), "table", json_document("test"))
+    assert json.loads(capsys.readouterr().out)["command"] == "test"
+    emit(argparse.Namespace(json=None), "table", {})
+    assert capsys.readouterr().out == "table\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("64KiB", 65536),
+        ("64k", 65536),
+        ("1 MB", 10**6),
+        ("1.5GiB", 3 << 29),
+        ("2TiB", 2 << 40),
+        ("0.1kb", 100),
+        (7, 7),
+    ],
+)
+def test_parse_size(text: str | int, size_bytes: int) -> None:
+    assert parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "KiB", "-1", "1.5", "1e3", "64 KiBs", "64KiB/s", "nan", -1, "1,5GiB"])
+def test_parse_size_refuses(text: str | int) -> None:
+    with pytest.raises(errors.InvalidInputError):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1, "1 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (64 << 20, "64 MiB"),
+        ((1 << 30) - 1, "1 GiB"),
+        (5 << 50, "5 PiB"),
+    ],
+)
+def test_format_size(size_bytes: int, text: str) -> None:
+    assert format_size(size_bytes) == text

@@ -1,0 +1,81 @@
+"""What every test shares: what this machine has, poisoned memory for tests of ops, and a count of what was skipped."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+
+@functools.cache
+def lacking(marker: str) -> str | None:
+    """What this machine lacks for tests with that marker, or None when they can run."""
+    if marker == "root":
+        return None if os.geteuid() == 0 else "needs root"
+    if marker in ("gpu", "gds"):
+        import torch
+
+        if not torch.cuda.is_available():
+            return "needs a CUDA device"
+        if marker == "gds" and importlib.util.find_spec("kvikio") is None:
+            return "needs KvikIO (pip install espnx[gds])"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for marker in ("gpu", "gds", "root"):
+            if item.get_closest_marker(marker) and (reason := lacking(marker)):
+                item.add_marker(pytest.mark.skip(reason=f"[{marker}] {reason}"))
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In tests/ops, memory that nobody has written holds NaN (or the type's largest integer), so unwritten output cannot pass.
+
+    torch's own switch does it, which also reaches ``at::empty`` inside C++ ops. ``warn_only``: an op without a deterministic
+    implementation still runs.
+    """
+    if not request.path.is_relative_to(TESTS / "ops"):
+        yield
+        return
+    import torch
+
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Counts skipped tests by reason: a suite that passes without hardware should say what it did not see."""
+    reasons: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reasons[reason.removeprefix("Skipped: ")] += 1
+    if not reasons:
+        return
+    terminalreporter.section("not run on this machine")
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.write_line(f"{count:4d}  {reason}")
+
+
+def pytest_report_header() -> list[str]:
+    """One line about the machine, so that a log says where it comes from."""
+    torch_version = "absent"
+    if importlib.util.find_spec("torch"):
+        from importlib import metadata
+
+        torch_version = metadata.version("torch")
+    native = "built" if importlib.util.find_spec("espnx._C") else "not built"
+    root = "root" if os.geteuid() == 0 else "not root"
+    return [f"espnx: {os.cpu_count()} cores, {root}, torch {torch_version}, extension {native}, Python {sys.version.split()[0]}"]

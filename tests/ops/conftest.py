@@ -1,0 +1,24 @@
+"""Runs a test once per instruction set of the CPU kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from espnx.ops._native import load_ops
+
+LEVELS = {"portable": 0, "avx2": 1, "avx512": 2}
+
+
+@pytest.fixture(params=LEVELS)
+def cpu_level(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Puts one level in force for the test."""
+    load_ops()
+    best = torch.ops.espnx.set_cpu_level(-1)
+    if LEVELS[request.param] > best:
+        pytest.skip(f"[{request.param}] this processor has no {request.param}")
+    torch.ops.espnx.set_cpu_level(LEVELS[request.param])
+    yield request.param
+    torch.ops.espnx.set_cpu_level(-1)

@@ -1,0 +1,106 @@
+"""The Triton kernels in Triton's interpreter, against the references. Not collected by itself: test_kernels_interpreted.py runs it in a
+process where TRITON_INTERPRET=1 was set before Triton was imported, so that other tests can compile the same kernels in theirs."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from espnx.errors import InvalidInputError
+from espnx.ops import crc32c_ranges_reference, maxsim_reference
+from espnx.ops.crc32c.cuda import LANES, crc32c_triton
+from espnx.ops.maxsim.cuda import maxsim_triton
+from tests.ops.records import integers, normals, scatter
+from tests.ops.tolerances import assert_scores_close, maxsim_bound
+
+ELEMENT_BYTES = {"fp16": 2, "fp32": 4}
+FORMATS = pytest.mark.parametrize("fmt", ELEMENT_BYTES)
+COUNTS = (0, 1, 63, 64, 130, 2)
+
+
+def test_the_interpreter_is_on() -> None:
+    assert os.environ["TRITON_INTERPRET"] == "1"
+
+
+@FORMATS
+@pytest.mark.parametrize(("n_query_tokens", "d"), [(1, 8), (5, 24), (32, 32), (37, 96), (70, 128), (3, 384)])
+def test_maxsim_bit_for_bit_where_fp32_is_exact(fmt: str, n_query_tokens: int, d: int) -> None:
+    records = scatter([integers(count, d, seed=count) for count in COUNTS], fmt, align_bytes=ELEMENT_BYTES[fmt])
+    query = integers(n_query_tokens, d, seed=99)
+    assert torch.equal(maxsim_triton(query, *records.args), maxsim_reference(query, *records.args))
+
+
+@FORMATS
+@pytest.mark.parametrize(("n_query_tokens", "d"), [(1, 8), (32, 32), (5, 128)])
+def test_maxsim_within_the_derived_bound(fmt: str, n_query_tokens: int, d: int) -> None:
+    records = scatter([normals(count, d, seed=count) for count in COUNTS], fmt, align_bytes=16)
+    query = normals(n_query_tokens, d, seed=99)
+    bound = maxsim_bound(query, *records.args, tensor_cores=True)
+    assert_scores_close(maxsim_triton(query, *records.args), maxsim_reference(query, *records.args), bound)
+
+
+def test_maxsim_keeps_a_query_that_fp16_would_round_away() -> None:
+    """Values of 22 bits, of very different size from token to token, against rows of ones and zeros: the split loses nothing."""
+    scales = torch.tensor([1.0, 2.0**-30, 2.0**40, 2.0**-100])
+    query = torch.zeros(4, 8)
+    query[:, 0] = (1 + 2.0**-11 + 2.0**-21) * scales
+    query[:, 1] = 2.0**-13 * scales
+    document = torch.zeros(1, 8)
+    document[0, :2] = 1.0
+    records = scatter([document], align_bytes=16)
+    for i in range(4):
+        assert torch.equal(maxsim_triton(query[i : i + 1], *records.args), maxsim_reference(query[i : i + 1], *records.args))
+
+
+def test_maxsim_batches_empties_and_no_query_tokens() -> None:
+    records = scatter([integers(count, 16, seed=count) for count in (3, 0, 40)], align_bytes=16)
+    for shape in ((3, 5, 16), (2, 0, 16), (0, 16), (0, 4, 16)):
+        queries = integers(*shape, seed=1)
+        assert torch.equal(maxsim_triton(queries, *records.args), maxsim_reference(queries, *records.args))
+    nothing = records.n_tokens[:0]
+    assert maxsim_triton(integers(2, 5, 16), records.buffer, nothing, nothing, "fp16").shape == (2, 0)
+
+
+@FORMATS
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy, where padding's zeros meet the infinities
+def test_maxsim_nan_and_infinity(fmt: str) -> None:
+    documents = [integers(70, 16, seed=seed).abs() + 1 for seed in range(4)]
+    documents[1][69, 15] = torch.nan
+    documents[2][64, 0] = torch.inf
+    documents[3][0, 3] = -torch.inf
+    records = scatter(documents, fmt, align_bytes=16)
+    for n_query_tokens in (1, 17):
+        query = integers(n_query_tokens, 16, seed=9).abs() + 1
+        scores, expected = maxsim_triton(query, *records.args), maxsim_reference(query, *records.args)
+        assert scores.isnan().tolist() == [False, True, False, False]
+        assert torch.equal(scores.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
+        assert scores[2] == torch.inf
+
+
+def test_maxsim_refuses_addresses_that_a_gpu_cannot_load_from() -> None:
+    records = scatter([integers(3, 8)], align_bytes=16)
+    buffer = torch.cat([records.buffer, records.buffer[:1]])
+    with pytest.raises(InvalidInputError, match="multiples of 2 bytes"):
+        maxsim_triton(integers(1, 8), buffer, records.offset_bytes + 1, records.n_tokens, "fp16")
+
+
+@pytest.mark.parametrize("seed", [0, 0x7FFFFFFF, 0xFFFFFFFF])  # as a signed register: -1, the least, 0
+def test_crc32c_of_ranges_at_any_address(seed: int) -> None:
+    buffer = torch.randint(0, 256, (3 * 4 * LANES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    one_round = 4 * LANES
+    sizes = torch.tensor([0, 1, 2, 3, 4, 5, 8, 63, one_round - 1, one_round, one_round + 1, 2 * one_round + 7])
+    offsets = torch.arange(sizes.numel()) * 5
+    assert torch.equal(crc32c_triton(buffer, offsets, sizes, seed), crc32c_ranges_reference(buffer, offsets, sizes, seed))
+
+
+@pytest.mark.parametrize("seed", [0, 0x12345678])
+def test_crc32c_of_whole_words(seed: int) -> None:
+    buffer = torch.randint(0, 256, (3 * 4 * LANES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    sizes = torch.tensor([0, 4, 8, 4 * LANES - 4, 4 * LANES, 4 * LANES + 4, 9 * LANES // 4 * 4])
+    offsets = torch.arange(sizes.numel()) * 8
+    assert torch.equal(crc32c_triton(buffer, offsets, sizes, seed), crc32c_ranges_reference(buffer, offsets, sizes, seed))
+    assert crc32c_triton(buffer, offsets[:0], sizes[:0], seed).shape == (0,)
+    with pytest.raises(InvalidInputError, match="outside the buffer"):
+        crc32c_triton(buffer, offsets, sizes + buffer.numel(), seed)

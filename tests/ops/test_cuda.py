@@ -1,0 +1,59 @@
+"""The ops on a GPU, through dispatch: what the interpreter cannot show."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from espnx.ops import crc32c_ranges, crc32c_ranges_reference, maxsim, maxsim_reference
+from tests.ops.records import integers, normals, scatter
+from tests.ops.tolerances import assert_scores_close, maxsim_bound
+
+pytestmark = pytest.mark.gpu
+COUNTS = (0, 1, 63, 300, 64, 2)
+FORMATS = pytest.mark.parametrize("fmt", ["fp16", "fp32"])
+
+
+@FORMATS
+@pytest.mark.parametrize("d", [8, 24, 32, 96, 128, 384])
+def test_maxsim_bit_for_bit_where_fp32_is_exact(fmt: str, d: int) -> None:
+    for align_bytes in (4, 16):
+        records = scatter([integers(count, d, seed=count) for count in COUNTS], fmt, align_bytes=align_bytes)
+        for shape in ((1, d), (5, d), (37, d), (3, 32, d), (70, d), (0, d)):
+            query = integers(*shape, seed=99)
+            expected = maxsim_reference(query, *records.args)
+            scores = maxsim(query.cuda(), records.buffer.cuda(), records.offset_bytes.cuda(), records.n_tokens.cuda(), fmt)
+            assert torch.equal(scores.cpu(), expected)
+            places_on_cpu = maxsim(query.cuda(), records.buffer.cuda(), records.offset_bytes, records.n_tokens, fmt)
+            assert torch.equal(places_on_cpu.cpu(), expected)
+
+
+@FORMATS
+@pytest.mark.parametrize(("n_query_tokens", "d"), [(1, 8), (1, 128), (32, 32), (37, 128)])
+def test_maxsim_within_the_derived_bound(fmt: str, n_query_tokens: int, d: int) -> None:
+    records = scatter([normals(count, d, seed=count) for count in COUNTS], fmt, align_bytes=16)
+    query = normals(n_query_tokens, d, seed=99)
+    scores = maxsim(query.cuda(), records.buffer.cuda(), records.offset_bytes, records.n_tokens, fmt)
+    assert_scores_close(scores.cpu(), maxsim_reference(query, *records.args), maxsim_bound(query, *records.args, tensor_cores=True))
+
+
+def test_maxsim_beyond_4_gib() -> None:
+    """Offsets that do not fit in 32 bits."""
+    records = scatter([integers(20, 16)], align_bytes=16)
+    far = 5 << 30
+    buffer = torch.empty(far + records.buffer.numel(), dtype=torch.uint8, device="cuda")
+    buffer[far:] = records.buffer.cuda()
+    query = integers(5, 16, seed=1)
+    scores = maxsim(query.cuda(), buffer, records.offset_bytes + far, records.n_tokens)
+    assert torch.equal(scores.cpu(), maxsim_reference(query, *records.args))
+
+
+def test_crc32c() -> None:
+    buffer = torch.randint(0, 256, (20_000,), dtype=torch.uint8)
+    sizes = torch.cat([torch.arange(300), torch.tensor([4608, 10_001])])
+    offsets = torch.arange(sizes.numel()) % 16
+    for scale in (1, 4):
+        where, size = offsets * scale, sizes // scale * scale
+        expected = crc32c_ranges_reference(buffer, where, size, 0x80000001)
+        assert torch.equal(crc32c_ranges(buffer.cuda(), where, size, 0x80000001).cpu(), expected)
+        assert torch.equal(crc32c_ranges(buffer.cuda(), where.cuda(), size.cuda(), 0x80000001).cpu(), expected)

@@ -1,0 +1,49 @@
+"""No byte beyond a record is read: records that end where readable memory ends, in a process that may crash."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import ctypes, mmap
+import torch
+from espnx.ops import crc32c_ranges, maxsim
+from espnx.ops._native import load_ops
+
+load_ops()
+libc = ctypes.CDLL(None, use_errno=True)
+page = mmap.PAGESIZE
+memory = mmap.mmap(-1, 3 * page)
+address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+for guard in (address, address + 2 * page):
+    assert libc.mprotect(ctypes.c_void_p(guard), page, 0) == 0, ctypes.get_errno()
+middle = torch.frombuffer((ctypes.c_uint8 * page).from_address(address + page), dtype=torch.uint8)
+for level in range(torch.ops.espnx.set_cpu_level(-1) + 1):
+    torch.ops.espnx.set_cpu_level(level)
+    for d in (8, 24, 40):
+        for fmt, size in (("fp16", 2), ("fp32", 4)):
+            for n_query_tokens in (1, 5, 20):
+                counts = torch.arange(1, 15)
+                both_ends = torch.cat([torch.zeros_like(counts), page - counts * d * size])
+                maxsim(torch.zeros(n_query_tokens, d), middle, both_ends, counts.repeat(2), fmt)
+    sizes = torch.arange(0, 600)
+    crc32c_ranges(middle, torch.cat([torch.zeros_like(sizes), page - sizes]), sizes.repeat(2))
+print("survived", flush=True)
+one_too_far = torch.frombuffer((ctypes.c_uint8 * page).from_address(address + page + 1), dtype=torch.uint8)
+crc32c_ranges(one_too_far, torch.tensor([0]), torch.tensor([page]))
+print("the guard does not guard", flush=True)
+"""
+
+
+def test_records_at_both_ends_of_readable_memory(pytestconfig: pytest.Config) -> None:
+    """At last the program reads one byte too many on purpose, and dies of it, which shows that the guard works."""
+    paths = [str(pytestconfig.rootpath), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    finished = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=100)
+    assert finished.stdout == "survived\n", finished.stderr
+    assert finished.returncode == -signal.SIGSEGV

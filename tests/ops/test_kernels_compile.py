@@ -1,0 +1,79 @@
+"""Compiles every Triton kernel for sm_80 and sm_90 ahead of time, which needs no GPU, and looks at what came out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="triton has no wheel for this machine's processor")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from espnx.kernels import crc32c, maxsim
+from espnx.ops.crc32c.cuda import LANES
+from espnx.ops.maxsim.cuda import launch_shape
+
+SHARED_BYTES_MAX = {80: 163 * 1024, 90: 227 * 1024}
+
+
+@pytest.fixture(autouse=True)
+def no_cached_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run compiles, and leaves nothing behind."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+CAPABILITIES = pytest.mark.parametrize("capability", SHARED_BYTES_MAX)
+
+
+def compile_for(capability: int, kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Any:
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    # What a launch with tensors from torch's allocator tells the compiler: every pointer is a multiple of 16.
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if types.get(name, "").startswith("*")}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": True})
+    assert compiled.asm["cubin"][:4] == b"\x7fELF"
+    assert compiled.metadata.shared <= SHARED_BYTES_MAX[capability]
+    return compiled
+
+
+@CAPABILITIES
+@pytest.mark.parametrize(
+    ("fmt", "d", "n_query_tokens", "align_bytes"),
+    [("fp16", 128, 32, 16), ("fp16", 24, 1, 2), ("fp32", 128, 32, 16), ("fp16", 65536, 64, 16)],
+)
+def test_maxsim(capability: int, fmt: str, d: int, n_query_tokens: int, align_bytes: int) -> None:
+    types = {
+        "query_ptr": "*fp32",
+        "buffer_ptr": "*u8",
+        "offset_bytes_ptr": "*i64",
+        "n_tokens_ptr": "*i64",
+        "score_ptr": "*fp32",
+        "n_docs": "i32",
+        "n_queries": "i32",
+        "Lq": "i32",
+    }
+    constants = {"D": d, "FORMAT": fmt, "ALIGN_BYTES": align_bytes, **launch_shape(n_query_tokens, d, 300, fmt)}
+    ptx = compile_for(capability, maxsim.maxsim_kernel, types, constants).asm["ptx"]
+    uses_tensor_cores = "mma.sync" in ptx or "wgmma" in ptx
+    assert uses_tensor_cores == (fmt == "fp16"), "fp16 rows belong on tensor cores; fp32 rows must not be rounded to TF32"
+    loads_16_bytes = "cp.async.cg" in ptx or "ld.global.v4.b32" in ptx or "ld.global.v2.b64" in ptx
+    assert loads_16_bytes or align_bytes < 16
+
+
+@CAPABILITIES
+@pytest.mark.parametrize("words", [True, False])
+def test_crc32c(capability: int, words: bool) -> None:
+    types = {
+        "buffer_ptr": "*u8",
+        "offset_bytes_ptr": "*i64",
+        "size_bytes_ptr": "*i64",
+        "round_shift_ptr": "*i32",
+        "lane_shift_ptr": "*i32",
+        "crc_ptr": "*i64",
+        "register": "i32",
+    }
+    compile_for(capability, crc32c.crc32c_kernel, types, {"LANES": LANES, "WORDS": words})

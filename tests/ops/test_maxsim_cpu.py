@@ -1,0 +1,162 @@
+"""The CPU versions of MaxSim against the reference: every instruction set, format and odd size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from espnx.ops import maxsim, maxsim_reference, token_row_bytes
+from tests.ops.records import integers, normals, scatter
+from tests.ops.tolerances import assert_scores_close, maxsim_bound
+
+FORMATS = ("fp16", "fp32")
+COUNTS = (0, 1, 63, 300, 2, 13)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("d", [8, 24, 32, 96, 128, 384])
+def test_equals_the_reference_bit_for_bit_where_fp32_is_exact(cpu_level: str, fmt: str, d: int) -> None:
+    records = scatter([integers(count, d, seed=count) for count in COUNTS], fmt)
+    for n_query_tokens in (0, 1, 2, 3, 5, 16, 17, 32, 37):
+        query = integers(n_query_tokens, d, seed=99)
+        scores = maxsim(query, *records.args)
+        assert torch.equal(scores, maxsim_reference(query, *records.args)), f"Lq={n_query_tokens}"
+        assert scores[0] == -torch.inf
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(("n_query_tokens", "d"), [(1, 8), (1, 128), (2, 24), (5, 96), (32, 32), (37, 128), (32, 384)])
+def test_stays_within_the_derived_bound(cpu_level: str, fmt: str, n_query_tokens: int, d: int) -> None:
+    records = scatter([normals(count, d, seed=count) for count in COUNTS], fmt)
+    query = normals(n_query_tokens, d, seed=99)
+    assert_scores_close(maxsim(query, *records.args), maxsim_reference(query, *records.args), maxsim_bound(query, *records.args))
+
+
+def test_every_token_count_up_to_two_tiles_of_every_kernel(cpu_level: str) -> None:
+    records = scatter([integers(count, 32, seed=count) for count in range(30)])
+    for n_query_tokens in (1, 8, 24):
+        query = integers(n_query_tokens, 32, seed=99)
+        assert torch.equal(maxsim(query, *records.args), maxsim_reference(query, *records.args))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_the_longest_document(cpu_level: str, fmt: str) -> None:
+    document = integers(65535, 8)
+    document[-1] = 100.0  # the last row decides
+    records = scatter([document], fmt)
+    query = integers(3, 8, seed=1).abs() + 1
+    scores = maxsim(query, *records.args)
+    assert torch.equal(scores, maxsim_reference(query, *records.args))
+    assert scores.item() == 100 * query.sum().item()
+
+
+@pytest.mark.parametrize("n_query_tokens", [1, 5, 37])
+@pytest.mark.parametrize("n_queries", [0, 1, 3])
+def test_a_batch_of_queries_is_each_query_alone(cpu_level: str, n_queries: int, n_query_tokens: int) -> None:
+    records = scatter([integers(count, 24, seed=count) for count in COUNTS])
+    queries = integers(n_queries, n_query_tokens, 24, seed=99)
+    scores = maxsim(queries, *records.args)
+    assert scores.shape == (n_queries, len(COUNTS))
+    for query, row in zip(queries, scores, strict=True):
+        assert torch.equal(row, maxsim(query, *records.args))
+        assert torch.equal(row, maxsim_reference(query, *records.args))
+
+
+@pytest.mark.parametrize("shape", [(5, 16), (2, 5, 16), (0, 16)])
+def test_no_documents(cpu_level: str, shape: tuple[int, ...]) -> None:
+    nothing = torch.empty(0, dtype=torch.int64)
+    assert maxsim(torch.zeros(shape), torch.empty(0, dtype=torch.uint8), nothing, nothing).shape == (*shape[:-2], 0)
+
+
+@pytest.mark.parametrize("misalignment_bytes", range(16))
+def test_any_address(cpu_level: str, misalignment_bytes: int) -> None:
+    for fmt in FORMATS:
+        encoded = scatter([integers(7, 24)], fmt)
+        rows = encoded.buffer[encoded.offset_bytes.item() :]
+        buffer = torch.cat([torch.full((misalignment_bytes,), 0xFF, dtype=torch.uint8), rows])
+        place = torch.tensor([misalignment_bytes])
+        for n_query_tokens in (1, 5):
+            query = integers(n_query_tokens, 24, seed=1)
+            expected = maxsim_reference(query, *encoded.args)
+            assert torch.equal(maxsim(query, buffer, place, encoded.n_tokens, fmt), expected)
+
+
+def test_a_document_may_be_named_twice_and_records_may_overlap(cpu_level: str) -> None:
+    records = scatter([integers(20, 16)])
+    row_bytes = token_row_bytes("fp16", 16)
+    offset_bytes = records.offset_bytes + torch.tensor([0, 0, 5 * row_bytes, 19 * row_bytes])
+    n_tokens = torch.tensor([20, 20, 15, 1])
+    query = integers(5, 16, seed=1)
+    scores = maxsim(query, records.buffer, offset_bytes, n_tokens)
+    assert torch.equal(scores, maxsim_reference(query, records.buffer, offset_bytes, n_tokens))
+    assert scores[0] == scores[1]
+
+
+def test_strided_arguments(cpu_level: str) -> None:
+    records = scatter([integers(count, 16, seed=count) for count in COUNTS])
+    query = integers(16, 5, seed=1).T
+    wide = torch.stack([records.offset_bytes, records.n_tokens], dim=1)
+    scores = maxsim(query, records.buffer, wide[:, 0], wide[:, 1])
+    assert torch.equal(scores, maxsim_reference(query.contiguous(), *records.args))
+
+
+@pytest.mark.parametrize("n_query_tokens", [1, 5, 17, 37])
+@pytest.mark.parametrize("where", [0, 6, 11, 12, 28])
+def test_a_nan_in_a_document_makes_its_score_nan_and_no_other(cpu_level: str, n_query_tokens: int, where: int) -> None:
+    documents = [integers(29, 24, seed=seed) for seed in range(3)]
+    documents[1][where, 23] = torch.nan
+    records = scatter(documents)
+    query = integers(n_query_tokens, 24, seed=9)
+    assert maxsim(query, *records.args).isnan().tolist() == [False, True, False]
+
+
+def test_a_nan_in_one_query_of_a_batch_stays_there(cpu_level: str) -> None:
+    records = scatter([integers(5, 16), integers(0, 16)])
+    queries = integers(3, 5, 16, seed=9)
+    queries[1, 4, 0] = torch.nan
+    scores = maxsim(queries, *records.args)
+    assert scores[:, 0].isnan().tolist() == [False, True, False]
+    assert (scores[:, 1] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("n_query_tokens", [1, 5, 17])
+def test_infinities_are_not_nans(cpu_level: str, n_query_tokens: int) -> None:
+    """The lanes that pad a strip of query tokens compute 0 * infinity, which must not show."""
+    document = integers(7, 16).abs() + 1
+    document[3, 2] = torch.inf
+    records = scatter([document, -document])
+    query = integers(n_query_tokens, 16, seed=9).abs() + 1
+    scores = maxsim(query, *records.args)
+    assert torch.equal(scores, maxsim_reference(query, *records.args))
+    assert scores[0] == torch.inf
+    assert scores[1].isfinite()
+
+
+def test_fp16_values_of_every_kind_are_decoded_exactly(cpu_level: str) -> None:
+    """All 65536 bit patterns, as one-token documents against a query that picks one value out."""
+    patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16)
+    rows = torch.zeros(65536, 8, dtype=torch.int16)
+    rows[:, 3] = patterns
+    query = torch.zeros(1, 8)
+    query[0, 3] = 1.0
+    offset_bytes = torch.arange(65536) * 16
+    scores = maxsim(query, rows.view(torch.uint8).view(-1), offset_bytes, torch.ones_like(offset_bytes))
+    expected = patterns.view(torch.float16).float()
+    # A sum of zeros and one infinity is that infinity only if no zero meets it: 0 * 0 elsewhere, 1 * value here.
+    assert torch.equal(scores.nan_to_num(nan=1e9), expected.nan_to_num(nan=1e9))
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_threads_change_nothing(cpu_level: str, threads: int) -> None:
+    records = scatter([normals(60, 32, seed=seed) for seed in range(1500)])
+    query = normals(32, 32, seed=2000)
+    alone = maxsim(query, *records.args, threads=1)
+    assert torch.equal(maxsim(query, *records.args, threads=threads), alone)
+    assert torch.equal(maxsim(query, *records.args), alone)
+
+
+def test_levels_reject_what_this_processor_lacks() -> None:
+    best = torch.ops.espnx.set_cpu_level(-1)
+    with pytest.raises(ValueError, match="best level"):
+        torch.ops.espnx.set_cpu_level(best + 1)
+    assert torch.ops.espnx.cpu_level() == best

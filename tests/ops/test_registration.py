@@ -1,0 +1,45 @@
+"""The ops as torch sees them: schema, fake version, tracing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from espnx.ops._native import load_ops
+from tests.ops.records import integers, scatter
+
+
+@pytest.mark.parametrize("fmt", ["fp16", "fp32"])
+@pytest.mark.parametrize("shape", [(5, 16), (3, 5, 16)])
+def test_opcheck_maxsim(shape: tuple[int, ...], fmt: str) -> None:
+    load_ops()
+    records = scatter([integers(count, 16, seed=count) for count in (3, 0, 7)], fmt)
+    torch.library.opcheck(torch.ops.espnx.maxsim.default, (integers(*shape), *records.args))
+    torch.library.opcheck(torch.ops.espnx.maxsim.default, (integers(*shape), *records.args, 2))
+
+
+def test_opcheck_crc32c() -> None:
+    load_ops()
+    buffer = torch.arange(100, dtype=torch.uint8)
+    args = (buffer, torch.tensor([0, 50, 99]), torch.tensor([100, 7, 0]))
+    torch.library.opcheck(torch.ops.espnx.crc32c.default, args)
+    torch.library.opcheck(torch.ops.espnx.crc32c.default, (*args, 0xFFFFFFFF))
+
+
+def test_shapes_and_devices_without_data() -> None:
+    load_ops()
+    meta = torch.device("meta")
+    place = torch.empty(11, dtype=torch.int64, device=meta)
+    buffer = torch.empty(10**15, dtype=torch.uint8, device=meta)
+    scores = torch.ops.espnx.maxsim(torch.empty(4, 32, 128, device=meta), buffer, place, place, "fp16")
+    assert (scores.shape, scores.dtype, scores.device) == ((4, 11), torch.float32, meta)
+    crcs = torch.ops.espnx.crc32c(buffer, place, place)
+    assert (crcs.shape, crcs.dtype, crcs.device) == ((11,), torch.int64, meta)
+
+
+def test_cuda_versions_are_registered() -> None:
+    """Dispatch would find them; running them needs a GPU."""
+    load_ops()
+    for name in ("espnx::maxsim", "espnx::crc32c"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU")

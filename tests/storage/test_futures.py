@@ -1,0 +1,303 @@
+"""How a future hands out what arrives: counts, order, several threads, and who keeps what alive."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from espnx.errors import ChecksumError, EngineClosedError
+from espnx.storage import FaultRule, NativeEngine, Plan
+from tests.storage.common import BLOCK, OpenEngine, crc32c, make_file, open_descriptors, random_case, raw, until
+
+MS = 1_000_000
+
+
+def spread(engine: NativeEngine, tmp_path: Path, count: int) -> tuple[Plan, bytes]:
+    """One item in every second block, so that each is a request of its own."""
+    data = make_file(tmp_path / "spread", 2 * BLOCK * count)
+    file = engine.open(tmp_path / "spread")
+    return Plan.of(file, [2 * BLOCK * i for i in range(count)], [BLOCK] * count), data
+
+
+def test_next_waits_for_at_least(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+    engine = open_engine(path, [FaultRule("delay", begin_bytes=8 * 2 * BLOCK, end_bytes=2**62, value=300 * MS)])
+    plan, _ = spread(engine, tmp_path, 10)
+    future = engine.read(plan)
+    first, finished = future.next(at_least=8)
+    assert sorted(first.tolist()) == list(range(8))
+    assert not finished
+    assert not future.done()
+    before = time.monotonic()
+    nothing, finished = future.next(at_least=1, timeout_s=0.05)
+    assert (nothing.tolist(), finished) == ([], False)
+    assert 0.04 <= time.monotonic() - before < 0.25
+    rest, finished = future.next(at_least=100)
+    assert sorted(rest.tolist()) == [8, 9]
+    assert finished
+    assert future.next() is not None
+    assert future.next(at_least=5)[0].tolist() == []
+    assert future.next()[1] is True
+    assert future.done()
+
+
+@pytest.mark.parametrize("at_least", [0, -5])
+def test_asking_for_none_does_not_wait(path: str, at_least: int, open_engine: OpenEngine, tmp_path: Path) -> None:
+    engine = open_engine(path, [FaultRule("delay", value=300 * MS)])
+    plan, _ = spread(engine, tmp_path, 2)
+    future = engine.read(plan)
+    before = time.monotonic()
+    items, finished = future.next(at_least=at_least)
+    assert (items.tolist(), finished) == ([], False)
+    assert time.monotonic() - before < 0.2
+    items, finished = future.next(timeout_s=-1.0)
+    assert (items.tolist(), finished) == ([], False)
+    future.wait()
+
+
+def test_waiting_does_not_spin(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+    engine = open_engine(path, [FaultRule("delay", value=400 * MS)])
+    plan, _ = spread(engine, tmp_path, 2)
+    future = engine.read(plan)
+    before = time.process_time()
+    future.wait()
+    assert time.process_time() - before < 0.2, "seconds of CPU while waiting 0.4 s"
+
+
+def test_a_timeout_loses_nothing(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+    engine = open_engine(path, [FaultRule("delay", begin_bytes=0, end_bytes=1, value=200 * MS)])
+    plan, _ = spread(engine, tmp_path, 6)
+    future = engine.read(plan)
+    seen: list[int] = []
+    finished = False
+    while not finished:
+        items, finished = future.next(at_least=6, timeout_s=0.02)
+        seen += items.tolist()
+    assert sorted(seen) == list(range(6))
+
+
+def test_the_slow_one_does_not_hold_up_the_others(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+    """The first item is the slow one: everything else is handed out before it."""
+    engine = open_engine(path, [FaultRule("delay", begin_bytes=0, end_bytes=1, value=400 * MS)])
+    plan, data = spread(engine, tmp_path, 20)
+    begin = time.monotonic()
+    future = engine.read(plan)
+    order: list[int] = []
+    early_s = 0.0
+    for items in future:
+        order += items.tolist()
+        for i in items.tolist():
+            at = int(future.position_bytes[i])
+            assert raw(future.memory[at : at + BLOCK]) == data[2 * BLOCK * i : 2 * BLOCK * i + BLOCK]
+        if len(order) == 19:
+            early_s = time.monotonic() - begin
+    assert sorted(order) == list(range(20))
+    assert order[-1] == 0
+    assert 0 < early_s < 0.3
+    assert time.monotonic() - begin >= 0.39
+
+
+def finishing_order(engine: NativeEngine, plans: list[tuple[Plan, int]]) -> list[int]:
+    """Submits while a slow read occupies the only place at the device; the order in which the plans then end."""
+    futures = [engine.read(plan, priority=priority) for plan, priority in plans]
+    order: list[int] = []
+    pending = set(range(len(futures)))
+    while pending:
+        for i in sorted(pending):
+            if futures[i].done():
+                order.append(i)
+                pending.discard(i)
+    return order
+
+
+def test_priority(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+    """With one request at a time every read is delayed by 30 ms, so the order shows: higher first, equals as they came."""
+    engine = open_engine(path, [FaultRule("delay", value=30 * MS)], queue_depth=1)
+    make_file(tmp_path / "a", 64 * BLOCK)
+    file = engine.open(tmp_path / "a")
+    plans = [(Plan.of(file, [i * 2 * BLOCK], [10]), priority) for i, priority in enumerate([0, 0, 5, -1, 5, 2])]
+    assert finishing_order(engine, plans) == [0, 2, 4, 5, 1, 3]  # the first was with the device already
+
+
+def test_a_plan_is_served_in_its_own_order(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+    """With one request at a time, items arrive in the order of the plan, not of the file: what is listed first is needed first."""
+    engine = open_engine(path, [FaultRule("delay", value=5 * MS)], queue_depth=1)
+    make_file(tmp_path / "a", 64 * BLOCK)
+    file = engine.open(tmp_path / "a")
+    blocks = random.Random(1).sample(range(32), 12)
+    arrived = [i for items in engine.read(Plan.of(file, [2 * BLOCK * b for b in blocks], [10] * 12)) for i in items.tolist()]
+    assert arrived == list(range(12))
+
+
+def test_two_threads_on_one_engine(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+    engine = open_engine(path, queue_depth=16, request_bytes=16 * 1024)
+    data = make_file(tmp_path / "a", 300_000)
+    files = [(engine.open(tmp_path / "a"), data)]
+    problems: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            rng = random.Random(seed)
+            for _ in range(30):
+                cases = [random_case(rng, files, 16 * 1024, count=5) for _ in range(3)]
+                futures = [engine.read(case.plan, priority=rng.randint(0, 3)) for case in cases]
+                for case, future in zip(cases, futures, strict=True):
+                    case.check(future.wait(), future.position_bytes)
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not problems
+    stats = engine.stats()
+    assert (stats.in_flight, stats.failures, stats.quarantined_buffers) == (0, 0, 0)
+
+
+def test_two_threads_on_one_future(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+    """Both wait for the same read into the caller's memory: neither returns before every byte is checked and copied."""
+    data = make_file(tmp_path / "a", 8 << 20)
+    engine = open_engine(path)
+    file = engine.open(tmp_path / "a")
+    for _ in range(10):
+        out = torch.zeros(len(data) + 1, dtype=torch.uint8)[1:]  # unaligned, so the caller's thread copies
+        future = engine.read(Plan.of(file, [1], [len(data) - 1], [1]), out)
+        wrong: list[str] = []
+
+        def wait(future=future, out=out, wrong=wrong) -> None:
+            future.wait()
+            if int(out[-1]) != data[-1] or int(out[len(data) // 2]) != data[len(data) // 2] or int(out[1]) != data[1]:
+                wrong.append("returned before the bytes were there")
+
+        threads = [threading.Thread(target=wait) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+
+
+def test_a_checksum_found_by_one_thread_reaches_the_other(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+    data = make_file(tmp_path / "a", 4 << 20)
+    engine = open_engine(path)
+    file = engine.open(tmp_path / "a")
+    for _ in range(5):
+        future = engine.read(Plan.of(file, [0], [len(data)], crc32c=[1]))
+        outcomes: list[str] = []
+
+        def wait(future=future, outcomes=outcomes) -> None:
+            try:
+                future.wait()
+                outcomes.append("passed")
+            except ChecksumError:
+                outcomes.append("refused")
+
+        threads = [threading.Thread(target=wait) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert outcomes == ["refused", "refused"]
+
+
+def test_other_python_threads_run_meanwhile(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+    engine = open_engine(path, [FaultRule("delay", value=300 * MS)])
+    plan, _ = spread(engine, tmp_path, 2)
+    ticks: list[float] = []
+    stop = threading.Event()
+
+    def tick() -> None:
+        while not stop.is_set():
+            ticks.append(time.monotonic())
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    engine.read(plan).wait()
+    stop.set()
+    thread.join()
+    assert max(b - a for a, b in zip(ticks, ticks[1:], strict=False)) < 0.2
+
+
+def test_a_future_outlives_the_engine(path: str, tmp_path: Path) -> None:
+    """Nothing but the future refers to the engine, then nothing but a tensor to the memory."""
+    engine = NativeEngine(path, rules=[FaultRule("delay", value=100 * MS)], poison=True)
+    plan, data = spread(engine, tmp_path, 3)
+    future = engine.read(plan)
+    del engine
+    gc.collect()
+    memory = future.wait()
+    places = future.position_bytes.tolist()
+    del future
+    gc.collect()
+    NativeEngine(path, poison=True).close()
+    for i, at in enumerate(places):
+        assert raw(memory[at : at + BLOCK]) == data[2 * BLOCK * i : 2 * BLOCK * i + BLOCK]
+
+
+def test_memory_in_use_is_not_handed_out_again(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+    engine = open_engine(path)
+    plan, data = spread(engine, tmp_path, 2)
+    kept = [(future, future.wait()) for future in (engine.read(plan) for _ in range(8))]
+    assert len({memory.data_ptr() for _, memory in kept}) == 8
+    for future, memory in kept:
+        assert [raw(memory[at : at + BLOCK]) for at in future.position_bytes.tolist()] == [data[:BLOCK], data[2 * BLOCK : 3 * BLOCK]]
+
+
+def test_memory_is_recycled(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+    engine = open_engine(path)
+    plan, _ = spread(engine, tmp_path, 2)
+    places = set()
+    for _ in range(20):
+        future = engine.read(plan)
+        places.add(future.wait().data_ptr())
+        del future
+    assert len(places) <= 3  # the I/O thread may still hold the one before
+
+
+def test_cancel(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+    engine = open_engine(path, [FaultRule("delay", value=150 * MS, count=4)], queue_depth=4)
+    plan, data = spread(engine, tmp_path, 40)
+    future = engine.read(plan)
+    future.cancel()
+    future.cancel()
+    with pytest.raises(EngineClosedError, match="cancel"):
+        future.wait()
+    assert future.done()
+    assert until(lambda: engine.stats().in_flight == 0)
+    assert engine.stats().quarantined_buffers == 0
+    assert engine.stats().failures == 1
+    done = engine.read(plan)
+    memory = done.wait()
+    done.cancel()  # after the end: nothing to cancel
+    assert done.wait() is memory
+    assert raw(memory[:BLOCK]) == data[:BLOCK]
+    assert engine.stats().failures == 1
+
+
+def test_a_dropped_future_is_still_served(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+    engine = open_engine(path)
+    plan, _ = spread(engine, tmp_path, 50)
+    for _ in range(50):
+        engine.read(plan)
+    assert until(lambda: engine.stats().in_flight == 0 and engine.stats().bytes_moved == 50 * 50 * BLOCK)
+
+
+def test_a_future_keeps_only_its_own_files_open(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+    engine = open_engine(path)
+    make_file(tmp_path / "a", 100)
+    make_file(tmp_path / "b", 100)
+    first = engine.open(tmp_path / "a")
+    before = open_descriptors()
+    other = engine.open(tmp_path / "b")
+    future = engine.read(Plan.of(first, [0], [10], crc32c=[crc32c((tmp_path / "a").read_bytes()[:10])]))
+    future.wait()
+    engine.close_file(other)
+    assert len(open_descriptors()) == len(before)

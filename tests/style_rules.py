@@ -1,0 +1,140 @@
+"""The style rules as functions from a file's text to a list of complaints. Used by test_style.py alone."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+LINE_MAX = 140
+FILE_LINES_MAX = 500
+FUNCTION_LINES_MAX = 70
+
+# Written in two halves so that this file does not complain about itself.
+WORKPLACE = re.compile(r"(?<![\w.~/-])/(?:wo" + r"rk|ro" + r"ot|ho" + r"me/\w+)/")
+UNANCHORED = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X)\b(?!\([\w./#-]+\))")
+BANNER = re.compile(r"^\s*(?:#|//|/\*+)\s*(?:[#=*~-]\s?){8,}")
+TORCH_HEADER = re.compile(r'^\s*#\s*include\s*[<"](?:torch|ATen|c10|pybind11)/', re.MULTILINE)
+
+SCOPE = re.compile(r"\b(?:namespace|class|struct|union|enum|extern)\b")
+AFTER_PARAMETERS = re.compile(r"\)\s*(?:const|noexcept|override)?$")
+
+Complaint = tuple[int, str]
+
+
+def text_complaints(text: str, *, line_max: int | None = LINE_MAX) -> Iterator[Complaint]:
+    """Rules for any text file: no long lines, no banners, no loose ends, no paths of the machine it was written on."""
+    lines = text.splitlines()
+    for number, line in enumerate(lines, 1):
+        if line_max is not None and len(line) > line_max:
+            yield number, f"{len(line)} characters, at most {line_max}"
+        if WORKPLACE.search(line):
+            yield number, "a path of one particular machine"
+        if UNANCHORED.search(line):
+            yield number, "a loose end without an anchor"
+        if line != line.rstrip():
+            yield number, "white space at the end of the line"
+
+
+def source_complaints(text: str) -> Iterator[Complaint]:
+    """Rules for any source file, beyond those for text."""
+    lines = text.splitlines()
+    if len(lines) > FILE_LINES_MAX:
+        yield FILE_LINES_MAX, f"{len(lines)} lines, at most {FILE_LINES_MAX}"
+    for number, line in enumerate(lines, 1):
+        if BANNER.match(line):
+            yield number, "a banner comment"
+
+
+def python_complaints(text: str, *, package: bool, may_print: bool) -> Iterator[Complaint]:
+    """Rules for a Python file. ``package``: it belongs to espnx/ or kernels/, where input is judged by exceptions, never by assert."""
+    tree = ast.parse(text)
+    if ast.get_docstring(tree) is None:
+        yield 1, "no docstring that says what the file is"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > FUNCTION_LINES_MAX:
+                yield node.lineno, f"{node.name} has {length} lines, at most {FUNCTION_LINES_MAX}"
+        elif isinstance(node, ast.ExceptHandler):
+            yield from _handler(node)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = {alias.name for alias in node.names} if isinstance(node, ast.Import) else {node.module or ""}
+            if names & {"pickle", "dill", "cloudpickle", "marshal", "shelve"}:
+                yield node.lineno, "pickle and its relatives run code from a file"
+        elif isinstance(node, ast.Assert) and package:
+            yield node.lineno, "assert vanishes under -O: raise a class of espnx.errors"
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name == "torch.load":
+                yield node.lineno, "torch.load unpickles"
+            if name == "print" and not may_print:
+                yield node.lineno, "print outside the command line"
+
+
+def _handler(node: ast.ExceptHandler) -> Iterator[Complaint]:
+    if node.type is None:
+        yield node.lineno, "a bare except also swallows Ctrl-C"
+        return
+    broad = {"Exception", "BaseException"} & {ast.unparse(part) for part in ast.walk(node.type) if isinstance(part, ast.Name)}
+    idle = all(
+        isinstance(statement, ast.Pass | ast.Continue | ast.Break)
+        or (isinstance(statement, ast.Return) and (statement.value is None or isinstance(statement.value, ast.Constant)))
+        or (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+        for statement in node.body
+    )
+    if broad and idle:
+        yield node.lineno, "every failure is swallowed without a word"
+
+
+def cpp_complaints(text: str, *, may_use_torch: bool, has_header: bool = False) -> Iterator[Complaint]:
+    """Rules for C++ and CUDA: torch headers stay in the bindings, functions stay short, the file (or its header) says what it is."""
+    if not has_header and not text.lstrip().startswith(("//", "/*")):
+        yield 1, "no opening comment that says what the file is"
+    if not may_use_torch and (match := TORCH_HEADER.search(text)):
+        yield text.count("\n", 0, match.start()) + 1, "torch headers cost a minute per file: csrc/bindings.cpp and csrc/ops.cpp alone"
+    for name, first, last in cpp_functions(text):
+        if last - first + 1 > FUNCTION_LINES_MAX:
+            yield first, f"{name} has {last - first + 1} lines, at most {FUNCTION_LINES_MAX}"
+
+
+def blank_comments_and_strings(text: str) -> str:
+    """The text with comments, strings and preprocessor lines emptied, lines kept."""
+    token = re.compile(
+        r'R"(?P<tag>[^(\s]*)\(.*?\)(?P=tag)"'  # raw strings
+        r"|//[^\n]*|/\*.*?\*/"
+        r'|"(?:\\.|[^"\\\n])*"'
+        r"|(?<![0-9A-Fa-f])'(?:\\.|[^'\\\n])+'"  # characters, not the marks inside 1'000
+        r"|^[ \t]*#(?:\\\n|[^\n])*",
+        re.DOTALL | re.MULTILINE,
+    )
+    return token.sub(lambda match: "\n" * match.group().count("\n"), text)
+
+
+def cpp_functions(text: str) -> Iterator[tuple[str, int, int]]:
+    """(name, first line, last line) of each function body, by counting braces.
+
+    A brace opens a scope after namespace, class, struct, union, enum or extern; it opens a function after a closing parenthesis.
+    What is nested inside a function counts as part of it.
+    """
+    text = blank_comments_and_strings(text)
+    stack: list[tuple[str, str, int]] = []
+    header_start, line = 0, 1
+    for position, character in enumerate(text):
+        if character == "\n":
+            line += 1
+        elif character == "{":
+            header = " ".join(text[header_start:position].split())
+            inside = any(kind == "function" for kind, _, _ in stack)
+            scope = SCOPE.search(header) and not AFTER_PARAMETERS.search(header)
+            kind = "block" if inside else "scope" if scope or "(" not in header else "function"
+            stack.append((kind, header, line - header.count("\n")))
+            header_start = position + 1
+        elif character == "}" and stack:
+            kind, header, first = stack.pop()
+            if kind == "function":
+                match = re.search(r"([~\w:]+)\s*\(", header)
+                yield (match.group(1) if match else header[:40]), first, line
+            header_start = position + 1
+        elif character == ";":
+            header_start = position + 1

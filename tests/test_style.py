@@ -1,0 +1,182 @@
+"""The style of the whole tree, as tests: sizes, banned calls, loose ends, and the linters where they are installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.style_rules import (
+    FUNCTION_LINES_MAX,
+    cpp_complaints,
+    cpp_functions,
+    python_complaints,
+    source_complaints,
+    text_complaints,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+CPP = {".cpp", ".hpp", ".h", ".cu", ".cuh"}
+SOURCE = CPP | {".py", ".sh"}
+PROSE = {".md", ".toml", ".yaml", ".yml", ".json", ".txt", ".in", ""}
+SKIPPED_FOLDERS = {".git", ".venv", "build", "dist", ".cache", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"}
+TORCH_HEADER_FILES = {"csrc/bindings.cpp", "csrc/ops.cpp"}
+
+
+def tracked_files() -> list[Path]:
+    """What git tracks or would track; every file below the root where there is no git."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listing = subprocess.run(command, cwd=ROOT, capture_output=True).stdout if shutil.which("git") else b""
+    if listing:
+        found = [ROOT / os.fsdecode(name) for name in listing.split(b"\0") if name]
+    else:
+        found = [path for path in ROOT.rglob("*") if not SKIPPED_FOLDERS & set(path.relative_to(ROOT).parts)]
+    # Links (espnx/kernels) are judged where they point.
+    return sorted(path for path in found if path.is_file() and not any(part.is_symlink() for part in (path, *path.parents)))
+
+
+FILES = tracked_files()
+
+
+def complaints(path: Path) -> Iterator[str]:
+    name = path.relative_to(ROOT).as_posix()
+    if path.suffix not in SOURCE | PROSE or name == "LICENSE":
+        return
+    text = path.read_text(encoding="utf-8")
+    found = list(text_complaints(text, line_max=140 if path.suffix in SOURCE else None))
+    if path.suffix in SOURCE:
+        found += source_complaints(text)
+    if path.suffix == ".py":
+        package = name.startswith(("espnx/", "kernels/"))
+        found += python_complaints(text, package=package, may_print=not package or name.startswith("espnx/cli/"))
+    if path.suffix in CPP:
+        has_header = path.suffix == ".cpp" and path.with_suffix(".hpp").exists()
+        found += cpp_complaints(text, may_use_torch=name in TORCH_HEADER_FILES, has_header=has_header)
+    for line, problem in found:
+        yield f"{name}:{line}: {problem}"
+
+
+def test_every_file_keeps_the_rules() -> None:
+    found = [complaint for path in FILES for complaint in complaints(path)]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_the_files_are_seen() -> None:
+    names = {path.relative_to(ROOT).as_posix() for path in FILES}
+    assert {"espnx/errors.py", "kernels/__init__.py", "scripts/setup.sh", "setup.py", "tests/test_style.py"} <= names
+
+
+def test_modules_stay_small_on_the_whole() -> None:
+    """The cap is for exceptions; half of the modules have at most about 150 lines."""
+    sizes = sorted(len(path.read_text().splitlines()) for path in FILES if path.suffix in {".py", *CPP} and "tests" not in path.parts)
+    assert sizes[len(sizes) // 2] <= 150
+
+
+def test_ruff() -> None:
+    run_linter("ruff", [sys.executable, "-m", "ruff", "check", "--quiet", "."])
+
+
+def test_mypy() -> None:
+    run_linter("mypy", [sys.executable, "-m", "mypy"])
+
+
+def test_clang_format() -> None:
+    sources = [str(path) for path in FILES if path.suffix in CPP]
+    binary = shutil.which("clang-format", path=str(Path(sys.executable).parent))
+    if binary is None:
+        pytest.skip("clang-format is not installed beside this Python (pip install espnx[dev])")
+    run_linter("clang_format", [binary, "--dry-run", "--Werror", *sources])
+
+
+def test_own_cpp_compiles_without_a_warning() -> None:
+    """The files without torch headers compile in a moment, so warnings in them are errors here."""
+    compiler = os.environ.get("CXX", "g++")
+    sources = [path for path in FILES if path.suffix == ".cpp" and path.relative_to(ROOT).as_posix() not in TORCH_HEADER_FILES]
+    sources = [path for path in sources if path.is_relative_to(ROOT / "csrc")]
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no C++ compiler ({compiler})")
+    assert sources
+
+    def check(path: Path) -> str:
+        flags = ["-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-I", str(ROOT / "csrc")]
+        return subprocess.run([compiler, *flags, str(path)], capture_output=True, text=True).stderr
+
+    with ThreadPoolExecutor(2) as pool:
+        found = [message for message in pool.map(check, sources) if message]
+    assert not found, "\n".join(found)
+
+
+def run_linter(module: str, command: list[str]) -> None:
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not installed (pip install espnx[dev])")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, "\n" + "\n".join((done.stdout + done.stderr).splitlines()[:60])
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "import os",
+        '"""Doc."""\nimport pickle',
+        '"""Doc."""\nfrom pickle import loads',
+        '"""Doc."""\nimport torch\ntorch.load("x")',
+        '"""Doc."""\nprint("x")',
+        '"""Doc."""\nassert 1',
+        '"""Doc."""\ntry:\n    f()\nexcept:\n    raise',
+        '"""Doc."""\ntry:\n    f()\nexcept Exception:\n    pass',
+        '"""Doc."""\ndef f():\n    try:\n        f()\n    except (ValueError, Exception):\n        return None',
+        '"""Doc."""\ndef f():\n' + "    x = 1\n" * FUNCTION_LINES_MAX,
+    ],
+)
+def test_python_rules_report(bad: str) -> None:
+    assert len(list(python_complaints(bad, package=True, may_print=False))) == 1
+
+
+def test_python_rules_are_silent() -> None:
+    good = '"""Doc."""\ntry:\n    f()\nexcept Exception as error:\n    report(error)\ntry:\n    f()\nexcept OSError:\n    pass\n'
+    assert not list(python_complaints(good, package=True, may_print=False))
+
+
+@pytest.mark.parametrize("bad", ["x" * 141, "see /wo" + "rk/place", "# TO" + "DO: later", "x ", "cd /ro" + "ot/x"])
+def test_text_rules_report(bad: str) -> None:
+    assert len(list(text_complaints(bad))) == 1
+
+
+@pytest.mark.parametrize("bad", ["# -----------", "  ########################", "// ==========", "\n" * 501])
+def test_source_rules_report(bad: str) -> None:
+    assert len(list(source_complaints(bad))) == 1
+
+
+def test_text_rules_are_silent() -> None:
+    assert not list(text_complaints("x" * 140 + "\n# TO" + "DO(docs/limits.md#tail): later\n./wo" + "rk/x and https://host/wo" + "rk/"))
+
+
+LONG_BODY = "  x += 1;\n" * FUNCTION_LINES_MAX
+
+
+@pytest.mark.parametrize(
+    ("bad", "count"),
+    [
+        ('// Doc.\n#include "torch/extension.h"\n', 1),
+        ("int x;\n", 1),
+        (f"// Doc.\nnamespace espnx {{\nint f(int x) {{\n{LONG_BODY}}}\n}}\n", 1),
+        (f"// Doc.\nnamespace {{\nstruct S {{\n  S() : a(0) {{\n{LONG_BODY}}}\n}};\n}}\n", 1),
+    ],
+)
+def test_cpp_rules_report(bad: str, count: int) -> None:
+    assert len(list(cpp_complaints(bad, may_use_torch=False))) == count
+
+
+def test_cpp_functions_are_found() -> None:
+    text = (
+        "// {\nnamespace a {\nstruct S {\n  int f() const { return '}'; }\n};\nenum E { X };\nint table[] = {1, 2};\n"
+        'void g(struct T* t)\n{\n  auto h = [](int y) { return "{"; };\n  if (x) {\n  }\n}\n}\n'
+    )
+    assert [(name, last - first + 1) for name, first, last in cpp_functions(text)] == [("f", 1), ("g", 5)]
