@@ -82,7 +82,11 @@ install_debian() { apt-get update -q && apt_install "$@"; }
 
 make_venv() {
   local python=$1 options=()
-  [ "${ESPNX_SYSTEM_SITE:-0}" = 1 ] && options+=(--system-site-packages)
+  if [ "${ESPNX_SYSTEM_SITE:-0}" = 1 ]; then
+    options+=(--system-site-packages)
+    # Of pip and setuptools, too, the surrounding ones: those that venv would bring may be too old for pyproject.toml.
+    "$python" -c 'import pip' 2>/dev/null && options+=(--without-pip)
+  fi
   # A virtual environment that another folder or another Python left behind does not start: build it anew.
   if ! venv_python -c 'import pip' 2>/dev/null; then
     say "creating $PWD/$VENV with $("$python" -V 2>&1)"
@@ -119,7 +123,7 @@ PY
 
 pip_install() { venv_python -m pip install --progress-bar off -c constraints.txt "$@"; }
 
-# packages SENTENCE NAME...: pinned versions; with ESPNX_SYSTEM_SITE only what the surrounding Python lacks, in any version that pip finds.
+# packages SENTENCE NAME...: in their pinned versions; with ESPNX_SYSTEM_SITE only those that the surrounding Python lacks in any version.
 packages() {
   local sentence=$1 names=() options=()
   shift
@@ -128,11 +132,16 @@ packages() {
   if [ "${ESPNX_SYSTEM_SITE:-0}" = 1 ]; then
     mapfile -t names < <(missing "$@")
     [ ${#names[@]} -gt 0 ] || return 0
+    options+=(--retries 0 --timeout 15)  # there may be no network, and then nothing to wait for
   fi
   step "$sentence (${names[*]})" pip_install ${options[@]+"${options[@]}"} "${names[@]}"
 }
 
 no_packages() {
+  if [ "${ESPNX_SYSTEM_SITE:-0}" = 1 ]; then
+    say "going on with what the surrounding Python has; 'espnx doctor' says what is missing"
+    return 0
+  fi
   die "Python packages could not be installed. Is there a network? pip's own settings apply (pip.conf, PIP_INDEX_URL). Log: $PWD/$LOG"
 }
 
@@ -161,7 +170,8 @@ sources() { find csrc -type f \( -name '*.cpp' -o -name '*.h*' -o -name '*.cu*' 
 
 # What a compiled extension fits: this Python and this torch.
 abi() {
-  venv_python -c 'import sysconfig; from importlib import metadata; print(sysconfig.get_config_var("EXT_SUFFIX"), metadata.version("torch"))'
+  venv_python -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))'
+  venv_python -c 'from importlib import metadata; print(metadata.version("torch"))'
 }
 
 main() {

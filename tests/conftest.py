@@ -30,6 +30,12 @@ def lacking(marker: str) -> str | None:
     return None
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    if not pluginmanager.hasplugin("timeout"):  # a machine that cannot install pytest-timeout still runs the tests, without that guard
+        for name in ("timeout", "timeout_method"):
+            parser.addini(name, "of pytest-timeout, which is not installed")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for marker in ("gpu", "gds", "root"):

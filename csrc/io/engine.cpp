@@ -10,9 +10,6 @@ namespace espnx::io {
 namespace {
 
 constexpr int kIdleRetries = 16;  // completions without progress before a request is given up
-// With a backlog the thread sleeps for several completions at a time; a slow one must not hold back the others for long.
-constexpr size_t kReapBatch = 16;
-constexpr int64_t kReapPatienceNs = 500'000;
 
 Failure make_failure(Kind kind, int error, std::string what) {
   Failure failure;
@@ -226,12 +223,10 @@ void Engine::run() {
   std::vector<Completion> completions;
   try {
     while (!stopping_) {
-      const bool backlog = admit();
+      admit();
       if (cancel_wanted_.exchange(false)) send_cancels();
-      const auto busy = static_cast<size_t>(in_flight_);
-      const size_t at_least = backlog ? std::clamp<size_t>(busy / 4, 1, kReapBatch) : 1;
       completions.clear();
-      queue_->wait(completions, at_least, at_least > 1 ? kReapPatienceNs : -1);
+      queue_->wait(completions, 1, -1);  // whatever has come; under load that is many at a time, without waiting for it
       for (const Completion& completion : completions) complete(completion);
       std::sort(touched_.begin(), touched_.end());
       touched_.erase(std::unique(touched_.begin(), touched_.end()), touched_.end());
@@ -244,7 +239,7 @@ void Engine::run() {
   drain();
 }
 
-bool Engine::admit() {
+void Engine::admit() {
   std::lock_guard lock(mutex_);
   for (auto it = active_.begin(); it != active_.end();) {
     Transfer& transfer = **it;
@@ -261,14 +256,13 @@ bool Engine::admit() {
       ++requests_;
       queue_->submit({transfer.reading() ? Op::read : Op::write, &transfer.file_of(piece.extent), piece.offset_bytes, piece.data, piece.size_bytes, tag});
     }
-    if (free_slots_.empty() && transfer.has_pieces()) return true;
+    if (free_slots_.empty() && transfer.has_pieces()) return;
     if (!transfer.has_pieces() && transfer.in_flight() == 0) {
       it = active_.erase(it);
     } else {
       ++it;
     }
   }
-  return false;
 }
 
 void Engine::send_cancels() {

@@ -74,7 +74,7 @@ class Engine {
   std::unique_ptr<Queue> make_queue();
   void check_open(const std::string& what) const;
   void run();
-  bool admit();          // takes from the active list into the queue; true if something had to wait
+  void admit();  // takes from the active list into the queue
   void send_cancels();
   void complete(const Completion& completion);
   void retry(uint64_t tag);

@@ -123,7 +123,10 @@ Layout pack(const Items& items, const Files& files, int64_t gap_bytes, int64_t l
 bool place(const Items& items, const Files& files, const int64_t* out_offset_bytes, const char* base, bool reading, int64_t limit_bytes, Layout& layout) {
   layout = Layout();
   layout.position_bytes.assign(items.count, -1);
-  for (int64_t i : file_order(items)) {
+  layout.order.reserve(items.count);
+  layout.extents.reserve(items.count);
+  // In the plan's own order: the caller chose both ends of every item, so only neighbours in the plan can be one request.
+  for (int64_t i = 0; i < items.count; ++i) {
     const int64_t size = items.size_bytes[i], offset = items.offset_bytes[i], to = out_offset_bytes[i];
     if (size == 0) continue;
     const int64_t alignment = files[items.file[i]]->alignment_bytes;
@@ -148,7 +151,6 @@ bool place(const Items& items, const Files& files, const int64_t* out_offset_byt
     last->last = static_cast<int64_t>(layout.order.size());
   }
   for (Extent& extent : layout.extents) set_expected(extent, files, reading);
-  sort_by_need(layout);
   return true;
 }
 

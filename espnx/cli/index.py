@@ -32,7 +32,7 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
 def read_corpus(path: str) -> Iterator[dict[str, Any]]:
     """Documents of a JSON-lines file. Raises InvalidInputError naming the line."""
     try:
-        file = open(path, encoding="utf-8")
+        file = open(path, "rb")
     except OSError as error:
         raise InvalidInputError(f"cannot read corpus {path}", got=error.strerror) from error
     with file:
@@ -41,7 +41,7 @@ def read_corpus(path: str) -> Iterator[dict[str, Any]]:
                 continue
             try:
                 item = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
                 raise InvalidInputError(f"line {number} of {path}", got=str(error), expected="a JSON object") from error
             if not isinstance(item, dict):
                 raise InvalidInputError(f"line {number} of {path}", got=type(item).__name__, expected="a JSON object with id and text")

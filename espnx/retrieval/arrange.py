@@ -6,14 +6,14 @@ Records are stored in the order of their inverted list, so that what a query fet
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from .. import errors
 from ..storage import NativeEngine
-from ..storage.stream import StreamWriter, read_windows
+from ..storage.stream import StreamWriter, read_windows, regroup
 from .first_stage import IvfFirstStage, choose_nlist, load_faiss, train_index
 from .spool import Spool
 
@@ -33,9 +33,10 @@ def train(spool: Spool, code: str, nlist: int | None, work_bytes: int) -> Any:
     return train_index(spool.cls_sample(chosen), lists, code)
 
 
-def assign(engine: NativeEngine, directory: str, spool: Spool, index: Any, work_bytes: int) -> None:
+def assign(engine: NativeEngine, directory: str, spool: Spool, index: Any, work_bytes: int) -> list[int]:
     """Fills the index; ids are record numbers. Writes every document's list, in arrival order, to `directory`/lists.i32.
 
+    Returns the checksums of that file's windows, which `record_order` needs.
     Raises InvalidInputError where the filled index cannot fit the memory budget.
     """
     need_bytes = len(spool) * (index.code_size + 8) * 3 // 2  # FAISS grows its lists by doubling
@@ -46,15 +47,16 @@ def assign(engine: NativeEngine, directory: str, spool: Spool, index: Any, work_
         )  # fmt: skip
     counts = np.zeros(index.nlist, dtype=np.int64)
     path = os.path.join(directory, LISTS)
-    with StreamWriter(engine, path) as writer:
+    with StreamWriter(engine, path, sums=()) as writer:
         for _, vectors in spool.cls_windows(_ROWS):
             lists = index.quantizer.search(vectors, 1)[1].reshape(-1)
             counts += np.bincount(lists, minlength=index.nlist)
             writer.write(lists.astype("<i4").view(np.uint8))
         writer.sync()
+    sums = writer.sums or []
     pointer = load_faiss().swig_ptr
     free = np.concatenate([[0], np.cumsum(counts)[:-1]])
-    for (_, vectors), lists in zip(spool.cls_windows(_ROWS), _list_windows(engine, path, _ROWS), strict=True):
+    for (_, vectors), lists in zip(spool.cls_windows(_ROWS), _list_windows(engine, path, _ROWS, sums), strict=True):
         order = np.argsort(lists, kind="stable")
         sorted_lists = lists[order]
         starts = np.flatnonzero(np.r_[True, sorted_lists[1:] != sorted_lists[:-1]])
@@ -64,21 +66,18 @@ def assign(engine: NativeEngine, directory: str, spool: Spool, index: Any, work_
         free += np.bincount(lists, minlength=index.nlist)
         listed = lists.astype(np.int64)
         index.add_core(len(lists), pointer(np.ascontiguousarray(vectors)), pointer(numbers), pointer(listed))
+    return sums
 
 
-def _list_windows(engine: NativeEngine, path: str, rows: int) -> Iterator[np.ndarray]:
+def _list_windows(engine: NativeEngine, path: str, rows: int, sums: Sequence[int]) -> Iterator[np.ndarray]:
     """int32 arrays of `rows` entries (the last shorter)."""
-    rest = np.empty(0, dtype="<i4")
-    for window in read_windows(engine, path):
-        rest = np.concatenate([rest, window.view("<i4")])
-        while len(rest) >= rows:
-            yield rest[:rows]
-            rest = rest[rows:]
-    if len(rest):
-        yield rest
+    for block in regroup(read_windows(engine, path, sums=sums), 4 * rows):
+        yield block.view("<i4")
 
 
-def record_order(engine: NativeEngine, directory: str, list_sizes: np.ndarray, budget_documents: int) -> Iterator[np.ndarray]:
+def record_order(
+    engine: NativeEngine, directory: str, sums: Sequence[int], list_sizes: np.ndarray, budget_documents: int
+) -> Iterator[np.ndarray]:
     """Arrival numbers in record order, in pieces. Holds about `budget_documents` of them at a time, however many there are.
 
     Each piece covers whole lists: the file of list numbers is scanned once for as many lists as fit the budget.
@@ -89,7 +88,7 @@ def record_order(engine: NativeEngine, directory: str, list_sizes: np.ndarray, b
         inside = np.cumsum(list_sizes[first:])
         last = first + max(1, int(np.searchsorted(inside, budget_documents, side="right")))
         arrivals, lists, seen = [], [], 0
-        for window in _list_windows(engine, path, 1 << 20):
+        for window in _list_windows(engine, path, 1 << 20, sums):
             hit = np.flatnonzero((window >= first) & (window < last))
             arrivals.append(hit + seen)
             lists.append(window[hit])

@@ -24,7 +24,7 @@ from ..storage import NativeEngine
 from ..storage.lock import DirectoryLock
 from ..storage.manifest import write_manifest
 from ..storage.native import load_native
-from ..storage.stream import StreamWriter, file_crc32c, write_file
+from ..storage.stream import StreamWriter, crc32c, file_sums, read_file, read_windows, write_file
 from . import arrange, generations
 from .budget import MemoryBudget
 from .documents import Document, batches, encode
@@ -38,6 +38,7 @@ from .store import FIRST_STAGE_NAME, MAGIC, META_NAME, TEXTS_NAME, VERSION, Segm
 from .texts import TextReader, TextWriter
 
 CHECKPOINT_S = 5.0
+PROJECTION = "projection.f32"
 _NPROBE_CANDIDATES, _NPROBE_RECALL = 1000, 0.98
 
 #: Called with (phase, done, total or None): ``spool``, ``arrange``, ``write``.
@@ -72,6 +73,10 @@ class BuildOptions:
             raise errors.InvalidInputError("first-stage code", got=repr(code), expected="flat, sq8 or pqM")
         if self.nlist is not None and self.nlist < 1:
             raise errors.InvalidInputError("nlist", got=self.nlist, expected="at least 1")
+        if isinstance(self.directories, (str, bytes)):
+            raise errors.InvalidInputError("directories", got=repr(self.directories), expected="a sequence of them", fix=f"pass [{self.directories!r}]")
+        # Absolute from here on: a build may be resumed, and its store opened, from anywhere.
+        object.__setattr__(self, "directories", [os.path.abspath(directory) for directory in self.directories])
         if not np.isfinite(self.cls_weight):
             raise errors.InvalidInputError("cls_weight", got=self.cls_weight, expected="a finite number")
 
@@ -111,7 +116,6 @@ class Builder:
     def _settings(self) -> dict[str, Any]:
         options = asdict(self.options)
         del options["memory"]
-        options["directories"] = list(self.options.directories)
         name = self.encoder.name if self.encoder else None
         return {"encoder": name, "d_cls": self.spool_schema.d_cls, "dim": self.spool_schema.dim, **options}
 
@@ -122,7 +126,7 @@ class Builder:
         if self.state["phase"] == "spool":
             self._spool(documents)
         spooled = time.perf_counter()
-        spool = Spool(self.engine, self.building, self.spool_schema, self.state["store_id"])
+        spool = Spool(self.engine, self.building, self.spool_schema, self.state)
         try:
             self._check_disk(spool)
             self._arrange(spool)
@@ -190,11 +194,12 @@ class Builder:
         if self.state.get("segments"):
             return
         need = int(self.schema.sizes(spool.n_tokens).sum()) * 21 // 20 + (16 << 20)
-        roots = self.options.directories or [self.path]
-        for root in roots:
-            free = load_native().free_bytes(os.path.join(self.path, root))
-            if free < need // len(roots):
-                raise errors.DiskFullError("the store's records will not fit", needed_bytes=need // len(roots), free_bytes=free, path=root)
+        roots = [os.path.join(self.path, root) for root in generations.data_directories(self.path, self.options.directories, self.state)]
+        devices = [os.stat(root).st_dev for root in roots]
+        for root, device in zip(roots, devices, strict=True):
+            free, share = load_native().free_bytes(root), need * devices.count(device) // len(devices)
+            if free < share:
+                raise errors.DiskFullError("the store's records will not fit", needed_bytes=share, free_bytes=free, path=root)
 
     def _arrange(self, spool: Spool) -> None:
         if self.state["phase"] != "arrange":
@@ -202,18 +207,20 @@ class Builder:
         self.progress("arrange", 0, len(spool))
         index = arrange.train(spool, self.options.first_stage, self.options.nlist, self.budget.left())
         sizes: list[int] = []
+        sums: list[int] = []
         nprobe = 0
         if index is not None:
-            arrange.assign(self.engine, self.building, spool, index, self.budget.left())
+            sums = arrange.assign(self.engine, self.building, spool, index, self.budget.left())
             sizes = [index.invlists.list_size(i) for i in range(index.nlist)]
             nprobe = arrange.measure_nprobe(index, spool, _NPROBE_CANDIDATES, _NPROBE_RECALL)
             faiss = load_faiss()
             with StreamWriter(self.engine, os.path.join(self.directory, FIRST_STAGE_NAME)) as writer:
                 faiss.write_index(index, faiss.PyCallbackIOWriter(lambda data: writer.write(data) or len(data)))
                 writer.sync()
+            self.state["first_stage"] = [writer.size_bytes, writer.crc32c]
         self._save_projection(spool)
         self.progress("arrange", len(spool), len(spool))
-        self.state.update(phase="write", list_sizes=sizes, nlist=len(sizes), nprobe=nprobe, segments=[])
+        self.state.update(phase="write", list_sums=sums, list_sizes=sizes, nlist=len(sizes), nprobe=nprobe, segments=[])
         write_state(self.engine, self.building, self.state)
 
     def _save_projection(self, spool: Spool) -> None:
@@ -229,13 +236,16 @@ class Builder:
             for at, n in zip(positions.tolist(), spool.n_tokens[chosen].tolist(), strict=True)
         ]
         projection = Projection.fit(torch.from_numpy(np.concatenate(tokens)), self.schema.dim)
-        write_file(self.engine, os.path.join(self.building, "projection.f32"), projection.components.numpy().tobytes())
+        _, self.state["projection"] = write_file(self.engine, os.path.join(self.building, PROJECTION), projection.components.numpy().tobytes())
 
     def _projection(self) -> Projection | None:
-        path = os.path.join(self.building, "projection.f32")
-        if self.options.pca is None or not os.path.exists(path):
+        if "projection" not in self.state:
             return None
-        values = np.fromfile(path, dtype=np.float32)
+        path = os.path.join(self.building, PROJECTION)
+        data = read_file(self.engine, path)
+        if crc32c(data) != self.state["projection"]:
+            raise errors.ChecksumError("the build's projection is damaged", path=path, fix="build again with restart")
+        values = np.frombuffer(bytearray(data), dtype=np.float32)
         return Projection(torch.from_numpy(values.reshape(self.spool_schema.dim, self.schema.dim)))
 
     @property
@@ -255,12 +265,12 @@ class Builder:
             self.engine, self.path, directories, self.schema, self.state["store_id"], self.state["generation"], self._segment_bytes(total_bytes), done
         )
         work_bytes = self.budget.left()
-        source = TextReader(os.path.join(self.building, TEXTS_NAME))
-        finished = sum(segment.records for segment in done)
-        target = TextWriter(os.path.join(self.directory, TEXTS_NAME), keep=finished)
         projection = self._projection()
+        target = TextWriter(os.path.join(self.directory, TEXTS_NAME), keep=sum(segment.records for segment in done))
+        source = TextReader(os.path.join(self.building, TEXTS_NAME))
         try:
-            order = arrange.record_order(self.engine, self.building, np.array(self.state["list_sizes"], dtype=np.int64), max(65536, work_bytes // 4 // 32))
+            list_sizes = np.array(self.state["list_sizes"], dtype=np.int64)
+            order = arrange.record_order(self.engine, self.building, self.state["list_sums"], list_sizes, max(65536, work_bytes // 4 // 32))
             limit_bytes = min(32 << 20, max(1 << 20, work_bytes // 8))
             self._skip_and_write(spool, writer, pieces(order, lambda a: self.spool_schema.sizes(spool.n_tokens[a]), limit_bytes, writer.room), source, target, projection)
             writer.finish_segment()
@@ -302,10 +312,13 @@ class Builder:
         if projection is not None:
             meta["projection"] = projection.components.numpy()
         sizes = {META_NAME: write_file(self.engine, os.path.join(self.directory, META_NAME), save_safetensors(meta))}
-        for name in (TEXTS_NAME, FIRST_STAGE_NAME):
-            path = os.path.join(self.directory, name)
-            if os.path.exists(path):
-                sizes[name] = (os.path.getsize(path), file_crc32c(self.engine, path))
+        if "first_stage" in self.state:
+            sizes[FIRST_STAGE_NAME] = self.state["first_stage"]
+        texts = os.path.join(self.directory, TEXTS_NAME)
+        whole, parts = file_sums(self.engine, texts)
+        for _ in read_windows(self.engine, texts, sums=parts):
+            pass  # SQLite wrote it, so nothing else is known of it: what two reads agree on is what is there
+        sizes[TEXTS_NAME] = (os.path.getsize(texts), whole)
         self.engine.sync_directory(self.directory)
         self.engine.sync_directory(self.path)
         for directory in self.options.directories:

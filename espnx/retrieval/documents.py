@@ -36,6 +36,10 @@ def to_document(item: Any, number: int) -> Document:
         raise errors.InvalidInputError(f"id of document {number}", got=repr(item.id), expected="a str or a 64-bit int")
     if not isinstance(item.text, str):
         raise errors.InvalidInputError(f"text of document {item.id!r}", got=type(item.text).__name__, expected="a str")
+    try:
+        f"{item.id}{item.text}".encode()
+    except UnicodeEncodeError as error:
+        raise errors.InvalidInputError(f"document {item.id!r}", got=f"a lone surrogate ({error.reason})", expected="text that UTF-8 can hold") from None
     return item
 
 
@@ -49,7 +53,7 @@ def batches(items: Iterable[Any], skip: int, limit: int, limit_bytes: int, dim: 
     for number, item in enumerate(items):
         document = to_document(item, number)
         if number < skip:
-            batch.append(document)  # handed out all the same: a resumed build compares ids
+            batch.append(Document(document.id, ""))  # a resumed build compares ids
         tokens = len(document.vectors.tokens) if document.vectors else len(document.text) // 4 + 8
         if number >= skip:
             if batch and (expected_bytes + tokens * dim * 4 > limit_bytes or number == skip):
@@ -69,5 +73,13 @@ def encode(batch: list[Document], encoder: Encoder | None) -> list[Encoded]:
     missing = [document for document in batch if document.vectors is None]
     if missing and encoder is None:
         raise errors.InvalidInputError(f"document {missing[0].id!r} has no vectors", fix="pass an encoder, or Document(id, text, vectors)")
-    made = iter(encoder.encode_documents([document.text for document in missing]) if missing and encoder else ())
-    return [document.vectors if document.vectors is not None else next(made) for document in batch]
+    made = list(encoder.encode_documents([document.text for document in missing])) if missing and encoder else []
+    check_count(encoder, len(missing), len(made))
+    vectors = iter(made)
+    return [document.vectors if document.vectors is not None else next(vectors) for document in batch]
+
+
+def check_count(encoder: Encoder | None, texts: int, results: int) -> None:
+    """Raises InvalidInputError where an encoder returned too few or too many: pairing them off would give texts the wrong vectors."""
+    if results != texts:
+        raise errors.InvalidInputError(f"{encoder.name if encoder else ''}: encode {texts} texts", got=f"{results} results", expected="one per text")

@@ -55,6 +55,8 @@ def begin(engine: NativeEngine, path: str, settings: dict[str, Any], live: dict[
     """The state of the build to run, new or resumed, and the number of documents kept. Removes what no build or store refers to."""
     building = os.path.join(path, BUILDING)
     state = None if restart else read_state(engine, building)
+    if state is not None and live is not None and state["generation"] <= live["generation"]:
+        state = None  # that build was published; only its end, tidying up, was missed
     if state is not None and state["settings"] != settings:
         changed = sorted(key for key in settings if settings[key] != state["settings"].get(key))
         raise errors.InvalidInputError(
@@ -65,7 +67,7 @@ def begin(engine: NativeEngine, path: str, settings: dict[str, Any], live: dict[
         )
     keep = {name(live["generation"])} if live else set()
     if state is None:
-        shutil.rmtree(building, ignore_errors=True)
+        _discard(engine, path, keep)
         known = [int(entry[4:]) for entry in os.listdir(path) if entry.startswith("gen-") and entry[4:].isdigit()]
         state = {
             "settings": settings,
@@ -74,6 +76,7 @@ def begin(engine: NativeEngine, path: str, settings: dict[str, Any], live: dict[
             "phase": "spool",
             "documents": 0,
             "spool_bytes": {},
+            "spool_sums": {},
         }
     keep.add(name(state["generation"]))
     for entry in os.listdir(path):
@@ -88,13 +91,33 @@ def begin(engine: NativeEngine, path: str, settings: dict[str, Any], live: dict[
     return state, state["documents"]
 
 
+def _discard(engine: NativeEngine, path: str, keep: set[str]) -> None:
+    """Removes an interrupted build. Its directory goes last: it is what tells the next build that the rest is no stranger's."""
+    building = os.path.join(path, BUILDING)
+    for entry in os.listdir(path):
+        if entry.startswith("gen-") and entry not in keep:
+            shutil.rmtree(os.path.join(path, entry), ignore_errors=True)
+    try:
+        state = read_state(engine, building)
+    except errors.StorageError:
+        state = None  # damaged: its data on other devices cannot be found
+    if state is not None and name(state["generation"]) not in keep:
+        for directory in state["settings"]["directories"]:
+            shutil.rmtree(_data_directory(directory, state), ignore_errors=True)
+    shutil.rmtree(building, ignore_errors=True)
+
+
+def _data_directory(directory: str, state: dict[str, Any]) -> str:
+    return os.path.abspath(os.path.join(directory, f"espnx-{state['store_id'][:12]}-{name(state['generation'])}"))
+
+
 def data_directories(path: str, directories: Sequence[str], state: dict[str, Any]) -> list[str]:
     """Where this generation's segments go: made, as paths that the manifest can hold."""
     if not directories:
         return [name(state["generation"])]
     result = []
     for directory in directories:
-        target = os.path.abspath(os.path.join(directory, f"espnx-{state['store_id'][:12]}-{name(state['generation'])}"))
+        target = _data_directory(directory, state)
         try:
             os.makedirs(target, exist_ok=True)
         except OSError as error:

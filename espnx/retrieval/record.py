@@ -92,6 +92,10 @@ class RecordSchema:
 
 def check_document(document: Encoded, schema: RecordSchema, name: object) -> None:
     """Raises InvalidInputError where a document does not fit the schema or holds NaN or infinity in the stored format."""
+    for part in (document.cls, document.tokens):
+        if not isinstance(part, torch.Tensor) or part.dtype != torch.float32 or part.device.type != "cpu" or part.requires_grad:
+            got = f"{part.dtype} on {part.device}" if isinstance(part, torch.Tensor) else type(part).__name__
+            raise errors.InvalidInputError(f"vectors of document {name!r}", got=got, expected="float32 tensors on the CPU", fix=".detach().float().cpu()")
     if tuple(document.cls.shape) != (schema.d_cls,) or document.tokens.dim() != 2 or document.tokens.shape[1] != schema.dim:
         raise errors.InvalidInputError(
             f"vectors of document {name!r}",

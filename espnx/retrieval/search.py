@@ -23,7 +23,7 @@ import torch
 from .. import errors
 from ..storage import NativeEngine, open_engine
 from ..storage.engine import Future
-from ..storage.stream import read_windows
+from .documents import check_count
 from .encoder import Encoded, Encoder
 from .first_stage import FirstStage, IvfFirstStage, load_faiss
 from .rerank import QueryVectors, Scored, score_arrivals
@@ -41,8 +41,8 @@ def load_first_stage(store: EmbeddingStore) -> IvfFirstStage:
     if not store.count:
         return IvfFirstStage(None)
     faiss = load_faiss()
-    path = store.checked_file(FIRST_STAGE_NAME)
-    source = _Bytes(read_windows(store.engine, path))
+    path = os.path.join(store.directory, FIRST_STAGE_NAME)
+    source = _Bytes(store.checked_windows(FIRST_STAGE_NAME))
     index = faiss.read_index(faiss.PyCallbackIOReader(source.read))
     if index.ntotal != store.count or index.d != store.schema.d_cls:
         raise errors.FormatError(
@@ -92,16 +92,20 @@ class Index:
         self._owned = not isinstance(engine, NativeEngine)
         self._engine: NativeEngine = open_engine(engine) if isinstance(engine, str) else engine  # type: ignore[assignment]
         try:
-            self.store = _open_current(path, self._engine)
-            self.encoder: Encoder | None = None
-            if encoder is not None:
-                self.use_encoder(encoder)
-            self.first_stage: FirstStage = load_first_stage(self.store)
+            self.store, self.first_stage = _open_current(path, self._engine)
         except BaseException:
             if self._owned:
                 self._engine.close()
             raise
         self._workers = ThreadPoolExecutor(max_workers=8, thread_name_prefix="espnx-rerank")
+        self._closed = False
+        self.encoder: Encoder | None = None
+        try:
+            if encoder is not None:
+                self.use_encoder(encoder)
+        except BaseException:
+            self.close()
+            raise
 
     def use_encoder(self, encoder: Encoder) -> None:
         """Encodes queries given as text with it. Raises InvalidInputError unless the store was built with the same (or with none)."""
@@ -152,6 +156,10 @@ class Index:
             InvalidInputError: arguments out of range; vectors of the wrong dimension, NaN or infinite.
             ReadError, ChecksumError, DeadlineExceededError, ...: nothing is ranked on bytes that are not right. The index stays usable.
         """
+        if self._closed:
+            raise errors.EngineClosedError("the index is closed", fix="open it again")
+        if cls_weight is not None and not np.isfinite(cls_weight):
+            raise errors.InvalidInputError("cls_weight", got=cls_weight, expected="a finite number")
         if k < 1 or candidates < 1 or (rerank is not None and rerank < 0):
             raise errors.InvalidInputError("k and candidates must be at least 1, rerank at least 0", got=f"k={k}, candidates={candidates}, rerank={rerank}")
         if not 0 <= prefetch_step <= 1:
@@ -172,8 +180,10 @@ class Index:
         texts = [query for query in queries if isinstance(query, str)]
         if texts and self.encoder is None:
             raise errors.InvalidInputError("a query is text, and the index has no encoder", fix="open the index with encoder=..., or pass vectors")
-        made = iter(self.encoder.encode_queries(texts) if texts and self.encoder else ())
-        return [self._check_query(query if isinstance(query, Encoded) else next(made), cls_weight) for query in queries]
+        made = list(self.encoder.encode_queries(texts)) if texts and self.encoder else []
+        check_count(self.encoder, len(texts), len(made))
+        vectors = iter(made)
+        return [self._check_query(query if isinstance(query, Encoded) else next(vectors), cls_weight) for query in queries]
 
     def _check_query(self, query: Encoded, cls_weight: float) -> QueryVectors:
         built = self.store.manifest["encoder"]
@@ -255,6 +265,7 @@ class Index:
         ]
 
     def close(self) -> None:
+        self._closed = True
         self._workers.shutdown(wait=True)
         self.store.close()
         if self._owned:
@@ -267,12 +278,21 @@ class Index:
         self.close()
 
 
-def _open_current(path: str | os.PathLike[str], engine: NativeEngine) -> EmbeddingStore:
+def _open_current(path: str | os.PathLike[str], engine: NativeEngine) -> tuple[EmbeddingStore, FirstStage]:
     """Opens the store; again, once, if a new generation was published (and the old one removed) between manifest and files."""
     try:
-        return EmbeddingStore(path, engine)
+        return _open(path, engine)
     except errors.StorageError as error:
         try:
-            return EmbeddingStore(path, engine)
+            return _open(path, engine)
         except errors.StorageError:
             raise error from None
+
+
+def _open(path: str | os.PathLike[str], engine: NativeEngine) -> tuple[EmbeddingStore, FirstStage]:
+    store = EmbeddingStore(path, engine)
+    try:
+        return store, load_first_stage(store)
+    except BaseException:
+        store.close()
+        raise

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ import torch
 from .. import errors
 from ..storage import NativeEngine, Plan
 from ..storage.native import load_native
-from ..storage.stream import StreamWriter, crc32c, read_file, read_windows, replace_file
+from ..storage.stream import StreamWriter, crc32c, read_file, read_windows, regroup, replace_file
 from .encoder import Encoded
 from .record import RecordSchema, check_document, damage, pack, seal
 from .store import GROUP_RECORDS
@@ -30,6 +30,7 @@ from .texts import DocumentId, TextWriter
 
 STATE_NAME = "STATE.json"
 RECORDS, CLS, N_TOKENS, TEXTS = "records.bin", "cls.f32", "n_tokens.u16", "texts.sqlite"
+_SUMMED = (CLS, N_TOKENS)  # records and texts carry their own checksums
 
 
 def read_state(engine: NativeEngine, directory: str) -> dict[str, Any] | None:
@@ -60,12 +61,19 @@ class SpoolWriter:
         self._engine, self._directory, self._schema, self._state = engine, directory, schema, state
         self._salt = crc32c(bytes.fromhex(state["store_id"]))
         self.count: int = state["documents"]
-        sizes = state["spool_bytes"]
-        self._writers = {
-            name: StreamWriter(engine, os.path.join(directory, name), at_bytes=sizes.get(name, 0), buffer_bytes=size)
-            for name, size in ((RECORDS, 4 << 20), (CLS, 1 << 20), (N_TOKENS, 64 << 10))
-        }
-        self.texts = TextWriter(os.path.join(directory, TEXTS), keep=self.count)
+        sizes, sums = state["spool_bytes"], state["spool_sums"]
+        self._writers: dict[str, StreamWriter] = {}
+        try:
+            for name, size in ((RECORDS, 4 << 20), (CLS, 1 << 20), (N_TOKENS, 64 << 10)):
+                known = sums.get(name, ()) if name in _SUMMED else None
+                self._writers[name] = StreamWriter(
+                    engine, os.path.join(directory, name), at_bytes=sizes.get(name, 0), buffer_bytes=size, sums=known
+                )
+            self.texts = TextWriter(os.path.join(directory, TEXTS), keep=self.count)
+        except BaseException:
+            for writer in self._writers.values():
+                writer.close()
+            raise
 
     def append(self, identifiers: Sequence[DocumentId], texts: Sequence[str], documents: Sequence[Encoded]) -> None:
         """Raises InvalidInputError for vectors that do not fit or an id that came before; then nothing of the batch counts."""
@@ -90,7 +98,12 @@ class SpoolWriter:
         for writer in self._writers.values():
             writer.sync()
         self.texts.commit()
-        self._state.update(documents=self.count, spool_bytes={name: writer.size_bytes for name, writer in self._writers.items()}, **changes)
+        self._state.update(
+            documents=self.count,
+            spool_bytes={name: writer.size_bytes for name, writer in self._writers.items()},
+            spool_sums={name: self._writers[name].sums for name in _SUMMED},
+            **changes,
+        )
         write_state(self._engine, self._directory, self._state)
 
     def close(self) -> None:
@@ -109,10 +122,12 @@ class SpoolWriter:
 class Spool:
     """A finished spool, for the passes that follow. Resident: 2.125 bytes a document."""
 
-    def __init__(self, engine: NativeEngine, directory: str, schema: RecordSchema, store_id: str):
+    def __init__(self, engine: NativeEngine, directory: str, schema: RecordSchema, state: dict[str, Any]):
         self._engine, self._directory, self.schema = engine, directory, schema
-        self._salt = crc32c(bytes.fromhex(store_id))
-        self.n_tokens = np.frombuffer(bytearray(read_file(engine, os.path.join(directory, N_TOKENS))), dtype=np.uint16)
+        self._salt = crc32c(bytes.fromhex(state["store_id"]))
+        self._cls_sums = state["spool_sums"][CLS]
+        counts = read_file(engine, os.path.join(directory, N_TOKENS), sums=state["spool_sums"][N_TOKENS])
+        self.n_tokens = np.frombuffer(bytearray(counts), dtype=np.uint16)
         self._groups = torch.empty(-(-len(self.n_tokens) // GROUP_RECORDS), dtype=torch.int64)
         end = 0
         for group in range(len(self._groups)):
@@ -124,27 +139,22 @@ class Spool:
     def __len__(self) -> int:
         return len(self.n_tokens)
 
-    def cls_windows(self, rows: int) -> Any:
-        """(first, float32 [m, d_cls]) over all documents, in arrival order, m <= rows."""
-        row_bytes = 4 * self.schema.d_cls
-        path = os.path.join(self._directory, CLS)
-        for first in range(0, len(self), rows):
-            count = min(rows, len(self) - first)
-            parts = [window.copy() for window in read_windows(self._engine, path, begin_bytes=first * row_bytes, end_bytes=(first + count) * row_bytes)]
-            yield first, np.concatenate(parts).view("<f4").reshape(count, self.schema.d_cls)
+    def cls_windows(self, rows: int) -> Iterator[tuple[int, np.ndarray]]:
+        """(first, float32 [m, d_cls]) over all documents, in arrival order, m <= rows. Checked; raises ChecksumError."""
+        first = 0
+        windows = read_windows(self._engine, os.path.join(self._directory, CLS), sums=self._cls_sums)
+        for block in regroup(windows, 4 * self.schema.d_cls * rows):
+            vectors = block.view("<f4").reshape(-1, self.schema.d_cls)
+            yield first, vectors
+            first += len(vectors)
 
     def cls_sample(self, wanted: np.ndarray) -> np.ndarray:
-        """CLS vectors of some documents (ascending arrival numbers), float32 [m, d_cls]."""
-        row_bytes = 4 * self.schema.d_cls
-        file = self._engine.open(os.path.join(self._directory, CLS))
-        try:
-            out = torch.empty(len(wanted) * row_bytes, dtype=torch.uint8)
-            at = torch.arange(len(wanted), dtype=torch.int64) * row_bytes
-            plan = Plan.of(file, torch.from_numpy(wanted) * row_bytes, torch.full_like(at, row_bytes), at)
-            self._engine.read(plan, out, gap_bytes=16 << 10).wait()
-        finally:
-            self._engine.close_file(file)
-        return out.numpy().view("<f4").reshape(len(wanted), self.schema.d_cls)
+        """CLS vectors of some documents (ascending arrival numbers), float32 [m, d_cls]. One pass over all, because that can be checked."""
+        out = np.empty((len(wanted), self.schema.d_cls), dtype=np.float32)
+        for first, vectors in self.cls_windows(8192):
+            begin, end = np.searchsorted(wanted, (first, first + len(vectors)))
+            out[begin:end] = vectors[wanted[begin:end] - first]
+        return out
 
     def read(self, arrivals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Records by arrival number: the I/O buffer (uint8) and where each lies in it. Checked; raises ChecksumError."""

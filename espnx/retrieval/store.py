@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
-
 import numpy as np
 import torch
 from safetensors import SafetensorError
@@ -19,10 +17,10 @@ from safetensors.numpy import load as load_safetensors
 
 from .. import errors
 from ..storage import NativeEngine, Plan
-from ..storage.engine import DEFAULT_DEADLINE_S, Future
+from ..storage.engine import DEFAULT_DEADLINE_S, FileHandle, Future
 from ..storage.manifest import read_manifest
 from ..storage.native import load_native
-from ..storage.stream import crc32c, file_crc32c, read_file, read_range
+from ..storage.stream import crc32c, file_sums, read_range, read_windows
 from .projection import Projection
 from .record import RecordSchema, damage
 from .texts import TextReader
@@ -102,7 +100,7 @@ class EmbeddingStore:
         self.segments = [Segment(**segment) for segment in self.manifest["segments"]]
         self._load_meta()
         self.texts = TextReader(self._checked_path(TEXTS_NAME))
-        self._files = []
+        self._files: list[FileHandle] = []
         try:
             for number, segment in enumerate(self.segments):
                 self._files.append(self._open_segment(number, segment))
@@ -138,18 +136,23 @@ class EmbeddingStore:
             raise errors.TruncatedFileError("file of the store has another size", path=path, got=os.path.getsize(path), expected=want, fix=_REBUILD)
         return path
 
-    def checked_file(self, name: str) -> str:
-        """Path of a metadata file, after its size and CRC32C were compared with the manifest's."""
+    def check_file(self, name: str) -> list[int]:
+        """Compares size and CRC32C of a metadata file with the manifest's. Returns the CRC32C of each of its windows."""
         path = self._checked_path(name)
-        found, want = file_crc32c(self.engine, path), self.manifest["files"][name]["crc32c"]
+        (found, sums), want = file_sums(self.engine, path), self.manifest["files"][name]["crc32c"]
         if found != want:
             raise errors.ChecksumError("damaged file of the store", path=path, got=f"CRC32C {found:08x}", expected=f"{want:08x}", fix=_REBUILD)
-        return path
+        return sums
+
+    def checked_windows(self, name: str) -> Iterator[np.ndarray]:
+        """A metadata file in windows. It is read twice, so that not one byte is handed out before the whole was found right."""
+        sums = self.check_file(name)
+        return read_windows(self.engine, os.path.join(self.directory, name), sums=sums)
 
     def _load_meta(self) -> None:
-        path = self.checked_file(META_NAME)
+        path = os.path.join(self.directory, META_NAME)
         try:
-            meta = load_safetensors(read_file(self.engine, path))
+            meta = load_safetensors(b"".join(window.tobytes() for window in self.checked_windows(META_NAME)))
         except SafetensorError as error:
             raise errors.FormatError("damaged metadata", path=path, got=str(error), fix=_REBUILD) from error
         groups = -(-self.count // GROUP_RECORDS)
@@ -163,17 +166,20 @@ class EmbeddingStore:
         self._segment_begin = torch.from_numpy(meta["segment_begin"])
         self.projection = Projection(torch.from_numpy(meta["projection"])) if "projection" in meta else None
 
-    def _open_segment(self, number: int, segment: Segment) -> Any:
+    def _open_segment(self, number: int, segment: Segment) -> FileHandle:
         path = os.path.join(self.path, segment.path)
         try:
             file = self.engine.open(path)
         except errors.StoreNotFoundError as error:
             raise errors.FormatError("data file of the store missing", path=path, fix=_REBUILD) from error
-        if file.size_bytes != segment.size_bytes:
+        try:
+            if file.size_bytes != segment.size_bytes:
+                raise errors.TruncatedFileError("data file has another size", path=path, got=file.size_bytes, expected=segment.size_bytes, fix=_REBUILD)
+            expected = segment_header(self.manifest["store_id"], self.manifest["generation"], number, segment)
+            check_segment_header(read_range(self.engine, file, 0, SEGMENT_HEADER_BYTES).tobytes(), expected, path)
+        except BaseException:
             self.engine.close_file(file)
-            raise errors.TruncatedFileError("data file has another size", path=path, got=file.size_bytes, expected=segment.size_bytes, fix=_REBUILD)
-        expected = segment_header(self.manifest["store_id"], self.manifest["generation"], number, segment)
-        check_segment_header(read_range(self.engine, file, 0, SEGMENT_HEADER_BYTES).tobytes(), expected, path)
+            raise
         return file
 
     def locate(self, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -212,7 +218,7 @@ class EmbeddingStore:
     def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
         """Reads and checks every byte that means anything. Returns the number of records. Raises what it finds."""
         for name in self.manifest["files"]:
-            self.checked_file(name)
+            self.check_file(name)
         if self.texts.count() != self.count:
             raise errors.FormatError("texts and records differ in number", path=self.texts.path, got=self.texts.count(), expected=self.count, fix=_REBUILD)
         step = 1024

@@ -14,8 +14,9 @@ from ..storage.stream import crc32c
 DocumentId = int | str
 
 
-def _checksum(identifier: DocumentId, text: str) -> int:
-    return crc32c(f"{type(identifier).__name__}:{identifier}\0{text}".encode())
+def _checksum(number: int, identifier: DocumentId, text: str) -> int:
+    """Of a row, its number included: a row found under another number is no hit's text."""
+    return crc32c(f"{number}:{type(identifier).__name__}:{identifier}\0{text}".encode())
 
 
 @contextmanager
@@ -62,7 +63,7 @@ class TextWriter:
         with _typed(self.path, "cannot write texts"):
             for number, identifier, text in rows:
                 try:
-                    self._db.execute("INSERT INTO docs VALUES (?, ?, ?, ?)", (number, identifier, text, _checksum(identifier, text)))
+                    self._db.execute("INSERT INTO docs VALUES (?, ?, ?, ?)", (number, identifier, text, _checksum(number, identifier, text)))
                 except sqlite3.IntegrityError as error:
                     raise errors.InvalidInputError(
                         f"document id {identifier!r} occurs twice", got=f"again as document {number}", expected="unique ids", fix="rename or drop one of the two"
@@ -103,7 +104,7 @@ class TextReader:
             row = self._db.execute("SELECT id, text, crc32c FROM docs WHERE number = ?", (number,)).fetchone()
         if row is None:
             raise errors.FormatError(f"text of record {number} missing", path=self.path, fix="run `espnx index verify`; build the store again")
-        if not isinstance(row[0], (int, str)) or not isinstance(row[1], str) or row[2] != _checksum(row[0], row[1]):
+        if not isinstance(row[0], (int, str)) or not isinstance(row[1], str) or row[2] != _checksum(number, row[0], row[1]):
             raise errors.ChecksumError(f"damaged text of record {number}", path=self.path, fix="restore the store from a copy, or build it again")
         return row[0], row[1]
 

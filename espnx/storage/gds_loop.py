@@ -79,7 +79,7 @@ class ReadLoop:
                 **self._counts,
                 in_flight=sum(transfer.in_flight for transfer in self._active),
                 quarantined_buffers=len(held),
-                quarantined_bytes=sum(transfer.lease.size_bytes for transfer in held),
+                quarantined_bytes=sum(transfer.held_bytes for transfer in held),
             )
 
     def close(self, grace_s: float) -> bool:
@@ -173,14 +173,15 @@ class ReadLoop:
             self._fail_piece(transfer, int(pieces[0]), error.code, str(error))
 
     def _reap(self) -> bool:
-        """Takes what has ended. False where there is nothing to wait for but reads that may never end."""
+        """Takes what has ended. False where nothing came and there is nothing to wait for but threads and reads that may never end."""
+        came = bool(self._landed)
         while self._landed:
             self._complete(self._landed.popleft())
         healthy = self._flights.healthy()
         for flight in list(self._flights.active):
             if not flight.lost:
                 self._poll(flight, wait=bool(healthy) and flight is healthy[0])
-        return bool(healthy)
+        return came or bool(healthy)
 
     def _poll(self, flight: Flight, *, wait: bool) -> None:
         try:

@@ -44,7 +44,7 @@ class Flight:
 
     def submit(self) -> None:
         t, p = self.transfer, self.pieces
-        self.batch.submit(t.handle[p], t.offset_bytes[p], t.lease.base, t.place_bytes[p], t.left_bytes[p])
+        self.batch.submit(t.handle[p], t.offset_bytes[p], t.base, t.place_bytes[p], t.left_bytes[p])
 
     def poll(self, at_least: int, timeout_s: float) -> Done | None:
         """What has ended since the last call. An entry that timed out inside cuFile is reported, and stays outstanding."""
@@ -145,7 +145,7 @@ class Readers:
             handle, place = int(transfer.handle[piece]), int(transfer.place_bytes[piece])
             offset, size = int(transfer.offset_bytes[piece]), int(transfer.left_bytes[piece])
             try:
-                moved = self._cufile.read(handle, transfer.lease.base, place, offset, size)
+                moved = self._cufile.read(handle, transfer.base, place, offset, size)
             except CallFailedError as error:
                 moved = -(error.code or 5)  # EIO where there is no code
             with self._lock:

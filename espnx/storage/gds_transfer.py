@@ -149,7 +149,10 @@ class Transfer:
         priority: int,
         deadline_s: float,
     ):
-        self.plan, self.layout, self.lease, self.priority, self.deadline_s = plan, layout, lease, priority, deadline_s
+        self.plan, self.layout, self.priority, self.deadline_s = plan, layout, priority, deadline_s
+        # The lease itself only until the last piece is back: then the slice is the caller's, and free as soon as he drops it.
+        self._lease: Lease | None = lease
+        self.base, self.begin_bytes, self.held_bytes, self.streams = lease.base, lease.begin_bytes, lease.size_bytes, lease.streams
         self.deadline = time.monotonic() + min(deadline_s, 1e9)
         self._files = files
         self.changed = threading.Condition()
@@ -172,7 +175,7 @@ class Transfer:
         begin = np.concatenate([np.arange(count) for count in pieces]) if pieces.size else np.zeros(0, dtype=np.int64)
         done = begin * large_bytes
         self.offset_bytes = self.layout.offset_bytes[self.extent] + done
-        self.place_bytes = self.lease.begin_bytes + self.layout.place_bytes[self.extent] + done
+        self.place_bytes = self.begin_bytes + self.layout.place_bytes[self.extent] + done
         left = expected[self.extent] - done
         single = pieces[self.extent] == 1
         self.left_bytes = np.where(single, left, np.minimum(left, large_bytes))
@@ -193,8 +196,11 @@ class Transfer:
         return [found for number in np.unique(self.layout.file) if (found := self._files[int(number)]) is not None]
 
     def over(self) -> bool:
-        """Whether nothing is left to start or to come back."""
-        return self.in_flight == 0 and not self.small and not self.large
+        """Whether nothing is left to start or to come back. Lets go of the memory if so."""
+        if self.in_flight > 0 or self.small or self.large:
+            return False
+        self._lease = None
+        return True
 
     def take(self, waiting: deque[int], most: int) -> list[int]:
         """Up to `most` pieces to start now; none after a failure. They are in flight from here on."""
@@ -228,6 +234,7 @@ class Transfer:
             done = extents[self.open_pieces[extents] == 0]
             self._ready.extend(dict.fromkeys(done.tolist()))
             self._ready_items = sum(int(self.layout.last[e] - self.layout.first[e]) for e in self._ready)
+            self.over()
             self.changed.notify_all()
 
     def fail(self, failure: Callable[[], errors.EspnxError]) -> None:
@@ -277,7 +284,7 @@ class Transfer:
             self._handed_out -= count
 
     def _deadline_failure(self) -> Callable[[], errors.EspnxError]:
-        open_extents = np.flatnonzero(self.open_pieces)
+        open_extents, all_count, deadline_s = np.flatnonzero(self.open_pieces), self.open_pieces.size, self.deadline_s
         first = int(open_extents[0]) if open_extents.size else 0
         path = self.file_of(int(np.searchsorted(self.extent, first))).path
         offset, size = int(self.layout.offset_bytes[first]), int(self.layout.expected_bytes[first])
@@ -286,8 +293,8 @@ class Transfer:
             path=path,
             offset_bytes=offset,
             size_bytes=size,
-            got=f"{open_extents.size} of {self.open_pieces.size} requests outstanding",
-            expected=f"completion within {self.deadline_s} s",
+            got=f"{open_extents.size} of {all_count} requests outstanding",
+            expected=f"completion within {deadline_s} s",
             fix="check the device (dmesg, smartctl), then try again; the engine is still usable",
         )
 
@@ -329,7 +336,7 @@ class GdsFuture:
         until = time.monotonic() + (1e9 if timeout_s is None else timeout_s)
         items, self._finished = self._transfer.take_ready(at_least, until)
         if items.size:
-            self._transfer.lease.streams.add(self._device_memory.stream())
+            self._transfer.streams.add(self._device_memory.stream())
             self._check(items)
             self._copy_out(items)
         return torch.from_numpy(items), self._finished

@@ -6,7 +6,7 @@ Used for everything in a store but its random record reads, so that an injected 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 import numpy as np
@@ -44,15 +44,25 @@ class StreamWriter:
         engine: a native engine; stays the caller's.
         path: created, or, with `at_bytes`, continued (what lies after `at_bytes` is cut off).
         buffer_bytes: size of each of the two buffers, a multiple of 4096.
+        sums: with this, the CRC32C of every 4 MiB window is kept, for `read_windows`; those of what lies before `at_bytes` to continue.
 
     Attributes:
         size_bytes: bytes appended so far, those before `at_bytes` included.
         crc32c: of the bytes appended by this object.
+        sums: CRC32C of each 4 MiB window of the file so far, or None.
 
     Every method can raise WriteError, DiskFullError and DeadlineExceededError; what `sync` has once accepted stays on disk.
     """
 
-    def __init__(self, engine: NativeEngine, path: str | os.PathLike[str], *, at_bytes: int = 0, buffer_bytes: int = _WINDOW_BYTES):
+    def __init__(
+        self,
+        engine: NativeEngine,
+        path: str | os.PathLike[str],
+        *,
+        at_bytes: int = 0,
+        buffer_bytes: int = _WINDOW_BYTES,
+        sums: Sequence[int] | None = None,
+    ):
         self._engine, self.path = engine, os.fspath(path)
         self._file = engine.open(path, "r+" if at_bytes else "w")
         self._buffers = [aligned_empty(buffer_bytes), aligned_empty(buffer_bytes)]
@@ -61,8 +71,13 @@ class StreamWriter:
         self._turn, self._fill = 0, at_bytes % BLOCK_BYTES
         self._flushed_bytes = at_bytes - self._fill  # where the current buffer begins in the file
         self.crc32c = 0
+        self.sums = None if sums is None else list(sums)
         if self._fill:
-            self._views[0][: self._fill] = read_range(engine, self._file, self._flushed_bytes, self._fill)
+            try:
+                self._views[0][: self._fill] = read_range(engine, self._file, self._flushed_bytes, self._fill)
+            except BaseException:
+                engine.close_file(self._file)
+                raise
 
     @property
     def size_bytes(self) -> int:
@@ -72,6 +87,8 @@ class StreamWriter:
         """Appends bytes; returns before they are on disk."""
         view = np.frombuffer(data, dtype=np.uint8)
         self.crc32c = crc32c(view, self.crc32c)
+        if self.sums is not None:
+            self._add_to_sums(self.sums, view)
         done = 0
         while done < view.size:
             target = self._views[self._turn]
@@ -85,6 +102,16 @@ class StreamWriter:
                 self._fill = 0
                 self._turn ^= 1
                 self._wait(self._turn)
+
+    def _add_to_sums(self, sums: list[int], view: np.ndarray) -> None:
+        at, done = self.size_bytes, 0
+        while done < view.size:
+            inside = (at + done) % _WINDOW_BYTES
+            part = view[done : done + _WINDOW_BYTES - inside]
+            if inside == 0:
+                sums.append(0)
+            sums[-1] = crc32c(part, sums[-1])
+            done += part.size
 
     def pad(self, alignment_bytes: int) -> None:
         """Appends zeros up to a multiple of `alignment_bytes`."""
@@ -146,17 +173,24 @@ def read_range(engine: NativeEngine, file: FileHandle, offset_bytes: int, size_b
     return memory.numpy()[begin : begin + size_bytes].copy()
 
 
-def read_windows(engine: NativeEngine, path: str | os.PathLike[str], *, begin_bytes: int = 0, end_bytes: int | None = None) -> Iterator[np.ndarray]:
-    """A file (or a range of it) in order, in windows of 4 MiB, reading one window ahead. Each array is valid until the next one."""
+def read_windows(engine: NativeEngine, path: str | os.PathLike[str], *, sums: Sequence[int] | None = None) -> Iterator[np.ndarray]:
+    """A file in order, in windows of 4 MiB, reading one window ahead. Each array is valid until the next one.
+
+    `sums`: the CRC32C of each window, checked before it is handed out. Raises ChecksumError, or TruncatedFileError for another length.
+    """
     file = engine.open(path)
     try:
-        end = file.size_bytes if end_bytes is None else end_bytes
-        starts = range(begin_bytes, end, _WINDOW_BYTES)
-        sizes = [min(_WINDOW_BYTES, end - start) for start in starts]
+        starts = range(0, file.size_bytes, _WINDOW_BYTES)
+        if sums is not None and len(sums) != len(starts):
+            raise errors.TruncatedFileError(
+                "file has another size than was written", path=path, got=f"{file.size_bytes} bytes", expected=f"{len(sums)} windows of {_WINDOW_BYTES} bytes"
+            )
+        sizes = [min(_WINDOW_BYTES, file.size_bytes - start) for start in starts]
         ahead: list[Future] = []
         for number in range(len(starts) + 1):
             if number < len(starts):
-                ahead.append(engine.read(Plan.of(file, [starts[number]], [sizes[number]])))
+                plan = Plan.of(file, [starts[number]], [sizes[number]], crc32c=None if sums is None else [sums[number]])
+                ahead.append(engine.read(plan))
             if number:
                 future = ahead.pop(0)
                 at = int(future.position_bytes[0])
@@ -165,17 +199,35 @@ def read_windows(engine: NativeEngine, path: str | os.PathLike[str], *, begin_by
         engine.close_file(file)
 
 
-def read_file(engine: NativeEngine, path: str | os.PathLike[str]) -> bytes:
-    """A whole small file."""
-    return b"".join(window.tobytes() for window in read_windows(engine, path))
+def regroup(windows: Iterator[np.ndarray], size_bytes: int) -> Iterator[np.ndarray]:
+    """The same bytes in arrays of `size_bytes` (the last one shorter), each of its own."""
+    parts: list[np.ndarray] = []
+    have = 0
+    for window in windows:
+        done = 0
+        while done < window.size:
+            part = window[done : done + size_bytes - have].copy()
+            parts.append(part)
+            have, done = have + part.size, done + part.size
+            if have == size_bytes:
+                yield np.concatenate(parts)
+                parts, have = [], 0
+    if have:
+        yield np.concatenate(parts)
 
 
-def file_crc32c(engine: NativeEngine, path: str | os.PathLike[str]) -> int:
-    """CRC32C of a whole file, in bounded memory."""
-    total = 0
+def read_file(engine: NativeEngine, path: str | os.PathLike[str], *, sums: Sequence[int] | None = None) -> bytes:
+    """A whole small file. `sums`: as of `read_windows`."""
+    return b"".join(window.tobytes() for window in read_windows(engine, path, sums=sums))
+
+
+def file_sums(engine: NativeEngine, path: str | os.PathLike[str]) -> tuple[int, list[int]]:
+    """CRC32C of a whole file and of each of its windows (what `read_windows` checks), in bounded memory."""
+    total, sums = 0, []
     for window in read_windows(engine, path):
         total = crc32c(window, total)
-    return total
+        sums.append(crc32c(window))
+    return total, sums
 
 
 def write_file(engine: NativeEngine, path: str | os.PathLike[str], data: bytes | np.ndarray) -> tuple[int, int]:
@@ -187,9 +239,15 @@ def write_file(engine: NativeEngine, path: str | os.PathLike[str], data: bytes |
 
 
 def replace_file(engine: NativeEngine, path: str | os.PathLike[str], data: bytes) -> None:
-    """Puts a file in place atomically: after a crash there is the old one or the new one, whole."""
+    """Puts a file in place atomically: after a crash there is the old one or the new one, whole.
+
+    The new one is read back first, so that a device that lost or bent it does not take the old one away.
+    """
     target = os.fspath(path)
     temporary = target + ".new"
-    write_file(engine, temporary, data)
+    _, written = write_file(engine, temporary, data)
+    found, _ = file_sums(engine, temporary)
+    if found != written:
+        raise errors.ChecksumError("file is not what was written", path=temporary, got=f"CRC32C {found:08x}", expected=f"{written:08x}")
     engine.rename(temporary, target)
     engine.sync_directory(os.path.dirname(target) or ".")

@@ -70,11 +70,12 @@ def test_maxsim_nan_and_infinity(fmt: str) -> None:
     documents[1][69, 15] = torch.nan
     documents[2][64, 0] = torch.inf
     documents[3][0, 3] = -torch.inf
+    documents.append(documents[2][64:65])
     records = scatter(documents, fmt, align_bytes=16)
     for n_query_tokens in (1, 17):
         query = integers(n_query_tokens, 16, seed=9).abs() + 1
         scores, expected = maxsim_triton(query, *records.args), maxsim_reference(query, *records.args)
-        assert scores.isnan().tolist() == [False, True, False, False]
+        assert scores.isnan().tolist() == [False, True, False, False, False]
         assert torch.equal(scores.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
         assert scores[2] == torch.inf
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from espnx.ops import maxsim, maxsim_reference, token_row_bytes
+from espnx.ops._native import load_ops
 from tests.ops.records import integers, normals, scatter
 from tests.ops.tolerances import assert_scores_close, maxsim_bound
 
@@ -156,6 +157,7 @@ def test_threads_change_nothing(cpu_level: str, threads: int) -> None:
 
 
 def test_levels_reject_what_this_processor_lacks() -> None:
+    load_ops()
     best = torch.ops.espnx.set_cpu_level(-1)
     with pytest.raises(ValueError, match="best level"):
         torch.ops.espnx.set_cpu_level(best + 1)

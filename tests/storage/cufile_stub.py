@@ -75,6 +75,24 @@ class StubBatch:
     cancelled: bool = False
 
 
+class HostArray:
+    """Memory as an object that numpy can adopt, with a reference to its owner."""
+
+    def __init__(self, owner: object, pointer: int, size_bytes: int):
+        self.owner = owner
+        self.__array_interface__ = {"shape": (size_bytes,), "typestr": "|u1", "data": (pointer, False), "version": 3}
+
+
+class StubFence:
+    """Passed when none of its streams is busy."""
+
+    def __init__(self, memory: HostMemory, streams: set[str]):
+        self.memory, self.streams = memory, streams
+
+    def passed(self) -> bool:
+        return not (self.streams & self.memory.busy)
+
+
 class HostMemory:
     """`DeviceMemory` in host memory. `busy`: streams whose kernels have not run."""
 
@@ -97,12 +115,7 @@ class HostMemory:
         if size_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
 
-        class View:
-            def __init__(self) -> None:
-                self.owner = owner
-                self.__array_interface__ = {"shape": (size_bytes,), "typestr": "|u1", "data": (pointer, False), "version": 3}
-
-        return torch.from_numpy(np.asarray(View()))
+        return torch.from_numpy(np.asarray(HostArray(owner, pointer, size_bytes)))
 
     def settle(self) -> None:
         return
@@ -111,13 +124,7 @@ class HostMemory:
         return getattr(self.current, "stream", "default")
 
     def fence(self, streams: Iterable[Any]) -> d.Fence:
-        memory, behind = self, {*streams, self.stream()}
-
-        class StubFence:
-            def passed(self) -> bool:
-                return not (behind & memory.busy)
-
-        return StubFence()
+        return StubFence(self, {*streams, self.stream()})
 
 
 class CuFileStub:

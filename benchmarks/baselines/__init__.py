@@ -1,0 +1,1 @@
+"""What the engine is compared with: programs and techniques that a user would reach for instead."""

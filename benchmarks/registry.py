@@ -1,0 +1,41 @@
+"""The cases that ``espnx bench`` knows: ``CASE`` of every ``*_case.py`` in this folder. A new case is a new file, nothing else."""
+
+from __future__ import annotations
+
+import importlib
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .result import Row
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One benchmark. Importing its module, and `configure`, must stay light: they run for ``--help``.
+
+    Attributes:
+        name: on the command line, and in the rows.
+        summary: one line.
+        configure: adds the case's own options (``--json``, ``--pairs``, ``--seed``, ``--quick`` and ``--render`` are there already).
+        run: measures; gets the options and a function for progress. Verifies results first and gives wrong ones no ratio.
+        table: headers and cells of a table of rows of this case, for the terminal and for documents.
+        standalone: what to do instead of measuring, or None: returns the text to print (the options decide, as with ``--tune``).
+    """
+
+    name: str
+    summary: str
+    configure: Callable[[ArgumentParser], None]
+    run: Callable[[Namespace, Say], list[Row]]
+    table: Callable[[Sequence[Row]], tuple[list[str], list[list[str]]]]
+    standalone: Callable[[Namespace, Say], str | None] = lambda args, say: None
+
+
+def cases() -> dict[str, Case]:
+    """All cases, by name."""
+    modules = sorted(path.stem for path in Path(__file__).parent.glob("*_case.py"))
+    found = [importlib.import_module(f".{module}", __package__).CASE for module in modules]
+    return {case.name: case for case in found}

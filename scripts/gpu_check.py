@@ -1,0 +1,207 @@
+"""The checks of scripts/gpu_check.sh: one process and one time limit each, all results in one JSON file.
+
+A check that fails, crashes or hangs is a row with ``correct: false`` and the reason in its ``params``; the others still run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+#: Name -> limit in seconds; together with the build they stay below eight minutes.
+LIMITS_S = {"tests": 120, "gds": 50, "maxsim": 50, "crc32c": 30, "search": 50}
+OK, FAILED, NO_GPU = 0, 1, 3
+
+
+def check_row(name: str, seconds: float, failures: Sequence[str]) -> dict[str, Any]:
+    """The row that says whether a check passed, in the schema of `benchmarks.result`."""
+    passed = not failures
+    return {
+        "case": f"gpu-check/{name}",
+        "params": {"failures": list(failures)},
+        "system": "espnx",
+        "kind": "measured",
+        "requested_path": "none",
+        "effective_path": "none",
+        "cache": "warm",
+        "n": 1 if passed else 0,
+        "median_s": seconds if passed else None,
+        "p99_s": seconds if passed else None,
+        "iqr_s": 0.0 if passed else None,
+        "bytes_asked": 0,
+        "bytes_moved": 0,
+        "correct": passed,
+        "metrics": {"seconds": seconds},
+        "ratio": {},
+    }
+
+
+def run_check(name: str, command: Sequence[str], results: Path, limit_s: float) -> tuple[list[dict[str, Any]], list[str], str]:
+    """Runs one check in a process group of its own.
+
+    Returns:
+        Its rows, its failures (empty: it passed), and the end of its output.
+    """
+    results.unlink(missing_ok=True)
+    started = time.monotonic()
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
+        try:
+            process.wait(limit_s)
+            ended = None if process.returncode == 0 else f"ended with status {process.returncode}"
+        except subprocess.TimeoutExpired:
+            ended = f"did not end within {limit_s:g} s"
+        if ended is not None:
+            # The whole group: pytest or a compiler of the check may have outlived it.
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+        log.seek(0)
+        output = log.read().decode(errors="replace")[-4000:]
+    rows, failures = [], []
+    if results.exists():
+        found = json.loads(results.read_text())
+        rows, failures = found["rows"], found["failures"]
+    elif ended is None:
+        ended = "wrote no result"
+    if ended is not None and not failures:
+        failures = [f"{ended}: {output.strip().splitlines()[-1] if output.strip() else 'no output'}"]
+    return [*rows, check_row(name, time.monotonic() - started, failures)], failures, output
+
+
+def run_one(name: str, work: Path, results: Path) -> int:
+    """The other side of `run_check`: one check in this process."""
+    import gpu_check_steps
+
+    rows: list[dict[str, Any]] = []
+    failures: list[str] = []
+    try:
+        getattr(gpu_check_steps, f"check_{name}")(work, rows, failures)
+    except Exception as error:
+        traceback.print_exc()
+        failures.append(f"{type(error).__name__}: {error}")
+    finally:
+        partial = results.with_suffix(".part")
+        partial.write_text(json.dumps({"rows": rows, "failures": failures}))
+        partial.replace(results)
+    return OK if not failures else FAILED
+
+
+def machine_facts(work: Path) -> dict[str, Any]:
+    """The machine, for the result file: what `benchmarks.result` asks for, and the GPU."""
+    import platform
+
+    import torch
+
+    from espnx.cli import host
+
+    mount = host.mount_of(work)
+    device = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    return {
+        "cpu": host.cpu()["model"],
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": host.memory_bytes().get("total"),
+        "kernel": platform.release(),
+        "disk": host.disk_of(mount.device) if mount.device else None,
+        "fs": mount.file_system,
+        "fio": None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "gpu": device and {"name": device.name, "memory_bytes": device.total_memory, "multiprocessors": device.multi_processor_count},
+        "driver": _first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
+        "nvidia_fs": Path("/proc/driver/nvidia-fs").exists(),
+        "udev": Path("/run/udev").exists(),
+        "build_s": float(os.environ.get("ESPNX_BUILD_S", "0")),
+    }
+
+
+def _first_line(command: Sequence[str]) -> str | None:
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else None
+
+
+def say(text: str) -> None:
+    print(f"gpu_check: {text}", file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="gpu_check.sh", description="Checks and measures what needs a CUDA device.")
+    parser.add_argument("--out", default="gpu_check.json", help="the result file (default: gpu_check.json)")
+    parser.add_argument("--work", help="a folder on the disk to read from (default: a temporary one)")
+    parser.add_argument("--only", nargs="+", choices=sorted(LIMITS_S), default=list(LIMITS_S), help="some of the checks")
+    parser.add_argument("--step", choices=sorted(LIMITS_S), help=argparse.SUPPRESS)
+    parser.add_argument("--results", help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.step:
+        return run_one(args.step, Path(args.work), Path(args.results))
+
+    import torch
+
+    if not torch.cuda.is_available():
+        print("gpu_check: no GPU: this torch sees no CUDA device.", file=sys.stderr)
+        return NO_GPU
+    out = Path(os.environ.get("ESPNX_CALLED_FROM", ""), args.out)
+    work = Path(tempfile.mkdtemp(prefix="espnx-gpu-check-", dir=args.work))
+    os.environ["CUFILE_LOGFILE_PATH"] = str(work / "cufile.log")  # or cuFile writes one into the current folder
+    try:
+        return _run_all(args.only, work, out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _run_all(names: Sequence[str], work: Path, out: Path) -> int:
+    from benchmarks.result import make_document
+
+    machine = machine_facts(work)
+    say(f"{machine['gpu']}, driver {machine['driver']}, CUDA {machine['cuda']}, torch {machine['torch']}")
+    rows: list[dict[str, Any]] = []
+    failed: dict[str, list[str]] = {}
+    for name in names:
+        results = work / f"{name}.json"
+        command = [sys.executable, str(Path(__file__)), "--step", name, "--work", str(work), "--results", str(results)]
+        new, failures, output = run_check(name, command, results, LIMITS_S[name])
+        rows += new
+        say(f"{name}: {'FAILED' if failures else 'ok'} ({new[-1]['metrics']['seconds']:.1f} s)")
+        for row in new[:-1]:
+            figures = ", ".join(f"{key} {value:.4g}" for key, value in row["metrics"].items())
+            say(f"  {row['case']} {row['params']} {row['effective_path']}: {figures}")
+        if failures:
+            failed[name] = failures
+            for failure in failures:
+                say(f"  failure: {failure}")
+            print(output, file=sys.stderr)
+    dirty = _first_line(["git", "status", "--porcelain"]) is not None
+    document = make_document("gpu_check", _first_line(["git", "rev-parse", "HEAD"]), dirty, machine, [_row(row) for row in rows])
+    out.write_text(json.dumps(document, indent=1) + "\n")
+    say(f"{len(names) - len(failed)} of {len(names)} checks passed; results in {out}")
+    return FAILED if failed else OK
+
+
+def _row(fields: dict[str, Any]) -> Any:
+    from benchmarks.result import Row
+
+    return Row(**fields)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

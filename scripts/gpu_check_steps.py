@@ -1,0 +1,340 @@
+"""What scripts/gpu_check.py runs, one function ``check_NAME(work, rows, failures)`` a check. Needs a CUDA device.
+
+A check appends rows (schema of `benchmarks.result`) and failures (sentences). Results are verified before anything is timed, on fresh
+random data; kernels are timed with CUDA events over several input sets that do not fit in the cache.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+Rows = list[dict[str, Any]]
+MIB = 1 << 20
+
+
+def row(case: str, params: dict[str, Any], system: str, times_s: Sequence[float], **fields: Any) -> dict[str, Any]:
+    """A row of `benchmarks.result` from the times of its runs."""
+    ordered = sorted(times_s)
+    quarters = statistics.quantiles(ordered, n=4) if len(ordered) > 1 else [0.0, 0.0, 0.0]
+    made: dict[str, Any] = {
+        "case": case,
+        "params": params,
+        "system": system,
+        "kind": "measured",
+        "requested_path": "none",
+        "effective_path": "none",
+        "cache": "warm",
+        "n": len(ordered),
+        "median_s": statistics.median(ordered) if ordered else None,
+        "p99_s": ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))] if ordered else None,
+        "iqr_s": quarters[2] - quarters[0] if ordered else None,
+        "bytes_asked": 0,
+        "bytes_moved": 0,
+        "correct": True,
+        "metrics": {},
+        "ratio": {},
+    }
+    return {**made, **fields}
+
+
+def device_times_s(call: Callable[[int], Any], runs: int = 30) -> list[float]:
+    """Times of ``call(i)`` on the device, from events, after three runs to warm up."""
+    for i in range(3):
+        call(i)
+    times = []
+    for i in range(runs):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call(i)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return times
+
+
+def copy_bytes_per_s() -> float:
+    """The memory's ceiling: a large copy within the device, bytes read plus bytes written."""
+    source = torch.randint(0, 256, (1 << 30,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / statistics.median(device_times_s(lambda i: target.copy_(source), 10))
+
+
+def check_tests(work: Path, rows: Rows, failures: list[str]) -> None:
+    """The tests marked ``gpu``."""
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--basetemp", str(work / "pytest"), "tests"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    print(done.stdout[-3500:], done.stderr[-500:])
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|errors?|skipped)", done.stdout.splitlines()[-1])}
+    rows.append(
+        row("gpu-tests", {}, "pytest", [], metrics={name: float(count) for name, count in counts.items()}, correct=done.returncode == 0)
+    )
+    if done.returncode != 0:
+        failures += re.findall(r"^(?:FAILED|ERROR) .*$", done.stdout, re.MULTILINE)[:10] or [f"pytest ended with status {done.returncode}"]
+    elif not counts.get("passed"):
+        failures.append("no test marked gpu ran")
+
+
+def check_gds(work: Path, rows: Rows, failures: list[str]) -> None:
+    """Reads into device memory: bytes and checksums against the CPU engine, then times beside it with a copy to the device."""
+    from espnx import errors
+    from espnx.storage import NativeEngine, Plan, open_engine
+
+    path = work / "gds.bin"
+    size = 256 * MIB
+    data = torch.randint(0, 256, (size + 777,), dtype=torch.uint8)
+    path.write_bytes(data.numpy().tobytes())
+    generator = torch.Generator().manual_seed(int(time.time()))
+    points = {
+        "4KiB-random": (torch.randperm(size // 4096, generator=generator)[:4096] * 4096, torch.full((4096,), 4096), 0),
+        "records": (
+            torch.randint(0, size - 20_000, (1000,), generator=generator),
+            torch.randint(0, 20_000, (1000,), generator=generator),
+            16384,
+        ),
+        "sequential": (torch.arange(8) * 32 * MIB, torch.full((8,), 32 * MIB), 0),
+        "end": (torch.tensor([size + 777 - 5000, size + 776]), torch.tensor([5000, 1]), 0),
+    }
+    with NativeEngine("auto") as native:
+        plain = native.open(path)
+        for name in ("gds", "gds-compat"):
+            try:
+                with open_engine(name, arena_bytes=512 * MIB) as engine:
+                    file = engine.open(path)
+                    for point, (offsets, sizes, gap) in points.items():
+                        crcs = torch.ops.espnx.crc32c(data, offsets, sizes)
+                        plans = Plan.of(file, offsets, sizes, crc32c=crcs), Plan.of(plain, offsets, sizes)
+                        rows.extend(_read_point(point, engine, file, native, plans, gap, data, failures))
+            except errors.PathUnavailableError as error:
+                # An honest refusal is what this path promises on such a machine; the other one must work.
+                rows.append(row("gds-read", {"refused": str(error)}, f"espnx-{name}", [], requested_path=name))
+                if name == "gds-compat":
+                    failures.append(str(error))
+
+
+def _read_point(point: str, engine: Any, file: Any, native: Any, plans: Any, gap: int, data: torch.Tensor, failures: list[str]) -> Rows:
+    ours, theirs = plans
+    future = engine.read(ours, gap_bytes=gap)
+    memory, position = future.wait(), future.position_bytes
+    host = native.read(theirs, gap_bytes=gap)
+    host_memory, host_position = host.wait(), host.position_bytes
+    offsets, sizes = ours.offset_bytes.tolist(), ours.size_bytes.tolist()
+    on_host = memory.cpu()
+    wrong = 0
+    for item, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        p, h = int(position[item]), int(host_position[item])
+        expected = data[offset : offset + size]
+        wrong += size > 0 and not (torch.equal(on_host[p : p + size], expected) and torch.equal(host_memory[h : h + size], expected))
+    if wrong:
+        failures.append(f"{engine.requested}, {point}: {wrong} of {len(sizes)} items differ from the file")
+    params = {"point": point, "items": len(sizes), "bytes": sum(sizes), "crc": False}
+    moved = future.bytes_moved
+    del memory, host_memory, future, host
+    plain_plan = type(ours)(ours.file, ours.offset_bytes, ours.size_bytes)
+    direct, through_host = [], []
+    for _ in range(0 if wrong else 7):
+        direct.append(_wall_s(lambda: engine.read(plain_plan, gap_bytes=gap).wait()))
+        through_host.append(_wall_s(lambda: native.read(theirs, gap_bytes=gap).wait().pin_memory().to("cuda", non_blocking=True)))
+    ratio = {"uring+copy": statistics.median(b / a for a, b in zip(direct, through_host, strict=True))} if direct else {}
+    common = {"bytes_asked": sum(sizes), "bytes_moved": moved, "correct": not wrong}
+    made = []
+    for system, requested, effective, times, ratios in (
+        (f"espnx-{engine.requested}", engine.requested, file.effective, direct, ratio),
+        ("uring+copy", native.requested, f"{native.effective}+copy", through_host, {}),
+    ):
+        metrics = (
+            {"bytes_per_s": sum(sizes) / statistics.median(times), "items_per_s": len(sizes) / statistics.median(times)} if times else {}
+        )
+        made.append(
+            row(
+                "gds-read",
+                params,
+                system,
+                times,
+                requested_path=requested,
+                effective_path=effective,
+                metrics=metrics,
+                ratio=ratios,
+                **common,
+            )
+        )
+    return made
+
+
+def _wall_s(call: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begun
+
+
+def _records(counts: torch.Tensor, d: int, fmt: str, *, spread: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A buffer of records with a header of 16 bytes each and no two alike: (buffer, offset_bytes, tokens as float64), on the CPU."""
+    from espnx.ops import token_format
+
+    token = token_format(fmt)
+    row_bytes = token.token_row_bytes(d)
+    sizes = counts * row_bytes
+    offsets = torch.cumsum(sizes + 16, 0) - sizes
+    buffer = torch.randint(0, 256, (int(offsets[-1] + sizes[-1]),), dtype=torch.uint8)
+    tokens = torch.randn(int(counts.sum()), d) * spread
+    encoded, begin = token.encode(tokens), 0
+    for offset, size in zip(offsets.tolist(), sizes.tolist(), strict=True):
+        buffer[offset : offset + size] = encoded[begin : begin + size]
+        begin += size
+    return buffer, offsets, tokens.to(token.dtype).double()
+
+
+def check_maxsim(work: Path, rows: Rows, failures: list[str]) -> None:
+    """The MaxSim kernel against float64 over odd shapes, and its bytes per second beside the memory's."""
+    from espnx.ops import maxsim
+
+    for fmt in ("fp16", "fp32"):
+        for queries, n_query, d in ((1, 1, 8), (1, 32, 128), (3, 5, 72), (1, 33, 384), (2, 64, 128), (1, 7, 1000)):
+            counts = torch.tensor([0, 1, 2, 15, 16, 17, 63, 64, 65, 200, 0, 333])
+            buffer, offsets, tokens = _records(counts, d, fmt)
+            query = torch.randn(queries, n_query, d)
+            found = maxsim(query.cuda(), buffer.cuda(), offsets, counts, fmt).cpu().double()
+            error = _maxsim_error(query.double(), tokens, counts, found)
+            if not error <= 1.0:
+                failures.append(f"maxsim {fmt} Q={queries} Lq={n_query} d={d}: {error:.3g} times the error that fp32 allows")
+    correct = not failures
+    ceiling = copy_bytes_per_s() if correct else 0.0
+    for fmt, n_query, d, n in (("fp16", 32, 128, 20_000), ("fp16", 32, 384, 8000), ("fp32", 32, 128, 8000)):
+        times, data_bytes = _time_maxsim(fmt, n_query, d, n) if correct else ([], 0)
+        rows.append(_kernel_row("maxsim", {"format": fmt, "Lq": n_query, "d": d, "documents": n}, times, data_bytes, ceiling, correct))
+
+
+def _maxsim_error(query: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, found: torch.Tensor) -> float:
+    """Largest error over its bound: each product off by 2^-21 (the query in two fp16 parts), each of d + Lq additions by 2^-23."""
+    worst, begin = 0.0, 0
+    n_query, d = query.shape[1:]
+    for i, count in enumerate(counts.tolist()):
+        rows = tokens[begin : begin + count]
+        begin += count
+        if count == 0:
+            worst = max(worst, 0.0 if bool((found[:, i] == -torch.inf).all()) else float("inf"))
+            continue
+        exact = (query @ rows.T).amax(-1).sum(-1)
+        bound = (query.abs() @ rows.abs().T).amax(-1).sum(-1) * (2.0**-21 + (d + n_query) * 2.0**-23)
+        ratio = ((found[:, i] - exact).abs() / bound).max().item()
+        worst = max(worst, ratio if ratio == ratio else float("inf"))
+    return worst
+
+
+def _time_maxsim(fmt: str, n_query: int, d: int, n: int) -> tuple[list[float], int]:
+    from espnx.ops import maxsim, token_row_bytes
+
+    counts = torch.randint(40, 120, (n,))
+    sizes = counts * token_row_bytes(fmt, d)
+    ends = torch.cumsum(sizes, 0)
+    dtype = torch.float16 if fmt == "fp16" else torch.float32
+    # Several input sets: one that fits in the cache would measure the cache.
+    sets = [torch.randn(int(ends[-1]) // dtype.itemsize, device="cuda", dtype=dtype).view(torch.uint8) for _ in range(3)]
+    query = torch.randn(n_query, d, device="cuda")
+    offsets, on_device = (ends - sizes).cuda(), counts.cuda()
+    return device_times_s(lambda i: maxsim(query, sets[i % 3], offsets, on_device, fmt)), int(sizes.sum())
+
+
+def check_crc32c(work: Path, rows: Rows, failures: list[str]) -> None:
+    """The CRC32C kernel against the CPU's over odd ranges, and its bytes per second beside the memory's."""
+    from espnx.ops import crc32c_ranges
+
+    buffer = torch.randint(0, 256, (4 * MIB,), dtype=torch.uint8)
+    for alignment in (1, 4):
+        size = torch.cat([torch.arange(0, 520), torch.randint(0, 70_000, (200,))]) // alignment * alignment
+        offset = torch.randint(0, 4 * MIB - 70_000, (size.numel(),)) // alignment * alignment
+        for seed in (0, 0xDEADBEEF):
+            found = crc32c_ranges(buffer.cuda(), offset, size, seed).cpu()
+            wrong = int((found != crc32c_ranges(buffer, offset, size, seed)).sum())
+            if wrong:
+                failures.append(f"crc32c: {wrong} of {size.numel()} ranges differ (alignment {alignment}, seed {seed:#x})")
+    correct = not failures
+    ceiling = copy_bytes_per_s() if correct else 0.0
+    for size_bytes, n in ((4096, 50_000), (16_384, 16_384)):
+        sets = [torch.randint(0, 256, (size_bytes * n,), dtype=torch.uint8, device="cuda") for _ in range(3)]
+        offsets, sizes = torch.arange(n, device="cuda") * size_bytes, torch.full((n,), size_bytes, device="cuda")
+        times = device_times_s(lambda i, s=sets, o=offsets, z=sizes: crc32c_ranges(s[i % 3], o, z)) if correct else []
+        rows.append(_kernel_row("crc32c", {"bytes": size_bytes, "ranges": n}, times, size_bytes * n, ceiling, correct))
+
+
+def _kernel_row(case: str, params: dict[str, Any], times: list[float], data_bytes: int, ceiling: float, correct: bool) -> dict[str, Any]:
+    metrics = {}
+    if times:
+        rate = data_bytes / statistics.median(times)
+        metrics = {
+            "bytes_per_s": rate,
+            "copy_bytes_per_s": ceiling,
+            "roofline_s": data_bytes / ceiling,
+            "share_of_roofline": rate / ceiling,
+        }
+    return row(case, params, "espnx-triton", times, bytes_asked=data_bytes, bytes_moved=data_bytes, correct=correct, metrics=metrics)
+
+
+def check_search(work: Path, rows: Rows, failures: list[str]) -> None:
+    """A search end to end: records from storage, scores on the GPU, against the same search on the CPU."""
+    import espnx
+
+    d_cls, dim, n, k = 64, 128, 4000, 20
+    generator = torch.Generator().manual_seed(7)
+    centres = torch.randn(40, d_cls, generator=generator)
+
+    def vectors(i: int) -> espnx.Encoded:
+        cls = centres[i % 40] + 0.3 * torch.randn(d_cls, generator=generator)
+        tokens = torch.nn.functional.normalize(torch.randn(5 + i % 90, dim, generator=generator), dim=-1)
+        return espnx.Encoded(cls, tokens)
+
+    documents = [espnx.Document(i, f"document {i}", vectors(i)) for i in range(n)]
+    queries = [vectors(i) for i in range(16)]
+    espnx.build(work / "index", documents, dims=(d_cls, dim))
+    with espnx.open(work / "index") as on_cpu, espnx.open(work / "index", device="cuda") as on_gpu:
+        expected, found = on_cpu.search(queries, k, candidates=500), on_gpu.search(queries, k, candidates=500)
+        for number, (a, b) in enumerate(zip(expected, found, strict=True)):
+            failures += _ranking_problem(number, a.hits, b.hits)
+        for system, index in (("espnx-cuda", on_gpu), ("espnx-cpu", on_cpu)):
+            results = [index.search(query, k, candidates=500) for query in queries * 3]
+            times = [result.timings.total_s for result in results] if not failures else []
+            totals = {
+                "bytes_asked": sum(r.bytes_asked for r in results) // len(results),
+                "bytes_moved": sum(r.bytes_moved for r in results) // len(results),
+            }
+            metrics = {name: statistics.median(getattr(r.timings, name) for r in results) for name in ("critical_io_s", "maxsim_s")}
+            metrics["hit_rate"] = statistics.mean(r.hit_rate for r in results)
+            path = results[0].effective_path
+            params = {"documents": n, "candidates": 500, "k": k}
+            rows.append(
+                row(
+                    "search",
+                    params,
+                    system,
+                    times,
+                    requested_path="auto",
+                    effective_path=path,
+                    metrics=metrics,
+                    correct=not failures,
+                    **totals,
+                )
+            )
+
+
+def _ranking_problem(number: int, expected: Any, found: Any) -> list[str]:
+    """Empty if the rankings agree. Scores may differ by the order of fp32 sums; then documents that close may change places."""
+    slack = 1e-4 * max(1.0, max((abs(hit.score) for hit in expected), default=1.0))
+    if len(expected) != len(found):
+        return [f"query {number}: {len(found)} hits on the GPU, {len(expected)} on the CPU"]
+    for place, (a, b) in enumerate(zip(expected, found, strict=True)):
+        if abs(a.score - b.score) > slack:
+            return [f"query {number}, place {place + 1}: {b.id} with {b.score:.6f} on the GPU, {a.id} with {a.score:.6f} on the CPU"]
+    cut = expected[-1].score + slack if expected else 0.0
+    missing = {hit.id for hit in expected if hit.score > cut} - {hit.id for hit in found}
+    return [f"query {number}: documents {sorted(missing)} are not among the GPU's hits"] if missing else []

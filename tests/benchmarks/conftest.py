@@ -1,0 +1,17 @@
+"""Shared by the tests of the benchmarks: a small data file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from espnx.benchmarks.content import DataFile, ensure_file
+
+FILE_BYTES = 8 << 20
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataFile:
+    """8 MiB of known content."""
+    return ensure_file(tmp_path / "data", FILE_BYTES, 1, lambda text: None)

@@ -1,0 +1,188 @@
+"""A device that answers late or never: the caller is told in time, the memory waits for the device, and the engine goes on and closes."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from espnx.errors import DeadlineExceededError, EngineClosedError
+from espnx.storage import FaultRule, Plan
+from tests.storage.common import BLOCK, OpenEngine, make_file, raw, read_bytes, until
+
+MS = 1_000_000
+HALF_MIB = 512 * 1024
+
+
+def test_a_read_that_never_completes(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+    data = make_file(tmp_path / "a", 6 * BLOCK)
+    engine = open_engine(path, [FaultRule("never", operation="read", begin_bytes=2 * BLOCK, end_bytes=3 * BLOCK, count=1)])
+    file = engine.open(tmp_path / "a")
+    plan = Plan.of(file, [0, 2 * BLOCK, 4 * BLOCK], [BLOCK] * 3)
+    before = time.monotonic()
+    future = engine.read(plan, deadline_s=0.15)
+    arrived, finished = future.next(at_least=2)
+    assert sorted(arrived.tolist()) == [0, 2]
+    assert not finished
+    with pytest.raises(DeadlineExceededError) as caught:
+        future.wait()
+    assert 0.14 < time.monotonic() - before < 1.0
+    error = caught.value
+    assert isinstance(error, TimeoutError)
+    assert (error.path, error.offset_bytes, error.size_bytes) == (str(tmp_path / "a"), 2 * BLOCK, BLOCK)
+    assert "1 of 3" in str(error)
+    with pytest.raises(DeadlineExceededError):
+        future.next()
+    assert future.done()
+
+    stats = engine.stats()
+    assert (stats.in_flight, stats.quarantined_buffers, stats.failures) == (1, 1, 1)
+    assert stats.quarantined_bytes >= 3 * BLOCK
+    held = future.memory.data_ptr()
+    del future, error, caught
+    gc.collect()
+    assert engine.stats().quarantined_buffers == 1
+    for _ in range(10):  # other reads go on, and none gets that memory
+        again = engine.read(plan)
+        memory = again.wait()
+        assert memory.data_ptr() != held
+        assert [raw(memory[at : at + BLOCK]) for at in again.position_bytes.tolist()] == [data[i * BLOCK : i * BLOCK + BLOCK] for i in (0, 2, 4)]
+
+    before = time.monotonic()
+    engine.close(grace_s=0.2)
+    assert 0.15 < time.monotonic() - before < 1.5
+    stats = engine.stats()
+    assert (stats.quarantined_buffers, stats.in_flight) == (1, 1)
+    assert 3 * BLOCK <= stats.quarantined_bytes <= HALF_MIB
+
+
+def test_quarantine_counts_buffers_and_not_requests(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+    """Eight requests of one read hang: one buffer, before and after the engine is closed."""
+    make_file(tmp_path / "a", HALF_MIB)
+    engine = open_engine(path, [FaultRule("never", operation="read")], request_bytes=HALF_MIB // 8)
+    file = engine.open(tmp_path / "a")
+    with pytest.raises(DeadlineExceededError):
+        engine.read(Plan.of(file, [0], [HALF_MIB]), deadline_s=0.05).wait()
+    stats = engine.stats()
+    assert (stats.in_flight, stats.quarantined_buffers) == (8, 1)
+    assert HALF_MIB <= stats.quarantined_bytes < 2 * HALF_MIB
+    engine.close(grace_s=0.0)
+    after = engine.stats()
+    assert (after.quarantined_buffers, after.quarantined_bytes) == (1, stats.quarantined_bytes)
+
+
+def test_a_late_completion_ends_the_quarantine(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+    data = make_file(tmp_path / "a", BLOCK)
+    engine = open_engine(path, [FaultRule("delay", operation="read", count=1, value=300 * MS)])
+    file = engine.open(tmp_path / "a")
+    future = engine.read(Plan.of(file, [0], [BLOCK]), deadline_s=0.05)
+    with pytest.raises(DeadlineExceededError):
+        future.wait()
+    assert engine.stats().quarantined_buffers == 1
+    assert until(lambda: engine.stats().quarantined_buffers == 0)
+    stats = engine.stats()
+    assert (stats.in_flight, stats.quarantined_bytes) == (0, 0)
+    with pytest.raises(DeadlineExceededError):  # late is still too late
+        future.wait()
+    assert read_bytes(engine, file, 0, BLOCK) == data
+
+
+def test_a_write_that_never_completes(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+    engine = open_engine(path, [FaultRule("never", operation="write", count=1)])
+    file = engine.open(tmp_path / "w", "w", direct=False)
+    source = torch.zeros(BLOCK, dtype=torch.uint8)
+    with pytest.raises(DeadlineExceededError, match="write"):
+        engine.write(Plan.of(file, [0], [BLOCK], [0]), source, deadline_s=0.05).wait()
+    assert (engine.stats().quarantined_buffers, engine.stats().quarantined_bytes) == (1, BLOCK)
+    engine.write(Plan.of(file, [0], [BLOCK], [0]), source).wait()
+
+
+def numpy_backed(size_bytes: int) -> tuple[torch.Tensor, weakref.ref[np.ndarray]]:
+    array = np.zeros(size_bytes, dtype=np.uint8)
+    return torch.from_numpy(array), weakref.ref(array)
+
+
+@pytest.mark.parametrize("how", ["dropped", "data replaced"])
+@pytest.mark.parametrize("reading", [True, False])
+def test_the_callers_memory_waits_for_the_device(path: str, reading: bool, how: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+    """The caller gives up and lets go of everything: the memory stays until the request has completed, then goes."""
+    make_file(tmp_path / "a", BLOCK)
+    engine = open_engine(path, [FaultRule("delay", value=250 * MS, count=1, operation="read" if reading else "write")])
+    file = engine.open(tmp_path / "a", "r+", direct=False)
+    tensor, alive = numpy_backed(BLOCK)
+    plan = Plan.of(file, [0], [BLOCK], [0])
+    future = (engine.read if reading else engine.write)(plan, tensor, deadline_s=0.02)
+    with pytest.raises(DeadlineExceededError):
+        future.wait()
+    if how == "data replaced":
+        tensor.data = torch.empty(0, dtype=torch.uint8)
+    del future, tensor
+    assert engine.stats().quarantined_buffers == 1
+    assert alive() is not None, "freed under a running request"
+    assert until(lambda: engine.stats().quarantined_buffers == 0)
+    assert until(lambda: engine.stats() is not None and alive() is None), "never freed"
+
+
+def test_the_deadline_counts_from_the_call(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+    """Also for a read that has not reached the device: the one place is taken."""
+    make_file(tmp_path / "a", 4 * BLOCK)
+    engine = open_engine(path, [FaultRule("delay", operation="read", count=1, value=400 * MS)], queue_depth=1)
+    file = engine.open(tmp_path / "a")
+    first = engine.read(Plan.of(file, [0], [10]))
+    before = time.monotonic()
+    with pytest.raises(DeadlineExceededError):
+        engine.read(Plan.of(file, [2 * BLOCK], [10]), deadline_s=0.05).wait()
+    assert time.monotonic() - before < 0.3
+    assert engine.stats().quarantined_buffers == 0  # the device never heard of it
+    assert first.wait() is not None
+    assert engine.stats().requests == 1
+
+
+def test_what_arrived_in_time_is_handed_out_after_the_deadline(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+    data = make_file(tmp_path / "a", BLOCK)
+    engine = open_engine(path)
+    future = engine.read(Plan.of(engine.open(tmp_path / "a"), [0], [100]), deadline_s=0.2)
+    assert until(future.done)
+    time.sleep(0.25)
+    memory = future.wait()
+    assert raw(memory[:100]) == data[:100]
+
+
+def test_closing_waits_for_the_late_ones(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+    """Within the grace: nothing is abandoned. The caller of the read is told at once."""
+    make_file(tmp_path / "a", BLOCK)
+    engine = open_engine(path, [FaultRule("delay", operation="read", value=150 * MS)])
+    future = engine.read(Plan.of(engine.open(tmp_path / "a"), [0], [100]))
+    time.sleep(0.02)
+    before = time.monotonic()
+    engine.close(grace_s=5.0)
+    assert 0.05 < time.monotonic() - before < 2.0
+    with pytest.raises(EngineClosedError):
+        future.wait()
+    stats = engine.stats()
+    assert (stats.in_flight, stats.quarantined_buffers, stats.quarantined_bytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("grace_s", [0.0, -1.0, float("nan")])
+def test_odd_graces(path: str, grace_s: float, open_engine: OpenEngine, tmp_path: Path) -> None:
+    make_file(tmp_path / "a", BLOCK)
+    engine = open_engine(path, [FaultRule("never", operation="read")])
+    engine.read(Plan.of(engine.open(tmp_path / "a"), [0], [100]))
+    assert until(lambda: engine.stats().in_flight == 1)
+    before = time.monotonic()
+    engine.close(grace_s=grace_s)
+    assert time.monotonic() - before < 1.0
+
+
+def test_an_endless_grace_ends_with_the_last_request(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
+    make_file(tmp_path / "a", BLOCK)
+    engine = open_engine(path, [FaultRule("delay", operation="read", value=100 * MS)])
+    engine.read(Plan.of(engine.open(tmp_path / "a"), [0], [100]))
+    assert until(lambda: engine.stats().in_flight == 1)
+    engine.close(grace_s=float("inf"))
+    assert engine.stats().quarantined_buffers == 0
