@@ -77,7 +77,7 @@ class EngineSystem:
         plan = self._plan(offsets, np.arange(len(offsets)), self._crcs(offsets))
         memory = self._engine.read(plan, self._memory, deadline_s=DEADLINE_S).wait()
         found = memory.numpy()[: len(offsets) * size].reshape(len(offsets), size)
-        return None
+        return self._difference(offsets, found, generation=0)
 
     def _verify_write(self, offsets: np.ndarray) -> str | None:
         size, content = self.work.point.block_bytes, self.work.data.content

@@ -75,14 +75,15 @@ def render_text(text: str, results: Mapping[Path, Mapping[str, Any]]) -> str:
 
 
 def render_case(case: Case, results: Mapping[Path, Mapping[str, Any]]) -> str:
-    """Markdown of all rows of a case: one table per result file and kind, for measured and modelled numbers never share a column."""
+    """Markdown of all rows of a case: one table per result file and kind, for measured and modelled numbers never share a column.
+    Nothing where there are no results."""
     parts = []
     for path, document in results.items():
         rows = [row for row in rows_of(document) if row.case == case.name]
         for kind in KINDS:
             if chosen := [row for row in rows if row.kind == kind]:
                 parts += ["", *_table(case, chosen), "", _caption(path, document, kind, chosen)]
-    return "\n".join([*parts, "", ""]) if parts else "\n(no results yet)\n\n"
+    return "\n".join([*parts, "", ""]) if parts else ""
 
 
 def _table(case: Case, rows: Sequence[Row]) -> Iterable[str]:

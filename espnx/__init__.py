@@ -1,4 +1,4 @@
-"""espnx: inference whose state is larger than memory. Token embeddings and KV caches live on SSD and are computed on where that is cheapest.
+"""espnx: inference whose state is larger than memory lives on SSD and is computed on where that is cheapest.
 
 >>> import espnx                                            # doctest: +SKIP
 >>> encoder = espnx.load_encoder("minilm")
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from .retrieval.encoder import Encoded, FunctionEncoder
     from .retrieval.result import Hit, SearchResult
     from .retrieval.search import Index
-    from .retrieval.search import Index as open
     from .storage import open_engine
+
+    open = Index  # noqa: A001 - espnx.open reads as it should; nobody star-imports a package like this
 
 _HOME = {
     "BuildReport": ("retrieval.build", "BuildReport"),

@@ -110,7 +110,9 @@ class DiskFullError(WriteError):
         free_bytes: how many were free in that file system at the time.
     """
 
-    def __init__(self, what: str, *, needed_bytes: int, free_bytes: int, path: str | os.PathLike[str] | None = None, fix: str | None = None):
+    def __init__(
+        self, what: str, *, needed_bytes: int, free_bytes: int, path: str | os.PathLike[str] | None = None, fix: str | None = None
+    ):
         import errno as codes
 
         super().__init__(

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The main job on real input: indexes the documentation of the installed Python libraries and searches it from SSD.
 
-    make demo                          (or: .venv/bin/python scripts/demo.py [--documents N] [--directory DIR])
+make demo                          (or: .venv/bin/python scripts/demo.py [--documents N] [--directory DIR])
 """
 
 from __future__ import annotations
@@ -86,7 +86,11 @@ def compare(index: espnx.Index, documents: list[dict[str, str]]) -> bool:
         )
     asked, moved = sum(r.bytes_asked for r in results), sum(r.bytes_moved for r in results)
     rows = [
-        ("queries", f"{len(results)}, {statistics.median(r.timings.total_s for r in results) * 1e3:.1f} ms median, all of {results[0].candidates} candidates re-ranked"),
+        (
+            "queries",
+            f"{len(results)}, {statistics.median(r.timings.total_s for r in results) * 1e3:.1f} ms median, "
+            f"all of {results[0].candidates} candidates re-ranked",
+        ),
         ("same ranking as in memory", f"{same} of {len(results)}"),
         ("path", f"{results[0].effective_path}; page cache bypassed: {'no' if 'buffered' in results[0].effective_path else 'yes'}"),
         ("bytes asked", f"{format_size(asked)}, {format_size(asked / len(results))} a query"),
@@ -112,7 +116,7 @@ def main() -> int:
     with espnx.open(args.directory, encoder) as index:
         search(index)
         ok = compare(index, documents)
-    print(f"\nThe index stays in {args.directory}. Try: .venv/bin/espnx search {args.directory} \"your question\"")
+    print(f'\nThe index stays in {args.directory}. Try: .venv/bin/espnx search {args.directory} "your question"')
     return 0 if ok else 1
 
 

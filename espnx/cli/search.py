@@ -20,7 +20,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--candidates", type=int, default=1000, help="handed on by the first stage (default: %(default)s)")
     parser.add_argument("--rerank", type=int, help="how many of them are scored exactly (default: all)")
     parser.add_argument("--nprobe", default="auto", help="lists the first stage scans (default: measured at build)")
-    parser.add_argument("--prefetch-step", type=float, default=0.3, help="share of them after which reads begin; 0: no prefetch (default: %(default)s)")
+    parser.add_argument(
+        "--prefetch-step", type=float, default=0.3, help="share of them after which reads begin; 0: no prefetch (default: %(default)s)"
+    )
     parser.add_argument("--encoder", help="default: the one the store was built with")
     parser.add_argument("--engine", default="auto", help="path of the reads: auto, uring, posix, memory (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
@@ -41,7 +43,9 @@ def run(args: argparse.Namespace) -> int:
         built_with = index.store.manifest["encoder"]["name"] or ""
         spec = args.encoder or ("minilm" if built_with.startswith("minilm@") else None)
         if spec is None:
-            raise InvalidInputError("the encoder's folder is not known", got=built_with or "a store without one", fix="name it with --encoder")
+            raise InvalidInputError(
+                "the encoder's folder is not known", got=built_with or "a store without one", fix="name it with --encoder"
+            )
         index.use_encoder(load_encoder(spec, device=args.device))
         options = {"candidates": args.candidates, "rerank": args.rerank, "nprobe": nprobe, "prefetch_step": args.prefetch_step}
         results = index.search(args.query, k=args.k, **options)
@@ -69,7 +73,8 @@ def cost(result: SearchResult) -> str:
         f"{t.total_s * 1e3:.1f} ms: encode {t.encode_s * 1e3:.1f}, first stage {t.first_stage_s * 1e3:.1f}, "
         f"critical I/O {t.critical_io_s * 1e3:.1f}, MaxSim {t.maxsim_s * 1e3:.1f}, merge {t.merge_s * 1e3:.1f} | "
         f"{result.reranked} of {result.candidates} candidates re-ranked, prefetch hit rate {result.hit_rate:.0%} | "
-        f"{result.bytes_asked / 1e6:.2f} MB asked, {result.bytes_moved / 1e6:.2f} MB moved in {result.requests} requests by {result.effective_path}"
+        f"{result.bytes_asked / 1e6:.2f} MB asked, {result.bytes_moved / 1e6:.2f} MB moved "
+        f"in {result.requests} requests by {result.effective_path}"
     )
 
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from .. import errors
 
-#: FAISS factory strings of the codes a list can hold. ``flat`` is exact; ``sq8`` loses a few tenths of a point of recall at a quarter of the memory.
+#: FAISS factory strings of the codes a list can hold. ``flat`` is exact; ``sq8`` loses a few tenths of a point of recall for a quarter of
+#: the memory.
 CODES = {"flat": "Flat", "sq8": "SQ8"}
 
 
@@ -26,7 +27,9 @@ def load_faiss() -> Any:
     try:
         import faiss
     except ImportError as error:
-        raise errors.MissingDependencyError("the first stage needs FAISS", got=str(error), fix="pip install 'espnx[retrieval]' (or faiss-cpu)") from error
+        raise errors.MissingDependencyError(
+            "the first stage needs FAISS", got=str(error), fix="pip install 'espnx[retrieval]' (or faiss-cpu)"
+        ) from error
     return faiss
 
 
@@ -132,6 +135,8 @@ def train_index(sample: np.ndarray, nlist: int, code: str) -> Any:
     index = faiss.index_factory(sample.shape[1], f"IVF{nlist},{name}", faiss.METRIC_INNER_PRODUCT)
     index.cp.min_points_per_centroid = 1  # small corpora are no mistake
     if code.startswith("pq") and len(sample) < 256:
-        raise errors.InvalidInputError("product quantisation needs at least 256 documents", got=len(sample), fix="use sq8 or flat for a corpus this small")
+        raise errors.InvalidInputError(
+            "product quantisation needs at least 256 documents", got=len(sample), fix="use sq8 or flat for a corpus this small"
+        )
     index.train(sample)
     return index

@@ -28,7 +28,9 @@ class Projection:
         if not 0 < dim <= d_in:
             raise errors.InvalidInputError("dimensions to project to", got=dim, expected=f"1 to {d_in}")
         if not len(sample):
-            raise errors.InvalidInputError("cannot fit a projection", got="no tokens", expected="a corpus with tokens", fix="build without --pca")
+            raise errors.InvalidInputError(
+                "cannot fit a projection", got="no tokens", expected="a corpus with tokens", fix="build without --pca"
+            )
         moments = (sample.double().T @ sample.double()) / len(sample)
         components = torch.linalg.eigh(moments).eigenvectors.flip(1)[:, :dim]
         # eigh leaves signs open; the largest entry of each column is made positive.

@@ -72,5 +72,7 @@ def score(store: EmbeddingStore, memory: torch.Tensor, positions: torch.Tensor, 
     total = maxsim(query.tokens, memory, positions + schema.fixed_bytes, n_tokens, format=schema.format)
     if query.cls_weight:
         # A CLS vector is a document of one token, scored by the same kernel.
-        total = total + query.cls_weight * maxsim(query.cls, memory, positions + HEADER_BYTES, torch.ones_like(n_tokens), format=schema.format)
+        total = total + query.cls_weight * maxsim(
+            query.cls, memory, positions + HEADER_BYTES, torch.ones_like(n_tokens), format=schema.format
+        )
     return total.cpu().numpy()

@@ -126,8 +126,8 @@ class Spool:
         self._engine, self._directory, self.schema = engine, directory, schema
         self._salt = crc32c(bytes.fromhex(state["store_id"]))
         self._cls_sums = state["spool_sums"][CLS]
-        counts = read_file(engine, os.path.join(directory, N_TOKENS), sums=state["spool_sums"][N_TOKENS])
-        self.n_tokens = np.frombuffer(bytearray(counts), dtype=np.uint16)
+        raw = read_file(engine, os.path.join(directory, N_TOKENS), sums=state["spool_sums"][N_TOKENS])
+        self.n_tokens = np.frombuffer(bytearray(raw), dtype=np.uint16)
         self._groups = torch.empty(-(-len(self.n_tokens) // GROUP_RECORDS), dtype=torch.int64)
         end = 0
         for group in range(len(self._groups)):

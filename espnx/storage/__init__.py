@@ -9,15 +9,27 @@ from .engine import DEFAULT_DEADLINE_S, PATHS, Engine, EngineStats, FileHandle, 
 from .native import FaultRule, FaultyEngine, NativeEngine
 from .plan import Plan
 
-__all__ = ["DEFAULT_DEADLINE_S", "PATHS", "Engine", "EngineStats", "FaultRule", "FaultyEngine", "FileHandle", "Future", "NativeEngine", "Plan", "open_engine"]
+__all__ = [
+    "DEFAULT_DEADLINE_S",
+    "PATHS",
+    "Engine",
+    "EngineStats",
+    "FaultRule",
+    "FaultyEngine",
+    "FileHandle",
+    "Future",
+    "NativeEngine",
+    "Plan",
+    "open_engine",
+]
 
 
 def open_engine(path: str = "auto", **options: Any) -> Engine:
     """Opens a storage engine.
 
     Args:
-        path: ``auto`` (io_uring, else a thread pool; says why it fell back), ``uring``, ``posix``, ``memory``, or ``gds`` / ``gds-compat`` for
-            reads into GPU memory. A named path never falls back.
+        path: ``auto`` (io_uring, else a thread pool; says why it fell back), ``uring``, ``posix``, ``memory``, or ``gds`` or ``gds-compat``
+            for reads into GPU memory. A named path never falls back.
         **options: of `NativeEngine`, or of `espnx.storage.gds.GdsEngine`.
 
     Raises:

@@ -30,7 +30,8 @@ class FileHandle:
         direct: whether the page cache is bypassed (O_DIRECT).
         alignment_bytes: of offset, size and memory in direct transfers; 1 where they are buffered.
         requested: the path the caller asked the engine for.
-        effective: the path in use: ``gds``, ``gds-compat``, ``uring``, ``posix`` or ``memory``, with `` (buffered)`` where O_DIRECT was refused.
+        effective: the path in use: ``gds``, ``gds-compat``, ``uring``, ``posix`` or ``memory``, with `` (buffered)`` where O_DIRECT was
+            refused.
     """
 
     number: int
@@ -73,7 +74,7 @@ class Future(Protocol):
 
     @property
     def memory(self) -> torch.Tensor:
-        """uint8 [bytes]: where the items land: the caller's tensor, or the engine's buffer (returned to the pool when the last reference goes)."""
+        """uint8 [bytes]: where the items land: the caller's tensor, or the engine's buffer (recycled when the last reference goes)."""
 
     @property
     def position_bytes(self) -> torch.Tensor:
@@ -118,7 +119,7 @@ class Engine(Protocol):
         """Why `effective` is not what ``auto`` tried first; empty if it is."""
 
     def open(self, path: str | os.PathLike[str], mode: str = "r", *, direct: bool | None = None) -> FileHandle:
-        """Opens a file: ``r``, ``w`` (create or truncate) or ``r+``. `direct`: O_DIRECT demanded, refused, or (None) where it is possible."""
+        """Opens a file: ``r``, ``w`` (create or truncate) or ``r+``. `direct`: O_DIRECT demanded, refused, or (None) where possible."""
 
     def close_file(self, file: FileHandle) -> None: ...
 

@@ -269,5 +269,5 @@ class ReadLoop:
                 self._rest(_QUARANTINE_POLL_S)
         left = [flight for flight in self._flights.close() if flight.count()]
         stuck = self._readers.close()
-        if left or stuck:
+        if self._active or left or stuck:
             abandoned.append((self._cufile, self._active, left, stuck))

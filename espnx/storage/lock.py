@@ -25,14 +25,19 @@ class DirectoryLock:
         try:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise errors.WriteError("cannot create lock file", path=self._path, errno=error.errno, fix="choose a directory you may write to") from error
+            raise errors.WriteError(
+                "cannot create lock file", path=self._path, errno=error.errno, fix="choose a directory you may write to"
+            ) from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             holder = os.pread(self._fd, 64, 0).decode(errors="replace").strip()
             os.close(self._fd)
             raise errors.StoreBusyError(
-                "the store is being written", path=self._path, got=f"a lock held by process {holder or 'unknown'}", fix="wait until that process is done"
+                "the store is being written",
+                path=self._path,
+                got=f"a lock held by process {holder or 'unknown'}",
+                fix="wait until that process is done",
             ) from error
         os.truncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)

@@ -40,7 +40,9 @@ def read_manifest(engine: NativeEngine, directory: str | os.PathLike[str], magic
     """
     path = os.path.join(directory, NAME)
     if not os.path.exists(path):
-        raise errors.StoreNotFoundError("no published store", path=directory, expected=f"a {NAME}", fix="build one with `espnx index build`, or check the path")
+        raise errors.StoreNotFoundError(
+            "no published store", path=directory, expected=f"a {NAME}", fix="build one with `espnx index build`, or check the path"
+        )
     if os.path.getsize(path) > _LIMIT_BYTES:
         raise errors.FormatError("manifest too large", path=path, got=f"{os.path.getsize(path)} bytes", expected=f"at most {_LIMIT_BYTES}")
     damaged = "restore the store from a copy, or build it again"
@@ -53,7 +55,11 @@ def read_manifest(engine: NativeEngine, directory: str | os.PathLike[str], magic
         raise errors.FormatError("not a manifest of this kind", path=path, got=repr(got), expected=repr(magic))
     if fields.get("version") != version:
         raise errors.FormatError(
-            "store of another version", path=path, got=fields.get("version"), expected=version, fix="open it with the espnx that wrote it, or build it again"
+            "store of another version",
+            path=path,
+            got=fields.get("version"),
+            expected=version,
+            fix="open it with the espnx that wrote it, or build it again",
         )
     if fields.get("byte_order") != sys.byteorder:
         raise errors.FormatError("store of another byte order", path=path, got=fields.get("byte_order"), expected=sys.byteorder)

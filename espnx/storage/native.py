@@ -23,14 +23,25 @@ def load_native() -> Any:
         from espnx import _C
     except ImportError as error:
         raise errors.MissingDependencyError(
-            "espnx's compiled part cannot be loaded", got=str(error), fix="run `make setup` (or `pip install -e . --no-build-isolation`) in the source tree"
+            "espnx's compiled part cannot be loaded",
+            got=str(error),
+            fix="run `make setup` (or `pip install -e . --no-build-isolation`) in the source tree",
         ) from error
     _C.set_error_factory(_to_error)
     return _C
 
 
 def _to_error(
-    kind: str, errno: int, what: str, path: str, offset_bytes: int, size_bytes: int, needed_bytes: int, free_bytes: int, got: str, expected: str
+    kind: str,
+    errno: int,
+    what: str,
+    path: str,
+    offset_bytes: int,
+    size_bytes: int,
+    needed_bytes: int,
+    free_bytes: int,
+    got: str,
+    expected: str,
 ) -> errors.EspnxError:
     """Makes the typed exception of a failure that the engine reports."""
     if kind == "invalid":
@@ -208,7 +219,9 @@ class NativeEngine:
     def write(self, plan: Plan, source: torch.Tensor, *, priority: int = 0, deadline_s: float = DEFAULT_DEADLINE_S) -> NativeFuture:
         return self._submit(False, plan, source, gap_bytes=0, priority=priority, deadline_s=deadline_s)
 
-    def _submit(self, reading: bool, plan: Plan, memory: torch.Tensor | None, *, gap_bytes: int, priority: int, deadline_s: float) -> NativeFuture:
+    def _submit(
+        self, reading: bool, plan: Plan, memory: torch.Tensor | None, *, gap_bytes: int, priority: int, deadline_s: float
+    ) -> NativeFuture:
         native = self._native.submit(
             reading=reading,
             file=plan.file,
@@ -260,7 +273,7 @@ class NativeEngine:
 
 
 class FaultyEngine(NativeEngine):
-    """A native engine in which chosen operations fail, per request, before or after the real queue. For tests of everything above storage."""
+    """A native engine in which chosen operations fail, per request. For tests of everything above storage."""
 
     def __init__(self, rules: Sequence[FaultRule], path: str = "auto", *, seed: int = 0, **options: Any):
         super().__init__(path, rules=rules, seed=seed, **options)

@@ -102,8 +102,8 @@ def test_a_wrong_row_shows_no_speed(tmp_path: Path) -> None:
     assert "x" not in line.replace("espnx", "")
 
 
-def test_a_block_without_results_says_so(tmp_path: Path) -> None:
-    assert "no results" in render_case(cases()["io"], {})
+def test_a_block_without_results_is_empty() -> None:
+    assert render_case(cases()["io"], {}) == ""
 
 
 def test_unknown_cases_and_damaged_files_are_errors(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
-// Many threads, one engine, every kind of trouble; built with the thread or the address sanitizer by tests/storage/test_stress.py.
+// Many threads, one engine, every kind of trouble; built with the thread or the address sanitizer by
+// tests/storage/test_stress.py.
 //
-//   engine_stress PATH SEED ROUNDS FOLDER     PATH: uring, posix, memory, or hostile (the thread pool behind HostileQueue)
+//   engine_stress PATH SEED ROUNDS FOLDER     PATH: uring, posix, memory, or hostile (the thread pool behind
+//   HostileQueue)
 //
-// The bytes of the files follow from their offsets, so each reader checks what it gets. Exit code 0: every transfer ended in the right
-// bytes or in a failure that may happen, and nothing was left behind.
+// The bytes of the files follow from their offsets, so each reader checks what it gets. Exit code 0: every
+// transfer ended in the right bytes or in a failure that may happen, and nothing was left behind.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -48,13 +50,17 @@ constexpr int kFiles = 3;
   std::_Exit(3);
 }
 
-int64_t below(Random& random, int64_t limit) { return static_cast<int64_t>(random() % static_cast<uint64_t>(limit)); }
+int64_t below(Random& random, int64_t limit) {
+  return static_cast<int64_t>(random() % static_cast<uint64_t>(limit));
+}
 
 char byte_at(int64_t file, int64_t offset) {
   return static_cast<char>((offset * 2654435761LL + file * 97) >> 7);
 }
 
-std::string file_name(const std::string& folder, int64_t file) { return folder + "/stress" + std::to_string(file); }
+std::string file_name(const std::string& folder, int64_t file) {
+  return folder + "/stress" + std::to_string(file);
+}
 
 void make_files(const std::string& folder) {
   std::vector<char> data(kFileBytes);
@@ -112,14 +118,16 @@ Case random_case(Random& random, const std::vector<int64_t>& numbers) {
   return result;
 }
 
-void check_items(const io::Transfer& transfer, const Case& wanted, const std::vector<int64_t>& items, std::vector<char>& seen) {
+void check_items(const io::Transfer& transfer, const Case& wanted, const std::vector<int64_t>& items,
+                 std::vector<char>& seen) {
   for (int64_t i : items) {
     if (seen[i]++) broken("an item was handed out twice");
     const int64_t size = wanted.spec.size_bytes[i];
     if (size == 0) continue;
     const char* data = transfer.memory() + transfer.position_bytes()[i];
     for (int64_t b = 0; b < size; ++b) {
-      if (data[b] != byte_at(wanted.source[i], wanted.spec.offset_bytes[i] + b)) broken("wrong bytes in item " + std::to_string(i));
+      if (data[b] != byte_at(wanted.source[i], wanted.spec.offset_bytes[i] + b))
+        broken("wrong bytes in item " + std::to_string(i));
     }
   }
 }
@@ -130,17 +138,24 @@ void account(const io::Failure& failure, Outcomes& outcomes, bool closing) {
       if (!closing) broken("closed before its time: " + failure.what);
       ++outcomes.closed;
       return;
-    case io::Kind::cancelled: ++outcomes.cancelled; return;
-    case io::Kind::deadline: ++outcomes.late; return;
+    case io::Kind::cancelled:
+      ++outcomes.cancelled;
+      return;
+    case io::Kind::deadline:
+      ++outcomes.late;
+      return;
     case io::Kind::read:
-    case io::Kind::short_read: ++outcomes.injected; return;
-    default: broken("a failure that cannot be: " + failure.what + " " + failure.path);
+    case io::Kind::short_read:
+      ++outcomes.injected;
+      return;
+    default:
+      broken("a failure that cannot be: " + failure.what + " " + failure.path);
   }
 }
 
 // One reader's work: a plan at a time, sometimes two, read item by item, sometimes given up half way.
-void reader(io::Engine& engine, const std::vector<int64_t>& numbers, uint64_t seed, int rounds, Outcomes& outcomes,
-            const std::atomic<bool>& closing) {
+void reader(io::Engine& engine, const std::vector<int64_t>& numbers, uint64_t seed, int rounds,
+            Outcomes& outcomes, const std::atomic<bool>& closing) {
   Random random(seed);
   for (int round = 0; round < rounds; ++round) {
     Case wanted = random_case(random, numbers);
@@ -150,7 +165,8 @@ void reader(io::Engine& engine, const std::vector<int64_t>& numbers, uint64_t se
       std::vector<char> seen(wanted.source.size());
       for (bool finished = false; !finished;) {
         std::vector<int64_t> items;
-        finished = transfer->next(items, 1 + below(random, 40), below(random, 4) == 0 ? 100'000 : 2'000'000'000);
+        finished =
+            transfer->next(items, 1 + below(random, 40), below(random, 4) == 0 ? 100'000 : 2'000'000'000);
         check_items(*transfer, wanted, items, seen);
         if (below(random, 40) == 0) {
           io::Failure failure;
@@ -158,7 +174,8 @@ void reader(io::Engine& engine, const std::vector<int64_t>& numbers, uint64_t se
           transfer->fail(failure);
         }
       }
-      if (std::count(seen.begin(), seen.end(), 1) != static_cast<int64_t>(seen.size())) broken("an item was lost");
+      if (std::count(seen.begin(), seen.end(), 1) != static_cast<int64_t>(seen.size()))
+        broken("an item was lost");
       ++outcomes.whole;
     } catch (const io::FailureError& error) {
       account(error.failure, outcomes, closing);
@@ -191,16 +208,19 @@ io::EngineOptions options_for(const std::string& path, Random& random, bool faul
 }
 
 // `close_at_ms` >= 0: two threads close the engine while the readers are at work.
-void round_of(const std::string& path, const std::string& folder, uint64_t seed, int rounds, bool faults, int64_t close_at_ms, Outcomes& outcomes) {
+void round_of(const std::string& path, const std::string& folder, uint64_t seed, int rounds, bool faults,
+              int64_t close_at_ms, Outcomes& outcomes) {
   Random random(seed);
   io::Engine engine(options_for(path, random, faults));
   std::vector<int64_t> numbers;
   for (int64_t file = 0; file < kFiles; ++file) {
-    numbers.push_back(engine.open(file_name(folder, file), io::Mode::read, below(random, 2) ? io::Direct::automatic : io::Direct::no));
+    numbers.push_back(engine.open(file_name(folder, file), io::Mode::read,
+                                  below(random, 2) ? io::Direct::automatic : io::Direct::no));
   }
   std::atomic<bool> closing{false}, stop{false};
   std::vector<std::thread> threads;
-  for (uint64_t i = 0; i < 3; ++i) threads.emplace_back([&, i] { reader(engine, numbers, seed * 10 + i, rounds, outcomes, closing); });
+  for (uint64_t i = 0; i < 3; ++i)
+    threads.emplace_back([&, i] { reader(engine, numbers, seed * 10 + i, rounds, outcomes, closing); });
   std::thread watcher([&] {
     while (!stop) {
       if (engine.stats().in_flight < 0) broken("fewer than no requests in flight");
@@ -220,7 +240,8 @@ void round_of(const std::string& path, const std::string& folder, uint64_t seed,
   closing = true;
   engine.close(5);
   const io::EngineStats stats = engine.stats();
-  if (stats.in_flight != 0 || stats.quarantined_buffers != 0 || stats.quarantined_bytes != 0) broken("something was left in flight");
+  if (stats.in_flight != 0 || stats.quarantined_buffers != 0 || stats.quarantined_bytes != 0)
+    broken("something was left in flight");
 }
 
 // Engines that close at the same time with requests that never complete: both abandon memory.
@@ -273,12 +294,21 @@ void share_a_transfer(const std::string& path, const std::string& folder) {
         while (!transfer->next(items, 3, 5'000'000'000)) {
         }
         for (int64_t i = 0; i < 300'000; ++i) {
-          if (memory[i] != byte_at(0, i / 30'000 * 60'000 + 1 + i % 30'000)) broken("returned before the bytes were there");
+          if (memory[i] != byte_at(0, i / 30'000 * 60'000 + 1 + i % 30'000))
+            broken("returned before the bytes were there");
         }
       });
     }
     for (std::thread& thread : threads) thread.join();
   }
+}
+
+void run(const std::string& path, const std::string& folder, uint64_t seed, int rounds, Outcomes& outcomes) {
+  round_of(path, folder, seed, rounds, false, -1, outcomes);
+  round_of(path, folder, seed + 1, rounds, true, -1, outcomes);
+  for (int64_t ms : {0, 1, 3, 10}) round_of(path, folder, seed + 2 + ms, 1000, ms % 2 != 0, ms, outcomes);
+  abandon_together(path, folder);
+  share_a_transfer(path, folder);
 }
 
 }  // namespace
@@ -291,14 +321,17 @@ int main(int count, char** words) {
   io::g_hostile = path == "hostile";
   make_files(folder);
   Outcomes outcomes;
-  round_of(path, folder, seed, rounds, false, -1, outcomes);
-  round_of(path, folder, seed + 1, rounds, true, -1, outcomes);
-  for (int64_t ms : {0, 1, 3, 10}) round_of(path, folder, seed + 2 + ms, 1000, ms % 2 != 0, ms, outcomes);
-  abandon_together(path, folder);
-  share_a_transfer(path, folder);
+  try {
+    std::string reason;
+    if (path == "uring" && !io::make_uring_queue(8, reason)) broken("uring cannot be had: " + reason);
+    run(path, folder, seed, rounds, outcomes);
+  } catch (const io::FailureError& error) {
+    broken("failed: " + error.failure.what + " " + error.failure.path);
+  }
   if (outcomes.whole == 0) broken("nothing was ever read");
   std::printf("%s: %lld whole, %lld closed, %lld cancelled, %lld late, %lld injected\n", path.c_str(),
-              static_cast<long long>(outcomes.whole), static_cast<long long>(outcomes.closed), static_cast<long long>(outcomes.cancelled),
-              static_cast<long long>(outcomes.late), static_cast<long long>(outcomes.injected));
+              static_cast<long long>(outcomes.whole), static_cast<long long>(outcomes.closed),
+              static_cast<long long>(outcomes.cancelled), static_cast<long long>(outcomes.late),
+              static_cast<long long>(outcomes.injected));
   return 0;
 }

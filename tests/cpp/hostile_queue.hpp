@@ -1,4 +1,5 @@
-// A queue as bad as the contract allows: completes in any order, late, in parts, with EAGAIN, and leaves filler where it has moved nothing.
+// A queue as bad as the contract allows: completes in any order, late, in parts, with EAGAIN, and leaves
+// filler where it has moved nothing.
 #pragma once
 
 #include <atomic>
@@ -59,7 +60,9 @@ class HostileQueue final : public Queue {
   }
 
   bool chance(int64_t one_in) { return below(one_in) == 0; }
-  int64_t below(int64_t limit) { return limit > 0 ? static_cast<int64_t>(random_() % static_cast<uint64_t>(limit)) : 0; }
+  int64_t below(int64_t limit) {
+    return limit > 0 ? static_cast<int64_t>(random_() % static_cast<uint64_t>(limit)) : 0;
+  }
 
   std::unique_ptr<Queue> inner_;
   std::mt19937_64 random_;

@@ -95,7 +95,9 @@ class Case:
             assert everything[at : at + len(wanted)].tobytes() == wanted, f"item {i} of {len(self.wanted)}: {len(wanted)} bytes at {at}"
 
 
-def random_case(rng: random.Random, files: list[tuple[FileHandle, bytes]], request_bytes: int, *, count: int | None = None, aligned: bool = False) -> Case:
+def random_case(
+    rng: random.Random, files: list[tuple[FileHandle, bytes]], request_bytes: int, *, count: int | None = None, aligned: bool = False
+) -> Case:
     """Offsets and sizes around everything that matters: blocks, requests, the end of the file, each other."""
     handles: list[FileHandle] = []
     offsets: list[int] = []
@@ -107,7 +109,8 @@ def random_case(rng: random.Random, files: list[tuple[FileHandle, bytes]], reque
             offset = max(0, min(len(data), offsets[at] + rng.choice([0, 0, 1, -1, sizes[at], sizes[at] + 1, BLOCK, -BLOCK])))
         else:
             handle, data = rng.choice(files)
-            offset = rng.choice([0, rng.randint(0, len(data)), rng.randint(0, len(data)) // BLOCK * BLOCK, max(0, len(data) - rng.randint(0, 5000))])
+            anywhere = rng.randint(0, len(data))
+            offset = rng.choice([0, anywhere, anywhere // BLOCK * BLOCK, max(0, len(data) - rng.randint(0, 5000))])
         small = [0, 1, 2, 4095, 4096, 4097, rng.randint(0, 300)]
         size = rng.choice([*small, request_bytes - 1, request_bytes, request_bytes + 1, rng.randint(0, 4 * request_bytes), len(data)])
         if aligned:

@@ -137,6 +137,7 @@ class CuFileStub:
         self.allow_compat = True
         self.force_compat = False
         self.statistics = True
+        self.mixed = False  # every read shows up as a read through the host, too
         self.batches = True
         self.register_fails = False
         self.refuse: dict[str, int] = {}  # function name -> CUfileOpError
@@ -348,13 +349,15 @@ class CuFileStub:
         if rule is not None and rule.fault == "error":
             return d.FAILED, -rule.value
         if rule is not None and rule.fault == "status":
-            return rule.value, 0
+            return rule.value, entry.size  # a count that means nothing: the entry did not complete
         size = min(entry.size, rule.value) if rule is not None and rule.fault == "short" else entry.size
         data = bytearray(os.pread(self.handles[entry.handle], size, entry.offset))
         if rule is not None and rule.fault == "flip" and data:
             data[rule.value // 8 % len(data)] ^= 1 << rule.value % 8
         ctypes.memmove(entry.pointer, bytes(data), len(data))
-        self._counts["direct" if self.direct and not self.force_compat else "posix"] += 1
+        is_direct = self.direct and not self.force_compat
+        self._counts["direct"] += is_direct
+        self._counts["posix"] += self.mixed or not is_direct
         return d.COMPLETE, len(data)
 
     def batch_io_cancel(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Real devices that misbehave, for tests as root: loop devices over files, small file systems, a throttled disk. Always taken down again."""
+"""Real devices that misbehave, for tests as root: loop devices over files, small file systems, a throttled disk. Always taken down."""
 
 from __future__ import annotations
 

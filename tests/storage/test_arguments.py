@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from espnx import errors
-from espnx.storage import PATHS, FaultRule, NativeEngine, Plan, open_engine as open_by_name
+from espnx.storage import PATHS, FaultRule, NativeEngine, Plan
+from espnx.storage import open_engine as open_by_name
 from tests.storage.common import CANARY, OpenEngine, make_file, raw, read_bytes
 
 I64 = torch.int64
@@ -68,7 +69,18 @@ def test_columns_need_not_be_contiguous(engine: NativeEngine, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("offset", "size"),
-    [(-1, 1), (0, -1), (-1, -1), (-(2**63), 1), (0, -(2**63)), (LARGEST, 1), (1, LARGEST), (LARGEST, LARGEST), (LARGEST - 8192, 1), (2**62, 2**62)],
+    [
+        (-1, 1),
+        (0, -1),
+        (-1, -1),
+        (-(2**63), 1),
+        (0, -(2**63)),
+        (LARGEST, 1),
+        (1, LARGEST),
+        (LARGEST, LARGEST),
+        (LARGEST - 8192, 1),
+        (2**62, 2**62),
+    ],
 )
 def test_numbers_out_of_range(engine: NativeEngine, offset: int, size: int, tmp_path: Path) -> None:
     make_file(tmp_path / "a", 100)
@@ -82,9 +94,7 @@ def test_numbers_out_of_range(engine: NativeEngine, offset: int, size: int, tmp_
     assert engine.stats().requests == 0
 
 
-@pytest.mark.parametrize(
-    ("to", "size"), [(-1, 1), (0, 11), (10, 1), (11, 0), (LARGEST, 1), (-(2**63), 1), (5, 6)], ids=str
-)
+@pytest.mark.parametrize(("to", "size"), [(-1, 1), (0, 11), (10, 1), (11, 0), (LARGEST, 1), (-(2**63), 1), (5, 6)], ids=str)
 def test_places_outside_the_callers_memory(engine: NativeEngine, to: int, size: int, tmp_path: Path) -> None:
     make_file(tmp_path / "a", 100)
     file = engine.open(tmp_path / "a")

@@ -32,7 +32,12 @@ def test_everything_is_refused_afterwards(path: str, tmp_path: Path) -> None:
     ):
         with pytest.raises(errors.EngineClosedError):
             call()
-    for call in (lambda: engine.sync(file), lambda: engine.truncate(file, 1), lambda: engine.allocate(file, 1), lambda: engine.close_file(file)):
+    for call in (
+        lambda: engine.sync(file),
+        lambda: engine.truncate(file, 1),
+        lambda: engine.allocate(file, 1),
+        lambda: engine.close_file(file),
+    ):
         with pytest.raises(errors.EngineClosedError):
             call()
     engine.close()

@@ -58,7 +58,10 @@ def test_requests_and_bytes(disk_path: str, case: tuple, open_engine: OpenEngine
         expected = in_blocks if file.alignment_bytes == BLOCK else in_bytes
         assert (future.request_count, future.bytes_moved, future.bytes_asked) == (*expected, asked), f"direct={file.direct}"
         after = engine.stats()
-        assert (after.requests - before.requests, after.bytes_moved - before.bytes_moved, after.bytes_asked - before.bytes_asked) == (*expected, asked)
+        assert (after.requests - before.requests, after.bytes_moved - before.bytes_moved, after.bytes_asked - before.bytes_asked) == (
+            *expected,
+            asked,
+        )
         assert (after.retries, after.failures) == (0, 0)
 
 
@@ -76,7 +79,9 @@ def test_files_are_never_merged(path: str, open_engine: OpenEngine, tmp_path: Pa
     ("moved_first", "continues_at"),
     [(4096, 4096), (5000, 4096), (8191, 4096), (8192, 8192), (1, 0), (0, 0)],
 )
-def test_a_short_read_goes_on_at_the_last_whole_block(disk_path: str, moved_first: int, continues_at: int, open_engine: OpenEngine, tmp_path: Path) -> None:
+def test_a_short_read_goes_on_at_the_last_whole_block(
+    disk_path: str, moved_first: int, continues_at: int, open_engine: OpenEngine, tmp_path: Path
+) -> None:
     """The engine counts what crossed the queue, retries included; the future counts each byte of the plan once."""
     data = make_file(tmp_path / "a", 16_384)
     engine = open_engine(disk_path, [FaultRule("short", operation="read", count=1, value=moved_first)])

@@ -51,7 +51,9 @@ def test_a_read_that_never_completes(path: str, open_engine: OpenEngine, tmp_pat
         again = engine.read(plan)
         memory = again.wait()
         assert memory.data_ptr() != held
-        assert [raw(memory[at : at + BLOCK]) for at in again.position_bytes.tolist()] == [data[i * BLOCK : i * BLOCK + BLOCK] for i in (0, 2, 4)]
+        assert [raw(memory[at : at + BLOCK]) for at in again.position_bytes.tolist()] == [
+            data[i * BLOCK : i * BLOCK + BLOCK] for i in (0, 2, 4)
+        ]
 
     before = time.monotonic()
     engine.close(grace_s=0.2)

@@ -80,7 +80,7 @@ def test_driver_that_another_library_opened(make: MakeEngine, tmp_path: Path) ->
     stub = CuFileStub(direct=True)
     stub.open_count = 1
     assert make(stub, "gds").open(path).effective == "gds"
-    for spoil in ({"force_compat": True}, {"statistics": False}):
+    for spoil in ({"force_compat": True}, {"statistics": False}, {"mixed": True}):
         stub = CuFileStub(direct=True)
         stub.open_count = 1
         engine = None

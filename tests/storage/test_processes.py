@@ -1,9 +1,10 @@
-"""Around the engine: Ctrl-C, fork(), other threads' locks, interpreters that end, kernels that refuse. In children, because these can hang."""
+"""Around the engine: Ctrl-C, fork(), the GIL, interpreters that end, kernels that refuse. In children, because these can hang."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import os
 import resource
 import signal
@@ -19,8 +20,9 @@ import pytest
 import torch
 
 from espnx import errors
-from espnx.storage import FaultRule, NativeEngine, Plan, open_engine as open_by_name
-from tests.storage.common import BLOCK, OpenEngine, in_child, make_file, read_bytes, until, uring_refusal
+from espnx.storage import FaultRule, NativeEngine, Plan
+from espnx.storage import open_engine as open_by_name
+from tests.storage.common import BLOCK, OpenEngine, in_child, make_file, raw, read_bytes, until, uring_refusal
 
 MS = 1_000_000
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,25 +76,23 @@ def test_a_forked_child_is_told(path: str, tmp_path: Path) -> None:
     def work() -> list[str]:
         found = []
         memory = torch.zeros(10, dtype=torch.uint8)
-        mine = engines[0]
         for call in (
-            lambda: mine.read(Plan.of(file, [0], [10])),
-            lambda: mine.write(Plan.of(file, [0], [10], [0]), memory),
-            lambda: mine.open(tmp_path / "a"),
-            lambda: mine.sync(file),
-            lambda: mine.close_file(file),
-            mine.stats,
-            futures[0].next,
-            futures[0].done,
-            futures[0].cancel,
+            lambda: engines[0].read(Plan.of(file, [0], [10])),
+            lambda: engines[0].write(Plan.of(file, [0], [10], [0]), memory),
+            lambda: engines[0].open(tmp_path / "a"),
+            lambda: engines[0].sync(file),
+            lambda: engines[0].close_file(file),
+            lambda: engines[0].stats(),
+            lambda: futures[0].next(),
+            lambda: futures[0].done(),
+            lambda: futures[0].cancel(),
         ):
             try:
                 call()
                 found.append("allowed")
             except errors.InvalidInputError as error:
                 found.append("refused" if "fork" in str(error) else str(error))
-        mine.close()
-        del mine, call
+        engines[0].close()
         futures.clear()
         engines.clear()
         gc.collect()
@@ -123,7 +123,7 @@ def test_a_forked_child_lets_go_of_an_idle_engine(path: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("how", ["close", "drop", "stats"])
 def test_freeing_memory_that_needs_the_gil(disk_path: str, how: str, tmp_path: Path) -> None:
-    """The caller forgets a write from NumPy's memory. Whoever drops that memory last must not wait for the GIL of a thread that waits for it."""
+    """The caller forgets a write from NumPy's memory: freeing it takes the GIL, which may be held by the thread that waits for that."""
 
     def work() -> str:
         rules = [FaultRule("delay", operation="write", value=(2 if how == "stats" else 150) * MS)]
@@ -159,7 +159,7 @@ def test_other_threads_run_while_an_engine_is_dropped(disk_path: str, tmp_path: 
     engines.clear()
     stop.set()
     thread.join()
-    assert max(b - a for a, b in zip(ticks, ticks[1:], strict=False)) < 0.2
+    assert max(b - a for a, b in itertools.pairwise(ticks)) < 0.2
 
 
 def test_an_interpreter_that_ends_with_reads_under_way(tmp_path: Path) -> None:
@@ -279,7 +279,8 @@ def test_no_memory_for_a_thread(running: int, tmp_path: Path) -> None:
             memory = future.wait()
         except (errors.ReadError, errors.EngineClosedError) as error:
             return type(error).__name__
-        right = all(memory[at : at + 10].numpy().tobytes() == data[o : o + 10] for at, o in zip(future.position_bytes.tolist(), offsets, strict=True))
+        places = future.position_bytes.tolist()
+        right = all(raw(memory[at : at + 10]) == data[o : o + 10] for at, o in zip(places, offsets, strict=True))
         return f"read {right}"
 
     assert in_child(work) in (["read True"] if running else ["ReadError", "EngineClosedError", "read True"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from pathlib import Path
@@ -35,7 +36,7 @@ def test_write_and_read_back(disk_path: str, direct: bool | None, open_engine: O
         file = engine.open(tmp_path / "a", "r+", direct=direct)
         unit = BLOCK if file.alignment_bytes > 1 else 1
         cuts = sorted(rng.sample(range(64 * BLOCK // unit), 9))
-        pieces = [(a * unit, (b - a) * unit) for a, b in zip(cuts[:-1], cuts[1:], strict=True)][::2]
+        pieces = [(a * unit, (b - a) * unit) for a, b in itertools.pairwise(cuts)][::2]
         rng.shuffle(pieces)
         source = tensor_of(new)
         plan = Plan.of(file, [o for o, _ in pieces], [s for _, s in pieces], [o for o, _ in pieces])

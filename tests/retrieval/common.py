@@ -1,0 +1,123 @@
+"""What the retrieval tests share: corpora of known vectors, and what a ranking must equal, computed from the documents themselves."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import espnx
+from espnx import errors
+from espnx.retrieval.result import Hit
+from espnx.retrieval.search import Index
+from espnx.storage import NativeEngine
+from tests.ops.tolerances import gamma
+
+D_CLS, DIM = 16, 8
+EVERYTHING = 2**30  # candidates, lists: more than there are
+
+
+def vectors(rng: np.random.Generator, centre: np.ndarray, n_tokens: int, dim: int = DIM) -> espnx.Encoded:
+    """A CLS vector near its centre, and tokens of the length that encoders give."""
+    cls = centre + 0.4 * rng.normal(size=len(centre))
+    tokens = rng.normal(size=(n_tokens, dim)) / dim**0.5
+    return espnx.Encoded(torch.from_numpy(cls.astype(np.float32)), torch.from_numpy(tokens.astype(np.float32)))
+
+
+def corpus(count: int, *, d_cls: int = D_CLS, dim: int = DIM, tokens: tuple[int, int] = (0, 12), seed: int = 0) -> list[espnx.Document]:
+    """Documents from a mixture of eight clusters; token counts between the two given, both included."""
+    rng = np.random.default_rng(seed)
+    centres = np.random.default_rng(1000).normal(size=(8, d_cls))
+    return [
+        espnx.Document(f"doc-{i}", f"text of {i}", vectors(rng, centres[rng.integers(8)], int(rng.integers(tokens[0], tokens[1] + 1)), dim))
+        for i in range(count)
+    ]
+
+
+def queries(count: int, *, d_cls: int = D_CLS, dim: int = DIM, seed: int = 77) -> list[espnx.Encoded]:
+    return [document.vectors for document in corpus(count, d_cls=d_cls, dim=dim, tokens=(1, 6), seed=seed) if document.vectors]
+
+
+def build(path: Path | str, documents: Iterable[Any], **options: Any) -> espnx.retrieval.build.BuildReport:
+    """`espnx.build` with the dimensions of this file and exact lists, unless told otherwise."""
+    return espnx.build(path, documents, **{"dims": (D_CLS, DIM), "first_stage": "flat", "nlist": 4, **options})
+
+
+def exact_scores(documents: Sequence[espnx.Document], query: espnx.Encoded, cls_weight: float, fmt: str) -> tuple[dict[Any, float], dict[Any, float]]:
+    """By id: the score in float64 of the vectors as stored, and how far a float32 computation may be off (see tests/ops/tolerances.py)."""
+    dtype = {"fp16": torch.float16, "fp32": torch.float32}[fmt]
+    q_cls, q_tokens = query.cls.double(), query.tokens.double()
+    roundings = gamma(q_tokens.shape[1] + len(q_tokens) + 1, 2.0**-24), gamma(len(q_cls) + 2, 2.0**-24)
+    scores, bounds = {}, {}
+    for document in documents:
+        assert document.vectors is not None
+        cls, tokens = document.vectors.cls.to(dtype).double(), document.vectors.tokens.to(dtype).double()
+        similar = q_tokens @ tokens.T
+        maxsim = float(similar.amax(dim=1).sum()) if len(tokens) else -np.inf
+        scores[document.id] = maxsim + cls_weight * float(q_cls @ cls)
+        size = float((q_tokens.abs() @ tokens.abs().T).amax(dim=1).sum()) if len(tokens) else 0.0
+        bounds[document.id] = roundings[0] * size + roundings[1] * abs(cls_weight) * float(q_cls.abs() @ cls.abs())
+    return scores, bounds
+
+
+def assert_ranking(hits: Sequence[Hit], scores: dict[Any, float], bounds: dict[Any, float]) -> None:
+    """`hits` are the best of `scores`, in order, up to swaps within the bounds, each once, with its own text and score."""
+    ids = [hit.id for hit in hits]
+    assert len(set(map(repr, ids))) == len(ids), "a document occurs twice"
+    best = sorted(scores.values(), reverse=True)
+    slack = 2 * max(bounds.values(), default=0.0)
+    for hit, wanted in zip(hits, best, strict=False):
+        assert same(hit.score, scores[hit.id], bounds[hit.id]), f"{hit} should score {scores[hit.id]}"
+        assert same(scores[hit.id], wanted, slack), f"{hit} is ranked where {wanted} belongs"
+    for first, second in zip(hits, hits[1:], strict=False):
+        assert (-first.score, first.number) < (-second.score, second.number)
+
+
+def same(a: float, b: float, tolerance: float) -> bool:
+    return a == b or abs(a - b) <= tolerance
+
+
+def assert_ranks_as_written(index: Index, documents: Sequence[espnx.Document], *, fmt: str = "fp16", cls_weight: float = 1.0, seed: int = 5) -> None:
+    """The whole corpus, ranked for two queries, is what the documents' own vectors say."""
+    texts = {document.id: document.text for document in documents}
+    for query in queries(2, seed=seed):
+        result = index.search(query, k=EVERYTHING, candidates=EVERYTHING, nprobe=EVERYTHING, cls_weight=cls_weight)
+        assert len(result.hits) == len(documents)
+        assert all(texts[hit.id] == hit.text for hit in result.hits)
+        assert_ranking(result.hits, *exact_scores(documents, query, cls_weight, fmt))
+
+
+def check_store(path: Path | str, documents: Sequence[espnx.Document], *, engine: NativeEngine | str = "auto", **options: Any) -> None:
+    """The store opens, verifies, and ranks as its documents say."""
+    with espnx.open(path, engine=engine) as index:
+        assert index.store.verify() == len(documents)
+        assert_ranks_as_written(index, documents, **options)
+
+
+def leftovers(path: Path | str) -> set[str]:
+    """What lies in a store's directory beside the published generation."""
+    return {entry.name for entry in Path(path).iterdir()} - {"MANIFEST.json", "LOCK"}
+
+
+@contextmanager
+def memory_folder() -> Iterator[Path]:
+    """A directory where a flush costs nothing, for tests that build a hundred stores; an ordinary one where there is none."""
+    base = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    path = Path(tempfile.mkdtemp(prefix="espnx-test-", dir=base))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def raised(error: BaseException) -> str:
+    """A message must name the file: `path` of a storage error is in it."""
+    if isinstance(error, errors.StorageError) and error.path is not None:
+        assert error.path in str(error)
+    return f"{type(error).__name__}: {error}"

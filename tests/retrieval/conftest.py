@@ -1,0 +1,43 @@
+"""A store that many tests only read, and FAISS on one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import espnx
+from tests.retrieval.common import build, corpus, memory_folder
+
+pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_faiss_thread() -> Iterator[None]:
+    """Corpora here are tiny: on a busy machine, waking FAISS's other threads takes longer than the work."""
+    import faiss
+
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    yield
+    faiss.omp_set_num_threads(before)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with memory_folder() as path:
+        yield path
+
+
+@pytest.fixture(scope="session")
+def documents() -> list[espnx.Document]:
+    return corpus(300)
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory, documents: list[espnx.Document]) -> Path:
+    """300 documents in eight lists, fp16, on a real disk. Read only."""
+    path = tmp_path_factory.mktemp("shared") / "store"
+    build(path, documents, nlist=8)
+    return path
