@@ -11,7 +11,7 @@ set -euo pipefail
 called_from=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-readonly BUILD_LIMIT_S=240
+readonly BUILD_LIMIT_S=150
 readonly SEES_GPU='import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)'
 
 choose_python() {

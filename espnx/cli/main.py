@@ -58,14 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code; never lets a traceback out unless ESPNX_DEBUG is set."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        args = build_parser(chosen_command(argv)).parse_args(argv)
-        run: Callable[[argparse.Namespace], int] | None = getattr(args, "run", None)
-        if run is None:
-            build_parser().print_help(sys.stderr)
-            return USAGE
-        code = run(args)
-        sys.stdout.flush()
-        return code
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # a closed pipe shows here, where it can be caught, not while Python shuts down
     except BrokenPipeError:
         # The reader of our output (head, less) has gone; Python would complain once more while it closes standard output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -77,6 +73,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("ESPNX_DEBUG"):
             raise
         return report(error, sys.stderr)
+
+
+def _run(argv: list[str]) -> int:
+    args = build_parser(chosen_command(argv)).parse_args(argv)
+    run: Callable[[argparse.Namespace], int] | None = getattr(args, "run", None)
+    if run is None:
+        build_parser().print_help(sys.stderr)
+        return USAGE
+    return run(args)
 
 
 def report(error: Exception, stream: TextIO) -> int:

@@ -129,7 +129,8 @@ def train_index(sample: np.ndarray, nlist: int, code: str) -> Any:
         InvalidInputError: unknown code.
     """
     faiss = load_faiss()
-    name = CODES.get(code) or (f"PQ{int(code[2:])}" if code.startswith("pq") and code[2:].isdigit() else None)
+    # np: without the polysemous training that FAISS would add, seconds a byte of code for a filter that is not used here.
+    name = CODES.get(code) or (f"PQ{int(code[2:])}np" if code.startswith("pq") and code[2:].isdigit() else None)
     if name is None or (code.startswith("pq") and (int(code[2:]) == 0 or sample.shape[1] % int(code[2:]))):
         raise errors.InvalidInputError("first-stage code", got=repr(code), expected="flat, sq8 or pqM where M divides the CLS dimension")
     index = faiss.index_factory(sample.shape[1], f"IVF{nlist},{name}", faiss.METRIC_INNER_PRODUCT)

@@ -18,6 +18,8 @@ from .gds_driver import DeviceMemory
 from .native import load_native
 from .plan import Plan
 
+_NOBODY = 2**63  # items that nobody waits for
+
 
 @dataclass
 class OpenFile:
@@ -161,8 +163,9 @@ class Transfer:
         self.asked_bytes = int(plan.size_bytes.sum())
         self._cut(batch_bytes, large_bytes)
         self.empty_items = np.flatnonzero(plan.size_bytes.numpy() == 0)
-        self._ready: list[int] = []
+        self._ready: list[np.ndarray] = []
         self._ready_items = 0
+        self._wanted = _NOBODY
         self._handed_out = 0
         self.on_fail: Callable[[], None] = lambda: None
 
@@ -231,11 +234,14 @@ class Transfer:
         extents = self.extent[pieces]
         with self.changed:
             np.subtract.at(self.open_pieces, extents, 1)
-            done = extents[self.open_pieces[extents] == 0]
-            self._ready.extend(dict.fromkeys(done.tolist()))
-            self._ready_items = sum(int(self.layout.last[e] - self.layout.first[e]) for e in self._ready)
+            done = np.unique(extents[self.open_pieces[extents] == 0])
+            self._ready.append(done)
+            self._ready_items += int((self.layout.last[done] - self.layout.first[done]).sum())
             self.over()
-            self.changed.notify_all()
+            # Waking a thread that finds too little costs both it and this one a turn of the interpreter's lock.
+            if self._there() >= self._wanted or self._there() + self._handed_out == len(self.plan):
+                self._wanted = _NOBODY
+                self.changed.notify_all()
 
     def fail(self, failure: Callable[[], errors.EspnxError]) -> None:
         """Ends the transfer unless it has ended. What is with the device keeps its memory until it completes."""
@@ -265,10 +271,10 @@ class Transfer:
                 if left_s <= 0:
                     overdue = time.monotonic() >= self.deadline
                     break
+                self._wanted = min(self._wanted, at_least)
                 self.changed.wait(min(left_s, 1.0))
             if self.failure is None and not overdue:
-                spans = [self.layout.order[self.layout.first[e] : self.layout.last[e]] for e in self._ready]
-                items = np.concatenate([self.empty_items, *spans]).astype(np.int64)
+                items = np.concatenate([self.empty_items, *map(self._items_of, self._ready)])
                 self._ready, self._ready_items, self.empty_items = [], 0, self.empty_items[:0]
                 self._handed_out += items.size
                 return items, self._handed_out == len(self.plan)
@@ -277,6 +283,12 @@ class Transfer:
         if self.failure is None:
             raise errors.EngineClosedError("the transfer ended while it was waited for")
         raise self.failure()
+
+    def _items_of(self, extents: np.ndarray) -> np.ndarray:
+        """The items of these extents: their ranges of `Layout.order`, one after another."""
+        first, count = self.layout.first[extents], self.layout.last[extents] - self.layout.first[extents]
+        begin = np.cumsum(count) - count
+        return self.layout.order[np.repeat(first - begin, count) + np.arange(count.sum())]
 
     def take_back(self, count: int) -> None:
         """Items that were handed out by `take_ready` and then found bad: the transfer is not over, so that it can fail."""
