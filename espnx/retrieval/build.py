@@ -33,8 +33,8 @@ from .first_stage import CODES, load_faiss
 from .projection import Projection
 from .record import RecordSchema
 from .segments import SegmentWriter, copier, copy_texts, pieces
-from .spool import Spool, SpoolWriter, write_state
-from .store import FIRST_STAGE_NAME, MAGIC, META_NAME, TEXTS_NAME, VERSION, Segment
+from .spool import Spool, SpoolWriter, spool_salt, write_state
+from .store import FIRST_STAGE_NAME, MAGIC, META_NAME, TEXTS_NAME, VERSION, Segment, store_salt
 from .texts import TextReader, TextWriter
 
 CHECKPOINT_S = 5.0
@@ -266,8 +266,9 @@ class Builder:
         )
         work_bytes = self.budget.left()
         projection = self._projection()
-        target = TextWriter(os.path.join(self.directory, TEXTS_NAME), keep=sum(segment.records for segment in done))
-        source = TextReader(os.path.join(self.building, TEXTS_NAME))
+        salt = store_salt(self.state["store_id"], self.state["generation"])
+        target = TextWriter(os.path.join(self.directory, TEXTS_NAME), salt, keep=sum(segment.records for segment in done))
+        source = TextReader(os.path.join(self.building, TEXTS_NAME), spool_salt(self.state))
         try:
             list_sizes = np.array(self.state["list_sizes"], dtype=np.int64)
             order = arrange.record_order(self.engine, self.building, self.state["list_sums"], list_sizes, max(65536, work_bytes // 4 // 32))

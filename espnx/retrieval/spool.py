@@ -54,12 +54,17 @@ def write_state(engine: NativeEngine, directory: str, state: dict[str, Any]) -> 
     replace_file(engine, os.path.join(directory, STATE_NAME), json.dumps(body, sort_keys=True).encode())
 
 
+def spool_salt(state: dict[str, Any]) -> int:
+    """Seeds the checksums of a spool's records and texts."""
+    return crc32c(bytes.fromhex(state["store_id"]))
+
+
 class SpoolWriter:
     """Appends documents to a spool, new or from its last checkpoint on."""
 
     def __init__(self, engine: NativeEngine, directory: str, schema: RecordSchema, state: dict[str, Any]):
         self._engine, self._directory, self._schema, self._state = engine, directory, schema, state
-        self._salt = crc32c(bytes.fromhex(state["store_id"]))
+        self._salt = spool_salt(state)
         self.count: int = state["documents"]
         sizes, sums = state["spool_bytes"], state["spool_sums"]
         self._writers: dict[str, StreamWriter] = {}
@@ -69,7 +74,7 @@ class SpoolWriter:
                 self._writers[name] = StreamWriter(
                     engine, os.path.join(directory, name), at_bytes=sizes.get(name, 0), buffer_bytes=size, sums=known
                 )
-            self.texts = TextWriter(os.path.join(directory, TEXTS), keep=self.count)
+            self.texts = TextWriter(os.path.join(directory, TEXTS), self._salt, keep=self.count)
         except BaseException:
             for writer in self._writers.values():
                 writer.close()
@@ -124,7 +129,7 @@ class Spool:
 
     def __init__(self, engine: NativeEngine, directory: str, schema: RecordSchema, state: dict[str, Any]):
         self._engine, self._directory, self.schema = engine, directory, schema
-        self._salt = crc32c(bytes.fromhex(state["store_id"]))
+        self._salt = spool_salt(state)
         self._cls_sums = state["spool_sums"][CLS]
         raw = read_file(engine, os.path.join(directory, N_TOKENS), sums=state["spool_sums"][N_TOKENS])
         self.n_tokens = np.frombuffer(bytearray(raw), dtype=np.uint16)

@@ -99,7 +99,7 @@ class EmbeddingStore:
         self.salt = store_salt(self.manifest["store_id"], self.manifest["generation"])
         self.segments = [Segment(**segment) for segment in self.manifest["segments"]]
         self._load_meta()
-        self.texts = TextReader(self._checked_path(TEXTS_NAME))
+        self.texts = TextReader(self._checked_path(TEXTS_NAME), self.salt)
         self._files: list[FileHandle] = []
         try:
             for number, segment in enumerate(self.segments):

@@ -14,9 +14,9 @@ from ..storage.stream import crc32c
 DocumentId = int | str
 
 
-def _checksum(number: int, identifier: DocumentId, text: str) -> int:
-    """Of a row, its number included: a row found under another number is no hit's text."""
-    return crc32c(f"{number}:{type(identifier).__name__}:{identifier}\0{text}".encode())
+def _checksum(number: int, identifier: DocumentId, text: str, salt: int) -> int:
+    """Of a row, its number and store included: a row found under another number, or in another store's file, is no hit's text."""
+    return crc32c(f"{number}:{type(identifier).__name__}:{identifier}\0{text}".encode(), salt)
 
 
 @contextmanager
@@ -43,9 +43,9 @@ class TextWriter:
     Rows become durable at `commit`. Raises DiskFullError, WriteError, FormatError; InvalidInputError for an id that came before.
     """
 
-    def __init__(self, path: str, keep: int = 0):
-        """`keep`: continues a file, keeping numbers below it; 0 begins anew."""
-        self.path = path
+    def __init__(self, path: str, salt: int, keep: int = 0):
+        """`salt`: seeds the rows' checksums. `keep`: continues a file, keeping numbers below it; 0 begins anew."""
+        self.path, self._salt = path, salt
         if not keep:
             for suffix in ("", "-journal"):
                 if os.path.exists(path + suffix):
@@ -63,7 +63,7 @@ class TextWriter:
         with _typed(self.path, "cannot write texts"):
             for number, identifier, text in rows:
                 try:
-                    self._db.execute("INSERT INTO docs VALUES (?, ?, ?, ?)", (number, identifier, text, _checksum(number, identifier, text)))
+                    self._db.execute("INSERT INTO docs VALUES (?, ?, ?, ?)", (number, identifier, text, _checksum(number, identifier, text, self._salt)))
                 except sqlite3.IntegrityError as error:
                     raise errors.InvalidInputError(
                         f"document id {identifier!r} occurs twice", got=f"again as document {number}", expected="unique ids", fix="rename or drop one of the two"
@@ -87,8 +87,8 @@ class TextWriter:
 class TextReader:
     """Reads ids and texts by number; every row is checked. Usable from any thread."""
 
-    def __init__(self, path: str):
-        self.path = path
+    def __init__(self, path: str, salt: int):
+        self.path, self._salt = path, salt
         if not os.path.exists(path):
             raise errors.StoreNotFoundError("text database missing", path=path, fix="restore the store from a copy, or build it again")
         uri = "file:" + path.replace("%", "%25").replace("?", "%3f").replace("#", "%23") + "?mode=ro&immutable=1"
@@ -104,7 +104,7 @@ class TextReader:
             row = self._db.execute("SELECT id, text, crc32c FROM docs WHERE number = ?", (number,)).fetchone()
         if row is None:
             raise errors.FormatError(f"text of record {number} missing", path=self.path, fix="run `espnx index verify`; build the store again")
-        if not isinstance(row[0], (int, str)) or not isinstance(row[1], str) or row[2] != _checksum(number, row[0], row[1]):
+        if not isinstance(row[0], (int, str)) or not isinstance(row[1], str) or row[2] != _checksum(number, row[0], row[1], self._salt):
             raise errors.ChecksumError(f"damaged text of record {number}", path=self.path, fix="restore the store from a copy, or build it again")
         return row[0], row[1]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,3 +41,16 @@ def store(tmp_path_factory: pytest.TempPathFactory, documents: list[espnx.Docume
     path = tmp_path_factory.mktemp("shared") / "store"
     build(path, documents, nlist=8)
     return path
+
+
+@pytest.fixture
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Makes builds cut their data files at a size that a test's corpus reaches: (segment_bytes, bytes of one run of records)."""
+    from espnx.retrieval import build as module
+
+    def cut(segment_bytes: int, run_bytes: int = 4096) -> None:
+        monkeypatch.setattr(module.Builder, "_segment_bytes", lambda self, total_bytes: segment_bytes)
+        whole = module.pieces
+        monkeypatch.setattr(module, "pieces", lambda order, sizes, limit_bytes, room: whole(order, sizes, run_bytes, room))
+
+    return cut
