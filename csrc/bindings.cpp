@@ -2,6 +2,10 @@
 // Failures cross as espnx.errors classes, made by the function that espnx.storage registers with set_error_factory.
 #include <torch/extension.h>
 
+#include <cmath>
+#include <memory>
+#include <mutex>
+
 #include "cpu/crc32c.hpp"
 #include "cpu/records.hpp"
 #include "io/engine.hpp"
@@ -35,9 +39,14 @@ const char* kind_name(io::Kind kind) {
   return "read";
 }
 
+// Paths are bytes; Python's own way of making text of them loses none.
+py::object path_text(const std::string& path) {
+  return py::reinterpret_steal<py::object>(PyUnicode_DecodeFSDefaultAndSize(path.data(), static_cast<Py_ssize_t>(path.size())));
+}
+
 void raise_failure(const io::Failure& f) {
-  py::object exception = error_factory()(py::arg("kind") = kind_name(f.kind), py::arg("errno") = f.error, py::arg("what") = f.what,
-                                         py::arg("path") = f.path, py::arg("offset_bytes") = f.offset_bytes,
+  py::object exception = error_factory()(py::arg("kind") = kind_name(f.kind), py::arg("errno") = f.error, py::arg("what") = path_text(f.what),
+                                         py::arg("path") = path_text(f.path), py::arg("offset_bytes") = f.offset_bytes,
                                          py::arg("size_bytes") = f.size_bytes, py::arg("needed_bytes") = f.needed_bytes,
                                          py::arg("free_bytes") = f.free_bytes, py::arg("got") = f.got, py::arg("expected") = f.expected);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
@@ -66,23 +75,72 @@ at::Tensor to_tensor(const std::vector<int64_t>& values) {
   return at::tensor(at::IntArrayRef(values), at::kLong);
 }
 
+// The callers' memory that transfers have let go of. The last reference may go in the I/O thread, where freeing could wait for the GIL
+// (NumPy's memory does) while the thread that has the GIL waits for the I/O thread: it is only put down there, and freed in callers' threads.
+class Remains {
+ public:
+  // The storage and not the tensor: `tensor.data = other` would free the memory under a running transfer.
+  static std::shared_ptr<void> keep(const at::Tensor& tensor) {
+    return {new c10::Storage(tensor.storage()), [](void* storage) {
+              std::lock_guard lock(mutex());
+              list().emplace_back(static_cast<c10::Storage*>(storage));
+            }};
+  }
+
+  // Needs the GIL.
+  static void free() {
+    std::vector<std::unique_ptr<c10::Storage>> found;
+    std::lock_guard lock(mutex());
+    found.swap(list());
+  }  // the lock goes first, then what was found
+
+ private:
+  static std::mutex& mutex() {
+    static auto* instance = new std::mutex();
+    return *instance;
+  }
+  static std::vector<std::unique_ptr<c10::Storage>>& list() {
+    static auto* instance = new std::vector<std::unique_ptr<c10::Storage>>();
+    return *instance;
+  }
+};
+
 // A future: waits for a transfer, keeps the engine and the memory alive.
 struct Future {
   std::shared_ptr<io::Engine> engine;
   std::shared_ptr<io::Transfer> transfer;
 
+  Future(std::shared_ptr<io::Engine> engine, std::shared_ptr<io::Transfer> transfer) : engine(std::move(engine)), transfer(std::move(transfer)) {}
+  Future(Future&&) = default;
+  ~Future() {
+    if (!transfer) return;
+    if (!engine->in_own_process()) {  // a thread of the parent may be waiting in it: see Engine::forget
+      new std::shared_ptr<io::Transfer>(std::move(transfer));
+      return;
+    }
+    transfer.reset();
+    engine.reset();
+    Remains::free();
+  }
+
+  void check() const {
+    if (!engine->in_own_process()) invalid("the transfer belongs to the parent process; open an engine after fork()");
+  }
+
   // Waits for items with the GIL released; looks for Ctrl-C between.
   std::pair<at::Tensor, bool> next(int64_t at_least, double timeout_s) {
+    check();
+    if (std::isnan(timeout_s)) invalid("timeout_s is not a number");
     std::vector<int64_t> items;
     bool finished = false;
-    const auto until = io::Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::min(timeout_s, 1e9) * 1e9));
+    const auto until = io::Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::clamp(timeout_s, 0.0, 1e9) * 1e9));
     for (;;) {
       {
         py::gil_scoped_release unlocked;
         const int64_t left_ns = (until - io::Clock::now()).count();
         finished = transfer->next(items, at_least, std::clamp<int64_t>(left_ns, 0, kSignalCheckNs));
       }
-      if (finished || static_cast<int64_t>(items.size()) >= std::max<int64_t>(at_least, 1) || io::Clock::now() >= until) break;
+      if (finished || static_cast<int64_t>(items.size()) >= at_least || io::Clock::now() >= until) break;
       if (PyErr_CheckSignals() != 0) {
         cancel();
         throw py::error_already_set();
@@ -92,6 +150,7 @@ struct Future {
   }
 
   void cancel() {
+    check();
     io::Failure failure;
     failure.kind = io::Kind::cancelled;
     failure.what = "the transfer was cancelled";
@@ -108,6 +167,7 @@ struct Future {
 Future submit(const std::shared_ptr<io::Engine>& engine, bool reading, const at::Tensor& file, const at::Tensor& offset_bytes,
               const at::Tensor& size_bytes, const std::optional<at::Tensor>& out_offset_bytes, const std::optional<at::Tensor>& crc32c,
               const std::optional<at::Tensor>& memory, int64_t gap_bytes, int priority, double deadline_s) {
+  Remains::free();
   io::TransferSpec spec;
   spec.reading = reading;
   spec.file = to_vector(file, "file", -1);
@@ -123,7 +183,7 @@ Future submit(const std::shared_ptr<io::Engine>& engine, bool reading, const at:
     }
     spec.base = static_cast<char*>(memory->data_ptr());
     spec.base_bytes = memory->numel();
-    spec.keep_alive = std::make_shared<at::Tensor>(*memory);
+    spec.keep_alive = Remains::keep(*memory);
   }
   if (gap_bytes < 0 || !(deadline_s > 0)) invalid("gap_bytes must not be negative and deadline_s must be positive");
   spec.gap_bytes = gap_bytes;
@@ -166,11 +226,23 @@ std::shared_ptr<io::Engine> make_engine(const std::string& path, unsigned queue_
   for (const py::dict& rule : rules) options.rules.push_back(to_rule(rule));
   options.seed = seed;
   py::gil_scoped_release unlocked;
-  return std::make_shared<io::Engine>(std::move(options));
+  // Closing waits for the I/O thread, and others must be able to run meanwhile.
+  return {new io::Engine(std::move(options)), [](io::Engine* engine) {
+            if (!PyGILState_Check()) {
+              delete engine;
+              return;
+            }
+            py::gil_scoped_release released;
+            delete engine;
+          }};
 }
 
 py::dict stats_dict(io::Engine& engine) {
-  const io::EngineStats stats = engine.stats();
+  Remains::free();
+  const io::EngineStats stats = [&] {
+    py::gil_scoped_release unlocked;
+    return engine.stats();
+  }();
   py::dict result;
   result["bytes_asked"] = stats.bytes_asked;
   result["bytes_moved"] = stats.bytes_moved;
@@ -210,14 +282,20 @@ void bind_engine(py::module_& m) {
            }, py::arg("path"), py::arg("mode"), py::arg("direct"))
       .def("close_file", &io::Engine::close_file, Release())
       .def("file_info", [](io::Engine& e, int64_t number) {
-             const auto file = e.file(number);
-             return py::make_tuple(file->refresh_size(), file->direct, file->alignment_bytes);
+             std::shared_ptr<io::File> file;
+             {
+               py::gil_scoped_release unlocked;
+               file = e.file(number);
+               file->refresh_size();
+             }
+             return py::make_tuple(file->size_bytes.load(), file->direct, file->alignment_bytes);
            })
       .def("allocate", &io::Engine::allocate, Release())
       .def("truncate", &io::Engine::truncate, Release())
       .def("sync", &io::Engine::sync, Release())
       .def("sync_directory", &io::Engine::sync_directory, Release())
-      .def("before", [](io::Engine& e, const std::string& operation, const std::string& path) { e.before(operation.c_str(), path); })
+      .def("before", [](io::Engine& e, const std::string& operation, const std::string& path) { e.before(operation.c_str(), path); },
+           Release())
       .def("submit", &submit, py::kw_only(), py::arg("reading"), py::arg("file"), py::arg("offset_bytes"), py::arg("size_bytes"),
            py::arg("out_offset_bytes"), py::arg("crc32c"), py::arg("memory"), py::arg("gap_bytes"), py::arg("priority"), py::arg("deadline_s"))
       .def("stats", &stats_dict)
@@ -228,7 +306,7 @@ void bind_future(py::module_& m) {
   py::class_<Future>(m, "Future")
       .def("next", &Future::next, py::arg("at_least"), py::arg("timeout_s"))
       .def("cancel", &Future::cancel)
-      .def("done", [](Future& f) { return f.transfer->finished(); })
+      .def("done", [](Future& f) { f.check(); return f.transfer->finished(); })
       .def_property_readonly("memory", &Future::memory)
       .def_property_readonly("position_bytes", [](Future& f) { return to_tensor(f.transfer->position_bytes()); })
       .def_property_readonly("bytes_asked", [](Future& f) { return f.transfer->asked_bytes(); })

@@ -12,6 +12,7 @@ namespace espnx::io {
 namespace {
 
 constexpr int64_t kHugePageBytes = 2 << 20;
+constexpr int64_t kLargestBytes = int64_t{1} << 47;  // the address space of a process
 
 int64_t capacity_for(int64_t size_bytes) {
   // Quarter steps between powers of two: a pool of few sizes, at most a quarter wasted.
@@ -50,6 +51,7 @@ BufferPool::~BufferPool() {
 }
 
 std::shared_ptr<Buffer> BufferPool::take(int64_t size_bytes) {
+  if (size_bytes > kLargestBytes) throw std::bad_alloc();
   const int64_t capacity = capacity_for(size_bytes);
   Buffer* buffer = nullptr;
   {

@@ -20,9 +20,18 @@ Failure make_failure(Kind kind, int error, std::string what) {
 }
 
 // Memory that a device may still write to after the engine is gone. Reachable for ever, on purpose.
-std::vector<std::shared_ptr<Transfer>>& abandoned() {
+void abandon(std::shared_ptr<Transfer> transfer) {
+  static std::mutex mutex;  // engines may close at the same time
   static auto* transfers = new std::vector<std::shared_ptr<Transfer>>();
-  return *transfers;
+  std::lock_guard lock(mutex);
+  transfers->push_back(std::move(transfer));
+}
+
+constexpr int64_t kFilesPerEngine = int64_t{1} << 32;
+
+int64_t next_first_file() {
+  static std::atomic<int64_t> engines{0};
+  return engines++ * kFilesPerEngine;
 }
 
 }  // namespace
@@ -31,7 +40,8 @@ Engine::Engine(EngineOptions options)
     : options_(std::move(options)),
       pool_(std::make_shared<BufferPool>(options_.pool_bytes, options_.poison)),
       faults_(std::make_shared<FaultState>(options_.rules, options_.seed)),
-      process_(getpid()) {
+      process_(getpid()),
+      first_file_(next_first_file()) {
   if (options_.queue_depth < 1 || options_.queue_depth > 4096 || options_.threads < 1 || options_.threads > 1024) {
     throw FailureError(make_failure(Kind::invalid, 0, "queue_depth must be 1 to 4096 and threads 1 to 1024"));
   }
@@ -54,13 +64,13 @@ Engine::Engine(EngineOptions options)
     {
       std::lock_guard lock(mutex_);
       up_ = true;
-      started_.notify_all();
+      state_changed_.notify_all();
     }
     if (!broken) run();
   });
   {
     std::unique_lock lock(mutex_);
-    started_.wait(lock, [this] { return up_; });
+    state_changed_.wait(lock, [this] { return up_; });
   }
   if (failed) {
     thread_.join();
@@ -93,11 +103,21 @@ std::unique_ptr<Queue> Engine::make_queue() {
   return options_.rules.empty() ? std::move(queue) : make_faulty_queue(std::move(queue), faults_);
 }
 
+bool Engine::in_own_process() const { return process_ == getpid(); }
+
+void Engine::check_process(const std::string& what) const {
+  if (in_own_process()) return;
+  throw FailureError(make_failure(Kind::invalid, 0, what + ": the engine belongs to the parent process; open one after fork()"));
+}
+
 void Engine::check_open(const std::string& what) const {
+  check_process(what);
   if (stopping_) throw FailureError(make_failure(Kind::closed, 0, what + ": the engine is closed"));
-  if (process_ != getpid()) {
-    throw FailureError(make_failure(Kind::invalid, 0, what + ": the engine belongs to the parent process; open one after fork()"));
-  }
+}
+
+size_t Engine::index_of(int64_t number) const {
+  if (number >= first_file_ && number - first_file_ < kFilesPerEngine) return static_cast<size_t>(number - first_file_);
+  throw FailureError(make_failure(Kind::invalid, 0, "file " + std::to_string(number) + " is not open in this engine"));
 }
 
 void Engine::before(const char* operation, const std::string& path) {
@@ -107,7 +127,8 @@ void Engine::before(const char* operation, const std::string& path) {
   if (rule->fault == Fault::delay) usleep(static_cast<useconds_t>(rule->value / 1000));
   if (rule->fault != Fault::error) return;
   const auto error = static_cast<int>(rule->value);
-  Failure failure = make_failure(error == ENOSPC ? Kind::disk_full : Kind::write, error, std::string(operation) + " failed");
+  const bool full = error == ENOSPC || error == EDQUOT;
+  Failure failure = make_failure(full ? Kind::disk_full : Kind::write, error, std::string(operation) + " failed");
   if (std::strcmp(operation, "open_read") == 0) failure.kind = Kind::read;
   failure.path = path;
   if (failure.kind == Kind::disk_full) failure.free_bytes = free_bytes(path);
@@ -119,21 +140,23 @@ int64_t Engine::open(const std::string& path, Mode mode, Direct direct) {
   auto file = effective_ == "memory" ? open_memory_file(path, mode) : open_file(path, mode, direct);
   std::lock_guard lock(mutex_);
   files_.push_back(std::move(file));
-  return static_cast<int64_t>(files_.size()) - 1;
+  return first_file_ + static_cast<int64_t>(files_.size()) - 1;
 }
 
 std::shared_ptr<File> Engine::file(int64_t number) {
+  check_open("file");
+  const size_t index = index_of(number);
   std::lock_guard lock(mutex_);
-  if (number < 0 || number >= static_cast<int64_t>(files_.size()) || !files_[number]) {
+  if (index >= files_.size() || !files_[index]) {
     throw FailureError(make_failure(Kind::invalid, 0, "file " + std::to_string(number) + " is not open in this engine"));
   }
-  return files_[number];
+  return files_[index];
 }
 
 void Engine::close_file(int64_t number) {
   file(number);
   std::lock_guard lock(mutex_);
-  files_[number].reset();  // transfers under way hold it open
+  files_[index_of(number)].reset();  // transfers under way hold it open
 }
 
 bool Engine::allocate(int64_t number, int64_t size_bytes) {
@@ -161,10 +184,16 @@ void Engine::sync_directory(const std::string& path) {
 
 std::shared_ptr<Transfer> Engine::submit(TransferSpec spec) {
   check_open(spec.reading ? "read" : "write");
-  Files files;
+  Files files;  // only those of the plan: a transfer keeps its files open
   {
     std::lock_guard lock(mutex_);
-    files = files_;
+    if (stopping_) throw FailureError(make_failure(Kind::closed, 0, "the engine was closed during the call"));
+    files.resize(files_.size());
+    for (int64_t& file : spec.file) {
+      const size_t index = index_of(file);
+      if (index < files.size() && !files[index]) files[index] = files_[index];
+      file = static_cast<int64_t>(index);
+    }
   }
   auto transfer = std::make_shared<Transfer>(std::move(spec), std::move(files), pool_, options_.request_bytes);
   transfer->on_fail = [this, weak = std::weak_ptr<Transfer>(transfer)] {
@@ -176,7 +205,8 @@ std::shared_ptr<Transfer> Engine::submit(TransferSpec spec) {
   };
   bytes_asked_ += transfer->asked_bytes();
   std::lock_guard lock(mutex_);
-  if (!queue_) throw FailureError(make_failure(Kind::closed, 0, "the engine was closed during the call"));
+  // Under the lock: what is in the list when the I/O thread stops is failed by it, and nothing comes in afterwards.
+  if (stopping_ || !queue_) throw FailureError(make_failure(Kind::closed, 0, "the engine was closed during the call"));
   auto at = std::find_if(active_.begin(), active_.end(), [&](const auto& other) { return other->priority() < transfer->priority(); });
   active_.insert(at, transfer);
   queue_->wake();
@@ -184,6 +214,7 @@ std::shared_ptr<Transfer> Engine::submit(TransferSpec spec) {
 }
 
 EngineStats Engine::stats() {
+  check_process("stats");
   EngineStats stats;
   stats.bytes_asked = bytes_asked_;
   stats.bytes_moved = bytes_moved_;
@@ -193,7 +224,8 @@ EngineStats Engine::stats() {
   stats.in_flight = in_flight_;
   stats.fault_hits = faults_->hits();
   std::lock_guard lock(mutex_);
-  stats.quarantined_bytes = settled_quarantine_;
+  stats.quarantined_buffers = abandoned_buffers_;
+  stats.quarantined_bytes = abandoned_bytes_;
   for (const auto& transfer : active_) {
     if (!transfer->failed() || transfer->in_flight() == 0) continue;
     ++stats.quarantined_buffers;
@@ -203,20 +235,31 @@ EngineStats Engine::stats() {
 }
 
 void Engine::close(double grace_s) {
+  if (!in_own_process()) return forget();
   {
-    std::lock_guard lock(mutex_);
-    if (!thread_.joinable()) return;
-    grace_s_ = grace_s;
+    std::unique_lock lock(mutex_);
+    if (closing_) return state_changed_.wait(lock, [this] { return closed_; });
+    closing_ = true;
+    grace_s_ = grace_s > 0 ? std::min(grace_s, 1e9) : 0;
     stopping_ = true;
     if (queue_) queue_->wake();
   }
-  if (process_ == getpid()) {
-    thread_.join();
-  } else {
-    thread_.detach();  // the thread exists only in the parent
-  }
+  thread_.join();
   std::lock_guard lock(mutex_);
   files_.clear();
+  closed_ = true;
+  state_changed_.notify_all();
+}
+
+// After fork(), in the child: a lock may be held and a condition variable slept on by threads that are not here, so that locking the one
+// or destroying the other would wait for ever. What contains them is left where it is.
+void Engine::forget() {
+  stopping_ = true;
+  if (!thread_.joinable()) return;
+  [[maybe_unused]] auto* thread = new std::thread(std::move(thread_));
+  [[maybe_unused]] auto* queue = queue_.release();
+  [[maybe_unused]] auto* active = new std::list<std::shared_ptr<Transfer>>(std::move(active_));
+  [[maybe_unused]] auto* slots = new std::vector<Slot>(std::move(slots_));
 }
 
 void Engine::run() {
@@ -235,6 +278,8 @@ void Engine::run() {
     }
   } catch (const FailureError& error) {
     fail_everything(error.failure);
+  } catch (const std::exception& error) {
+    fail_everything(make_failure(Kind::closed, 0, std::string("the storage engine's thread ended: ") + error.what()));
   }
   drain();
 }
@@ -330,9 +375,11 @@ void Engine::complete(const Completion& completion) {
   if (moved == slot.piece.expected_bytes) return end(tag, true);
   if (transfer.failed()) return end(tag, false);
   File& file = transfer.file_of(slot.piece.extent);
-  if (reading && moved == 0 && slot.piece.offset_bytes + slot.piece.expected_bytes > file.refresh_size()) {
+  int stat_error = 0;
+  if (reading && ends_before(file, slot.piece.offset_bytes + slot.piece.expected_bytes, stat_error)) {
     return fail_piece(tag, Kind::truncated, 0, "file ended during the read");
   }
+  if (stat_error != 0) return fail_piece(tag, Kind::read, stat_error, "cannot stat file");
   const int64_t whole = file.direct ? moved / file.alignment_bytes * file.alignment_bytes : moved;
   slot.idle_retries = whole > 0 ? 0 : slot.idle_retries + 1;
   if (slot.idle_retries > kIdleRetries) {
@@ -346,6 +393,16 @@ void Engine::complete(const Completion& completion) {
   retry(tag);
 }
 
+// A file that is being cut ends inside a block, where O_DIRECT delivers the same few bytes for ever: every short read asks for the size.
+bool Engine::ends_before(File& file, int64_t end_bytes, int& error) {
+  try {
+    return end_bytes > file.refresh_size();
+  } catch (const FailureError& failed) {
+    error = failed.failure.error;
+    return false;
+  }
+}
+
 void Engine::fail_everything(const Failure& failure) {
   std::list<std::shared_ptr<Transfer>> all;
   {
@@ -356,26 +413,37 @@ void Engine::fail_everything(const Failure& failure) {
 }
 
 void Engine::drain() {
+  double grace_s;
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+    grace_s = grace_s_;
+  }
   fail_everything(make_failure(Kind::closed, 0, "the engine was closed during the call"));
-  const auto until = Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(grace_s_ * 1e9));
+  const auto until = Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(grace_s * 1e9));
   std::vector<Completion> completions;
   try {
-    stopping_ = true;
     send_cancels();
     while (in_flight_ > 0 && Clock::now() < until) {
       completions.clear();
       queue_->wait(completions, 1, 10'000'000);
       for (const Completion& completion : completions) end(completion.tag, false);
     }
-  } catch (const FailureError&) {
-    // The queue is broken: nothing more will complete. What is left is abandoned below.
+  } catch (const std::exception&) {
+    // The queue is broken: nothing more will complete. What is left is abandoned.
   }
+  abandon_what_is_left();
+}
+
+void Engine::abandon_what_is_left() {
   std::lock_guard lock(mutex_);
-  for (Slot& slot : slots_) {
-    if (!slot.transfer) continue;
-    settled_quarantine_ += slot.transfer->held_bytes();
-    abandoned().push_back(std::move(slot.transfer));
+  for (const auto& transfer : active_) {
+    if (transfer->in_flight() == 0) continue;
+    ++abandoned_buffers_;
+    abandoned_bytes_ += transfer->held_bytes();
+    abandon(transfer);
   }
+  for (Slot& slot : slots_) slot.transfer.reset();
   active_.clear();
   queue_.reset();
 }

@@ -60,7 +60,11 @@ class Engine {
   std::shared_ptr<Transfer> submit(TransferSpec spec);
   EngineStats stats();
 
+  // False in a child after fork(): it has the memory of the engine, but neither its thread nor the state of its locks.
+  bool in_own_process() const;
+
   // Fails what is outstanding, waits up to `grace_s` for the device to let go of its buffers, and abandons (never frees) the rest.
+  // Of several callers one closes and the others wait for it.
   void close(double grace_s);
 
  private:
@@ -72,7 +76,10 @@ class Engine {
   };
 
   std::unique_ptr<Queue> make_queue();
+  void check_process(const std::string& what) const;
   void check_open(const std::string& what) const;
+  size_t index_of(int64_t file) const;  // of files_; throws FailureError for the number of another engine's file
+  void forget();
   void run();
   void admit();  // takes from the active list into the queue
   void send_cancels();
@@ -80,21 +87,24 @@ class Engine {
   void retry(uint64_t tag);
   void end(uint64_t tag, bool whole);
   void fail_piece(uint64_t tag, Kind kind, int error, const char* what);
+  bool ends_before(File& file, int64_t end_bytes, int& error);
   void fail_everything(const Failure& failure);
   void drain();
+  void abandon_what_is_left();
 
   EngineOptions options_;
   std::string effective_, fallback_reason_;
   std::shared_ptr<BufferPool> pool_;
   std::shared_ptr<FaultState> faults_;
   int process_ = 0;
+  int64_t first_file_ = 0;  // numbers differ between engines, so that a plan for one cannot read files of another
 
-  std::mutex mutex_;  // guards files_, active_, queue_ (its lifetime), stopping_
-  std::condition_variable started_;
+  std::mutex mutex_;  // guards files_, active_, queue_ (its lifetime), up_, closing_, closed_, grace_s_; stopping_ is set under it
+  std::condition_variable state_changed_;
   Files files_;
   std::list<std::shared_ptr<Transfer>> active_;
   std::unique_ptr<Queue> queue_;
-  bool up_ = false;
+  bool up_ = false, closing_ = false, closed_ = false;
   std::atomic<bool> stopping_{false}, cancel_wanted_{false};
   double grace_s_ = 0;
 
@@ -102,7 +112,7 @@ class Engine {
   std::vector<uint64_t> free_slots_;
   std::vector<Transfer*> touched_;
   std::atomic<int64_t> bytes_asked_{0}, bytes_moved_{0}, requests_{0}, retries_{0}, failures_{0}, in_flight_{0};
-  int64_t settled_quarantine_ = 0;
+  int64_t abandoned_buffers_ = 0, abandoned_bytes_ = 0;
   std::thread thread_;
 };
 

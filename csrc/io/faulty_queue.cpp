@@ -107,6 +107,13 @@ class FaultyQueue final : public Queue {
     if (size > 0) data[(bit / 8) % size] ^= static_cast<char>(1 << (bit % 8));
   }
 
+  // The device has written everything; what it is said not to have moved must not be there.
+  static void cut(const Pending& pending, int64_t& result) {
+    const int64_t kept = std::clamp<int64_t>(pending.value, 0, result);
+    if (pending.request.op == Op::read) std::memset(pending.request.data + kept, 0xA5, result - kept);
+    result = kept;
+  }
+
   static int64_t expected(const Request& request) {
     if (request.op == Op::write) return request.size;
     return std::clamp<int64_t>(request.file->size_bytes - request.offset, 0, request.size);
@@ -121,7 +128,7 @@ class FaultyQueue final : public Queue {
     if (found == pending_.end()) return out.push_back(completion);
     const Pending& pending = found->second;
     if (completion.result > 0) {
-      if (pending.fault == Fault::short_) completion.result = std::min(completion.result, pending.value);
+      if (pending.fault == Fault::short_) cut(pending, completion.result);
       if (pending.fault == Fault::flip && !pending.copy) flip(pending.request.data, completion.result, pending.value);
     }
     if (pending.fault == Fault::delay) {

@@ -23,7 +23,23 @@ namespace {
   failure.error = error;
   failure.what = what;
   failure.path = path;
+  if (error == ENOSPC || error == EDQUOT) {
+    failure.kind = Kind::disk_full;
+    failure.free_bytes = free_bytes(path);
+  }
   throw FailureError(failure);
+}
+
+// Opening a FIFO waits for its other end, and a name with a zero byte is another file's.
+void check_name(const std::string& path, Kind kind) {
+  if (path.find('\0') != std::string::npos) fail(Kind::invalid, EINVAL, "a path with a zero byte", "");
+  struct stat status = {};
+  if (stat(path.c_str(), &status) != 0 || S_ISREG(status.st_mode) || S_ISBLK(status.st_mode)) return;
+  fail(kind, S_ISDIR(status.st_mode) ? EISDIR : EINVAL, "cannot open what is no file", path);
+}
+
+int64_t size_of(int fd, const struct stat& status) {
+  return S_ISBLK(status.st_mode) ? std::max<int64_t>(lseek(fd, 0, SEEK_END), 0) : status.st_size;
 }
 
 // statx(STATX_DIOALIGN) read from the kernel's own layout: C libraries older than the field do not declare it.
@@ -88,12 +104,13 @@ File::~File() {
 int64_t File::refresh_size() {
   struct stat status = {};
   if (fstat(fd, &status) != 0) fail(Kind::read, errno, "cannot stat file", path);
-  size_bytes = status.st_size;
-  return status.st_size;
+  size_bytes = size_of(fd, status);
+  return size_bytes;
 }
 
 std::shared_ptr<File> open_file(const std::string& path, Mode mode, Direct direct) {
   const Kind kind = mode == Mode::read ? Kind::read : Kind::write;
+  check_name(path, kind);
   int fd = -1;
   bool is_direct = false;
   if (direct != Direct::no) {
@@ -108,7 +125,6 @@ std::shared_ptr<File> open_file(const std::string& path, Mode mode, Direct direc
   auto file = std::make_shared<File>(path, fd);
   struct stat status = {};
   if (fstat(fd, &status) != 0) fail(kind, errno, "cannot stat file", path);
-  if (S_ISDIR(status.st_mode)) fail(kind, EISDIR, "cannot open file", path);
   if (is_direct) {
     const DioAlign align = query_dio_align(fd);
     if (align.known && align.offset_bytes == 0) {  // accepts the flag, then fails every transfer
@@ -122,7 +138,7 @@ std::shared_ptr<File> open_file(const std::string& path, Mode mode, Direct direc
   }
   file->direct = is_direct;
   file->writable = mode != Mode::read;
-  file->size_bytes = status.st_size;
+  file->size_bytes = size_of(fd, status);
   return file;
 }
 
@@ -188,7 +204,11 @@ void sync_directory(const std::string& path) {
 
 int64_t free_bytes(const std::string& path) {
   struct statvfs status = {};
-  if (statvfs(path.c_str(), &status) != 0) return -1;
+  if (statvfs(path.c_str(), &status) != 0) {  // perhaps not made yet: then its directory
+    const size_t slash = path.rfind('/');
+    const std::string parent = slash == std::string::npos ? "." : path.substr(0, std::max<size_t>(slash, 1));
+    if (statvfs(parent.c_str(), &status) != 0) return -1;
+  }
   return static_cast<int64_t>(status.f_bavail) * static_cast<int64_t>(status.f_frsize);
 }
 

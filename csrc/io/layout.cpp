@@ -12,6 +12,8 @@ namespace {
 int64_t round_down(int64_t value, int64_t alignment) { return value / alignment * alignment; }
 int64_t round_up(int64_t value, int64_t alignment) { return (value + alignment - 1) / alignment * alignment; }
 
+constexpr int64_t kPlanBytesMax = int64_t{1} << 46;  // beyond any machine's address space
+
 [[noreturn]] void invalid(const std::string& what, int64_t item) {
   Failure failure;
   failure.kind = Kind::invalid;
@@ -57,6 +59,7 @@ void set_expected(Extent& extent, const Files& files, bool reading) {
 
 void check_items(const Items& items, const Files& files, bool reading) {
   const auto count = static_cast<int64_t>(files.size());
+  int64_t total_bytes = 0;
   for (int64_t i = 0; i < items.count; ++i) {
     const int64_t file = items.file[i], offset = items.offset_bytes[i], size = items.size_bytes[i];
     if (file < 0 || file >= count) invalid("file " + std::to_string(file) + " is not open in this engine", i);
@@ -64,6 +67,9 @@ void check_items(const Items& items, const Files& files, bool reading) {
     if (offset < 0 || size < 0 || offset > INT64_MAX - size - 2 * kBlockBytes) {
       invalid("offset " + std::to_string(offset) + " and size " + std::to_string(size) + " are out of range", i);
     }
+    // A sparse file can be longer than any memory; sums of sizes must not overflow.
+    if (size > kPlanBytesMax - total_bytes) invalid("the plan moves more than " + std::to_string(kPlanBytesMax) + " bytes", i);
+    total_bytes += size;
     if (!reading) {
       if (!files[file]->writable) invalid(files[file]->path + " is open for reading only", i);
       continue;
@@ -94,7 +100,7 @@ Layout pack(const Items& items, const Files& files, int64_t gap_bytes, int64_t l
     const int64_t end = round_up(items.offset_bytes[i] + items.size_bytes[i], alignment);
     Extent* last = layout.extents.empty() ? nullptr : &layout.extents.back();
     const int64_t last_end = last ? last->offset_bytes + last->size_bytes : 0;
-    const bool joins = last && last->file == items.file[i] && begin <= last_end + gap_bytes &&
+    const bool joins = last && last->file == items.file[i] && begin - last_end <= gap_bytes &&
                        (end <= last_end || end - last->offset_bytes <= limit_bytes);
     if (!joins) {
       layout.extents.emplace_back();

@@ -7,8 +7,10 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
+#include "failure.hpp"
 #include "queue.hpp"
 
 namespace espnx::io {
@@ -70,10 +72,7 @@ class PosixQueue final : public Queue {
       backlog = state_->requests.size();
     }
     // Threads are started as the work needs them, so that a single read costs one thread and one pread.
-    if (started_ < limit_ && backlog > idle_guess()) {
-      std::thread([state = state_] { state->run(); }).detach();
-      ++started_;
-    }
+    if (started_ < limit_ && backlog > idle_guess()) start_thread();
     ++outstanding_;
     state_->work.notify_one();
   }
@@ -110,6 +109,21 @@ class PosixQueue final : public Queue {
   }
 
  private:
+  void start_thread() {
+    try {
+      std::thread([state = state_] { state->run(); }).detach();
+      ++started_;
+    } catch (const std::system_error& error) {
+      // No memory for a stack, or too many threads. Those that run do the work more slowly; without any nothing would ever complete.
+      if (started_ > 0) return;
+      Failure failure;
+      failure.kind = Kind::read;
+      failure.error = error.code().value();
+      failure.what = "cannot start an I/O thread";
+      throw FailureError(failure);
+    }
+  }
+
   size_t idle_guess() const { return started_ > outstanding_ ? started_ - outstanding_ : 0; }
 
   std::shared_ptr<PoolState> state_ = std::make_shared<PoolState>();

@@ -28,12 +28,24 @@ void check_out_range(const TransferSpec& spec) {
   }
 }
 
+void check_checksums(const TransferSpec& spec) {
+  for (size_t i = 0; i < spec.crc32c.size(); ++i) {
+    if (spec.crc32c[i] >= 0 && spec.crc32c[i] <= UINT32_MAX) continue;
+    Failure failure;
+    failure.kind = Kind::invalid;
+    failure.what = "descriptor " + std::to_string(i) + " of the plan: its crc32c is not a 32-bit number";
+    failure.got = std::to_string(spec.crc32c[i]);
+    throw FailureError(failure);
+  }
+}
+
 }  // namespace
 
 Transfer::Transfer(TransferSpec spec, Files files, const std::shared_ptr<BufferPool>& pool, int64_t limit_bytes)
     : spec_(std::move(spec)), files_(std::move(files)), limit_bytes_(limit_bytes) {
   check_items(spec_.items(), files_, spec_.reading);
   check_out_range(spec_);
+  check_checksums(spec_);
   place_items(pool, limit_bytes);
   open_pieces_.reserve(layout_.extents.size());
   for (const Extent& extent : layout_.extents) open_pieces_.push_back((extent.expected_bytes + limit_bytes - 1) / limit_bytes);
@@ -65,7 +77,10 @@ void Transfer::place_items(const std::shared_ptr<BufferPool>& pool, int64_t limi
   memory_ = buffer_->data;
   memory_bytes_ = layout_.memory_bytes;
   copies_ = !spec_.out_offset_bytes.empty();
-  position_bytes_ = copies_ ? spec_.out_offset_bytes : layout_.position_bytes;
+  position_bytes_ = layout_.position_bytes;
+  for (size_t i = 0; copies_ && i < position_bytes_.size(); ++i) {
+    if (spec_.size_bytes[i] > 0) position_bytes_[i] = spec_.out_offset_bytes[i];
+  }
 }
 
 bool Transfer::take_piece(Piece& piece) {
@@ -125,6 +140,8 @@ bool Transfer::finished() {
   return failure_ || handed_out_ + ready_items_ + static_cast<int64_t>(empty_items_.size()) == static_cast<int64_t>(spec_.file.size());
 }
 
+bool Transfer::nothing_to_come() const { return handed_out_ == static_cast<int64_t>(spec_.file.size()) && delivering_ == 0; }
+
 bool Transfer::next(std::vector<int64_t>& items, int64_t at_least, int64_t wait_ns) {
   const auto all = static_cast<int64_t>(spec_.file.size());
   const Clock::time_point until = std::min(deadline_, Clock::now() + std::chrono::nanoseconds(wait_ns));
@@ -133,9 +150,11 @@ bool Transfer::next(std::vector<int64_t>& items, int64_t at_least, int64_t wait_
     std::unique_lock lock(mutex_);
     const auto there = [&] { return ready_items_ + static_cast<int64_t>(empty_items_.size()); };
     wanted_items_ = std::max<int64_t>(1, at_least - static_cast<int64_t>(empty_items_.size()));
-    changed_.wait_until(lock, until, [&] { return failure_ || there() >= at_least || handed_out_ + there() == all; });
+    // Another thread may have taken the last items: this one returns when they are checked and copied, or fails with them.
+    const auto last_here = [&] { return there() > 0 && handed_out_ + there() == all; };
+    changed_.wait_until(lock, until, [&] { return failure_ || there() >= at_least || last_here() || nothing_to_come(); });
     if (failure_) throw FailureError(*failure_);
-    if (there() < at_least && handed_out_ + there() < all) {
+    if (there() < at_least && !last_here() && !nothing_to_come()) {
       if (Clock::now() < deadline_) return false;
       Failure failure = deadline_failure();
       lock.unlock();
@@ -147,11 +166,20 @@ bool Transfer::next(std::vector<int64_t>& items, int64_t at_least, int64_t wait_
     handed_out_ += there();
     empty_items_.clear();
     ready_items_ = 0;
+    ++delivering_;
   }
   // Outside the lock, in the caller's thread: the I/O thread goes on feeding the device meanwhile.
-  for (size_t extent : extents) deliver(extent, items);
+  try {
+    for (size_t extent : extents) deliver(extent, items);
+  } catch (...) {
+    std::lock_guard lock(mutex_);
+    --delivering_;
+    throw;
+  }
   std::lock_guard lock(mutex_);
-  return handed_out_ == all;
+  if (--delivering_ == 0) changed_.notify_all();
+  if (failure_) throw FailureError(*failure_);
+  return nothing_to_come();
 }
 
 void Transfer::deliver(size_t extent_number, std::vector<int64_t>& items) {
@@ -159,7 +187,7 @@ void Transfer::deliver(size_t extent_number, std::vector<int64_t>& items) {
   for (int64_t at = extent.first; at < extent.last; ++at) {
     const int64_t i = layout_.order[at];
     const char* data = memory_ + layout_.position_bytes[i];
-    if (!spec_.crc32c.empty()) {
+    if (spec_.reading && !spec_.crc32c.empty()) {
       const uint32_t found = espnx::crc32c(0, data, spec_.size_bytes[i]);
       if (found != static_cast<uint32_t>(spec_.crc32c[i])) {
         Failure failure;

@@ -86,6 +86,7 @@ class Transfer {
   std::function<void()> on_fail;  // tells the engine to drop and cancel what is left
 
  private:
+  bool nothing_to_come() const;  // under mutex_
   void place_items(const std::shared_ptr<BufferPool>& pool, int64_t limit_bytes);
   void deliver(size_t extent, std::vector<int64_t>& items);
   Failure deadline_failure() const;
@@ -113,6 +114,7 @@ class Transfer {
   int64_t ready_items_ = 0;
   int64_t wanted_items_ = 0;
   int64_t handed_out_ = 0;
+  int delivering_ = 0;  // threads in deliver(): what they have taken is handed out, but not yet checked and copied
   std::vector<int64_t> empty_items_;
   std::optional<Failure> failure_;
 };

@@ -160,7 +160,11 @@ class UringQueue final : public Queue {
   }
 
   io_uring_sqe* next_sqe() {
-    if (queued_ == params_.sq_entries) enter(0, 0);
+    // A full ring that the kernel will not take from (EBUSY) must not be written over.
+    for (int tries = 0; queued_ == params_.sq_entries; ++tries) {
+      if (tries == 1000) fail(EBUSY);
+      enter(0, 0);
+    }
     const uint32_t tail = sq_tail_->load(std::memory_order_relaxed);
     io_uring_sqe* sqe = &sqes_[tail & sq_mask_];
     std::memset(sqe, 0, sizeof *sqe);
@@ -189,12 +193,16 @@ class UringQueue final : public Queue {
         usleep(100);
         continue;
       }
-      Failure failure;
-      failure.kind = Kind::read;
-      failure.error = errno;
-      failure.what = "io_uring_enter failed";
-      throw FailureError(failure);
+      fail(errno);
     }
+  }
+
+  [[noreturn]] static void fail(int error) {
+    Failure failure;
+    failure.kind = Kind::read;
+    failure.error = error;
+    failure.what = "io_uring_enter failed";
+    throw FailureError(failure);
   }
 
   void reap(std::vector<Completion>& out) {

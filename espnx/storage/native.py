@@ -194,8 +194,8 @@ class NativeEngine:
         self.fallback_reason: str = self._native.fallback_reason
 
     def open(self, path: str | os.PathLike[str], mode: str = "r", *, direct: bool | None = None) -> FileHandle:
-        name = os.fspath(path)
-        number = self._native.open(name, mode, direct)
+        name = os.fsdecode(path)
+        number = self._native.open(os.fsencode(name), mode, direct)
         size_bytes, is_direct, alignment_bytes = self._native.file_info(number)
         buffered = self.effective != "memory" and not is_direct
         return FileHandle(
@@ -249,11 +249,11 @@ class NativeEngine:
 
     def sync_directory(self, path: str | os.PathLike[str]) -> None:
         """Flushes a directory's entries to the device; without it a new or renamed file can be gone after a power cut."""
-        self._native.sync_directory(os.fspath(path))
+        self._native.sync_directory(os.fsencode(path))
 
     def rename(self, source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
         """Atomically puts `source` in the place of `target`."""
-        self._native.before("rename", os.fspath(source))
+        self._native.before("rename", os.fsencode(source))
         try:
             os.replace(source, target)
         except OSError as error:
