@@ -23,21 +23,26 @@ from .io_work import Work
 from .runner import Sample
 
 REQUEST_BYTES = 960 * 1024
-WINDOWS = 4
-WINDOW_BYTES_MIN, WINDOW_BYTES_MAX = 1 << 20, 16 << 20
+LARGE_BYTES = 256 * 1024
 VERIFIED_BYTES_MAX = 32 << 20
 DEADLINE_S = 120.0
 
 OpenEngine = Callable[..., Engine]
 
 
-def window_items(block_bytes: int, queue_depth: int) -> int:
-    """Items of one plan: twice the queue's depth, so that two plans keep it full; at least 1 MiB, at most 16 MiB."""
-    return max(1, min(max(2 * queue_depth, WINDOW_BYTES_MIN // block_bytes), WINDOW_BYTES_MAX // block_bytes))
+def windows_of(block_bytes: int, queue_depth: int) -> tuple[int, int]:
+    """How a run is cut into plans: items of a plan, and plans under way at a time.
+
+    Together they are a little more than the queue's depth (fio keeps exactly that many buffers), so that the queue stays full while a plan
+    that has arrived is checked, and no more: buffers that fit the processor's caches fill up to a tenth faster than others.
+    """
+    if block_bytes >= LARGE_BYTES:
+        return max(1, queue_depth // 4), 5
+    return max(16, queue_depth // 2), 4
 
 
 class EngineSystem:
-    """Moves the items of a `Work` through an engine, four plans in flight, into memory that is allocated before and used again.
+    """Moves the items of a `Work` through an engine, several plans in flight, into memory that is allocated before and used again.
 
     The measured time goes from the first submission to the last completion with its checksum checked. Plans are built before.
     """
@@ -58,18 +63,23 @@ class EngineSystem:
         self._engine = open_engine(path, **({"queue_depth": depth, "threads": min(depth, 128), "request_bytes": REQUEST_BYTES} | options))
         self._file = self._engine.open(work.data.path, "r" if work.point.op == "read" else "r+")
         self.requested_path, self.effective_path = path, self._file.effective
-        self._window = min(window_items(block, depth), work.items)
-        self._memory = torch.from_numpy(aligned_memory(WINDOWS * self._window * block))
+        self._window, self._windows_in_flight = windows_of(block, depth)
+        self._memory = torch.from_numpy(aligned_memory(self._windows_in_flight * self._window * block))
         self._plans: list[Plan] = []
 
     def verify(self) -> str | None:
-        """Reads (or writes and reads back) items and compares every byte; the engine's own checksum comparison is on besides."""
-        bytes_at_once = min(len(self._memory), VERIFIED_BYTES_MAX)
-        offsets = self.work.offsets(0)[: max(1, bytes_at_once // self.work.point.block_bytes)]
+        """Reads (or writes and reads back) up to 32 MiB of the items and compares every byte; the engine compares checksums besides."""
+        size, reading = self.work.point.block_bytes, self.work.point.op == "read"
+        offsets = self.work.offsets(0)[: max(1, VERIFIED_BYTES_MAX // size)]
+        at_once = len(self._memory) // size
         try:
-            return self._verify_read(offsets) if self.work.point.op == "read" else self._verify_write(offsets)
+            for first in range(0, len(offsets), at_once):
+                part = offsets[first : first + at_once]
+                if problem := self._verify_read(part) if reading else self._verify_write(part):
+                    return problem
         except StorageError as error:
             return str(error)
+        return None
 
     def _verify_read(self, offsets: np.ndarray) -> str | None:
         size = self.work.point.block_bytes
@@ -129,7 +139,7 @@ class EngineSystem:
     def _windows(self, offsets: np.ndarray, crcs: np.ndarray | None) -> Iterator[Plan]:
         for number, first in enumerate(range(0, len(offsets), self._window)):
             part = slice(first, first + self._window)
-            places = number % WINDOWS * self._window + np.arange(len(offsets[part]))
+            places = number % self._windows_in_flight * self._window + np.arange(len(offsets[part]))
             yield self._plan(offsets[part], places, None if crcs is None else crcs[part])
 
     def _plan(self, offsets: np.ndarray, places: np.ndarray, crcs: np.ndarray | None) -> Plan:
@@ -145,7 +155,7 @@ class EngineSystem:
         before = read_counters()
         begin = time.perf_counter()
         for plan in self._plans:
-            if len(pending) == WINDOWS:
+            if len(pending) == self._windows_in_flight:
                 done = pending.popleft()
                 done.wait()
                 moved_bytes, requests = moved_bytes + done.bytes_moved, requests + done.request_count

@@ -56,12 +56,12 @@ def standard_points(ops: Sequence[str], throttle_bytes_per_s: int | None) -> lis
         ("random", 16 * KIB, 32),
         ("random", 64 * KIB, 32),
         ("random", 256 * KIB, 32),
-        ("sequential", 960 * KIB, 32),
+        ("sequential", 960 * KIB, 8),
     ]
     points = [Point(op, *shape) for op in ops for shape in shapes]
     if throttle_bytes_per_s:
         # A throttle says nothing about small requests; it makes long transfers repeatable.
-        points += [Point(op, "sequential", 960 * KIB, 32, throttle_bytes_per_s) for op in ops]
+        points += [Point(op, "sequential", 960 * KIB, 8, throttle_bytes_per_s) for op in ops]
     return points
 
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from .. import errors
 from ..storage import NativeEngine
-from ..storage.stream import StreamWriter, read_windows, regroup
+from ..storage.stream import StreamWriter, regroup
 from .first_stage import IvfFirstStage, choose_nlist, load_faiss, train_index
-from .spool import Spool
+from .spool import Spool, spool_windows
 
 LISTS = "lists.i32"
 _ROWS = 8192  # per window: small beside any budget, large enough for BLAS
@@ -71,7 +71,7 @@ def assign(engine: NativeEngine, directory: str, spool: Spool, index: Any, work_
 
 def _list_windows(engine: NativeEngine, path: str, rows: int, sums: Sequence[int]) -> Iterator[np.ndarray]:
     """int32 arrays of `rows` entries (the last shorter)."""
-    for block in regroup(read_windows(engine, path, sums=sums), 4 * rows):
+    for block in regroup(spool_windows(engine, path, sums), 4 * rows):
         yield block.view("<i4")
 
 

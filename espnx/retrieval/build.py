@@ -33,7 +33,7 @@ from .first_stage import CODES, load_faiss
 from .projection import Projection
 from .record import RecordSchema
 from .segments import SegmentWriter, copier, copy_texts, pieces
-from .spool import Spool, SpoolWriter, spool_salt, write_state
+from .spool import DISCARD, Spool, SpoolWriter, spool_salt, write_state
 from .store import FIRST_STAGE_NAME, MAGIC, META_NAME, TEXTS_NAME, VERSION, Segment, store_salt
 from .texts import TextReader, TextWriter
 
@@ -105,7 +105,7 @@ class Builder:
     def __init__(self, path: str, encoder: Encoder | None, options: BuildOptions, engine: NativeEngine, dims: tuple[int, int], progress: Progress):
         self.path, self.encoder, self.options, self.engine, self.progress = path, encoder, options, engine, progress
         self.spool_schema = RecordSchema(options.format, *dims)
-        self.schema = RecordSchema(options.format, dims[0], options.pca or dims[1])
+        self.schema = RecordSchema(options.format, dims[0], dims[1] if options.pca is None else options.pca)
         if self.schema.dim > self.spool_schema.dim:
             raise errors.InvalidInputError("dimensions to project to", got=self.schema.dim, expected=f"at most {self.spool_schema.dim}")
         self.budget = MemoryBudget(options.memory)
@@ -244,7 +244,7 @@ class Builder:
         path = os.path.join(self.building, PROJECTION)
         data = read_file(self.engine, path)
         if crc32c(data) != self.state["projection"]:
-            raise errors.ChecksumError("the build's projection is damaged", path=path, fix="build again with restart")
+            raise errors.ChecksumError("the build's projection is damaged", path=path, fix=DISCARD)
         values = np.frombuffer(bytearray(data), dtype=np.float32)
         return Projection(torch.from_numpy(values.reshape(self.spool_schema.dim, self.schema.dim)))
 

@@ -33,7 +33,7 @@ HEADER_BYTES = 16
 ALIGN_BYTES = 16
 MAX_TOKENS = 65535
 _MAGIC = 0xE5
-_FORMATS = {"fp32": (1, np.dtype("<f4")), "fp16": (2, np.dtype("<f2"))}
+_FORMATS: dict[str, tuple[int, np.dtype]] = {"fp32": (1, np.dtype("<f4")), "fp16": (2, np.dtype("<f2"))}
 _HEADER = np.dtype([("crc32c", "<u4"), ("n_tokens", "<u2"), ("format", "u1"), ("magic", "u1"), ("number", "<u8")])
 
 

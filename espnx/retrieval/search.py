@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future as Task
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, overload
 
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 
 from .. import errors
-from ..storage import NativeEngine, open_engine
+from ..storage import Engine, NativeEngine, open_engine
 from ..storage.engine import Future
 from .documents import check_count
 from .encoder import Encoded, Encoder
@@ -78,25 +79,28 @@ class Index:
     Args:
         path: the store's directory.
         encoder: for queries given as text; must be the one the store was built with.
-        engine: path of the record reads (``auto``, ``uring``, ``posix``, ``memory``), or a native engine, which stays the caller's.
+        engine: path of the record reads (``auto``, ``uring``, ``posix``, ``memory``; ``gds`` or ``gds-compat`` with a CUDA device), or an
+            engine, which stays the caller's.
         device: where records are scored: ``cpu`` or ``cuda``.
 
     Raises:
         what `EmbeddingStore` raises; InvalidInputError for another encoder; PathUnavailableError.
     """
 
-    def __init__(self, path: str | os.PathLike[str], encoder: Encoder | None = None, *, engine: str | NativeEngine = "auto", device: str = "cpu"):
+    def __init__(self, path: str | os.PathLike[str], encoder: Encoder | None = None, *, engine: str | Engine = "auto", device: str = "cpu"):
         self.device = torch.device(device)
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise errors.PathUnavailableError("no CUDA device here", got=device, fix="use device='cpu'")
-        self._owned = not isinstance(engine, NativeEngine)
-        self._engine: NativeEngine = open_engine(engine) if isinstance(engine, str) else engine  # type: ignore[assignment]
-        try:
-            self.store, self.first_stage = _open_current(path, self._engine)
-        except BaseException:
-            if self._owned:
-                self._engine.close()
-            raise
+        with ExitStack() as opened:
+            records = opened.enter_context(open_engine(engine)) if isinstance(engine, str) else engine
+            if isinstance(records, NativeEngine):
+                native = records
+            else:  # reads into GPU memory; manifest, metadata and first stage are read into host memory all the same
+                if self.device.type == "cpu":
+                    raise errors.InvalidInputError("records would lie in GPU memory", got="device='cpu'", fix="open the index with device='cuda'")
+                native = opened.enter_context(NativeEngine())
+            self.store, self.first_stage = _open_current(path, native, records)
+            self._engines = opened.pop_all()
         self._workers = ThreadPoolExecutor(max_workers=8, thread_name_prefix="espnx-rerank")
         self._closed = False
         self.encoder: Encoder | None = None
@@ -115,8 +119,9 @@ class Index:
         self.encoder = encoder
 
     @property
-    def engine(self) -> NativeEngine:
-        return self._engine
+    def engine(self) -> Engine:
+        """The engine of the record reads."""
+        return self.store.record_engine
 
     @property
     def default_nprobe(self) -> int:
@@ -124,9 +129,31 @@ class Index:
         return max(1, self.store.manifest["first_stage"]["nprobe"])
 
     @overload
-    def search(self, queries: Query, k: int = 10, **options: Any) -> SearchResult: ...
+    def search(
+        self,
+        queries: Query,
+        k: int = ...,
+        *,
+        candidates: int = ...,
+        rerank: int | None = ...,
+        nprobe: int | str = ...,
+        prefetch_step: float = ...,
+        cls_weight: float | None = ...,
+        deadline_s: float = ...,
+    ) -> SearchResult: ...
     @overload
-    def search(self, queries: Sequence[Query], k: int = 10, **options: Any) -> list[SearchResult]: ...
+    def search(
+        self,
+        queries: Sequence[Query],
+        k: int = ...,
+        *,
+        candidates: int = ...,
+        rerank: int | None = ...,
+        nprobe: int | str = ...,
+        prefetch_step: float = ...,
+        cls_weight: float | None = ...,
+        deadline_s: float = ...,
+    ) -> list[SearchResult]: ...
 
     def search(
         self,
@@ -167,14 +194,14 @@ class Index:
         lists = self.default_nprobe if nprobe == "auto" else nprobe
         if not isinstance(lists, int) or lists < 1:
             raise errors.InvalidInputError("nprobe", got=repr(nprobe), expected="at least 1, or 'auto'")
-        many = not isinstance(queries, (str, Encoded))
-        wanted = list(queries) if many else [queries]  # type: ignore[arg-type]
+        one = isinstance(queries, (str, Encoded))
+        wanted: Sequence[Query] = [queries] if isinstance(queries, (str, Encoded)) else list(queries)
         begun = time.perf_counter()
         vectors = self._encode(wanted, self.store.manifest["cls_weight"] if cls_weight is None else cls_weight)
         encode_s = (time.perf_counter() - begun) / max(1, len(wanted))
         depth = min(rerank if rerank is not None else candidates, candidates)
         results = [self._search_one(query, k, candidates, depth, lists, prefetch_step, deadline_s, encode_s) for query in vectors]
-        return results if many else results[0]
+        return results[0] if one else results
 
     def _encode(self, queries: Sequence[Query], cls_weight: float) -> list[QueryVectors]:
         texts = [query for query in queries if isinstance(query, str)]
@@ -230,6 +257,7 @@ class Index:
         except BaseException:
             for read in reads:
                 read.cancel()
+            task = None  # it holds the error, whose traceback holds this frame: a cycle that would keep buffers and files until a collection
             raise
         timings.maxsim_s = sum(part.maxsim_s for part in scored)
         merging = time.perf_counter()
@@ -268,8 +296,7 @@ class Index:
         self._closed = True
         self._workers.shutdown(wait=True)
         self.store.close()
-        if self._owned:
-            self._engine.close()
+        self._engines.close()
 
     def __enter__(self) -> Index:
         return self
@@ -278,19 +305,19 @@ class Index:
         self.close()
 
 
-def _open_current(path: str | os.PathLike[str], engine: NativeEngine) -> tuple[EmbeddingStore, FirstStage]:
+def _open_current(path: str | os.PathLike[str], engine: NativeEngine, records: Engine) -> tuple[EmbeddingStore, FirstStage]:
     """Opens the store; again, once, if a new generation was published (and the old one removed) between manifest and files."""
     try:
-        return _open(path, engine)
+        return _open(path, engine, records)
     except errors.StorageError as error:
         try:
-            return _open(path, engine)
+            return _open(path, engine, records)
         except errors.StorageError:
             raise error from None
 
 
-def _open(path: str | os.PathLike[str], engine: NativeEngine) -> tuple[EmbeddingStore, FirstStage]:
-    store = EmbeddingStore(path, engine)
+def _open(path: str | os.PathLike[str], engine: NativeEngine, records: Engine) -> tuple[EmbeddingStore, FirstStage]:
+    store = EmbeddingStore(path, engine, records)
     try:
         return store, load_first_stage(store)
     except BaseException:

@@ -30,6 +30,7 @@ from .texts import DocumentId, TextWriter
 
 STATE_NAME = "STATE.json"
 RECORDS, CLS, N_TOKENS, TEXTS = "records.bin", "cls.f32", "n_tokens.u16", "texts.sqlite"
+DISCARD = "check the device; run the same build again, and if that does not help, discard it with restart"
 _SUMMED = (CLS, N_TOKENS)  # records and texts carry their own checksums
 
 
@@ -52,6 +53,14 @@ def write_state(engine: NativeEngine, directory: str, state: dict[str, Any]) -> 
     body = {key: value for key, value in state.items() if key != "crc32c"}
     body["crc32c"] = crc32c(json.dumps(body, sort_keys=True).encode())
     replace_file(engine, os.path.join(directory, STATE_NAME), json.dumps(body, sort_keys=True).encode())
+
+
+def spool_windows(engine: NativeEngine, path: str, sums: Sequence[int]) -> Iterator[np.ndarray]:
+    """`read_windows` of a file of the spool. Damage is a ChecksumError that says what to do."""
+    try:
+        yield from read_windows(engine, path, sums=sums)
+    except (errors.ChecksumError, errors.TruncatedFileError) as error:
+        raise errors.ChecksumError("the build's spool is damaged", path=path, offset_bytes=error.offset_bytes, got=error.got, expected=error.expected, fix=DISCARD) from error
 
 
 def spool_salt(state: dict[str, Any]) -> int:
@@ -131,8 +140,8 @@ class Spool:
         self._engine, self._directory, self.schema = engine, directory, schema
         self._salt = spool_salt(state)
         self._cls_sums = state["spool_sums"][CLS]
-        raw = read_file(engine, os.path.join(directory, N_TOKENS), sums=state["spool_sums"][N_TOKENS])
-        self.n_tokens = np.frombuffer(bytearray(raw), dtype=np.uint16)
+        windows = spool_windows(engine, os.path.join(directory, N_TOKENS), state["spool_sums"][N_TOKENS])
+        self.n_tokens = np.frombuffer(bytearray().join(window.tobytes() for window in windows), dtype=np.uint16)
         self._groups = torch.empty(-(-len(self.n_tokens) // GROUP_RECORDS), dtype=torch.int64)
         end = 0
         for group in range(len(self._groups)):
@@ -147,7 +156,7 @@ class Spool:
     def cls_windows(self, rows: int) -> Iterator[tuple[int, np.ndarray]]:
         """(first, float32 [m, d_cls]) over all documents, in arrival order, m <= rows. Checked; raises ChecksumError."""
         first = 0
-        windows = read_windows(self._engine, os.path.join(self._directory, CLS), sums=self._cls_sums)
+        windows = spool_windows(self._engine, os.path.join(self._directory, CLS), self._cls_sums)
         for block in regroup(windows, 4 * self.schema.d_cls * rows):
             vectors = block.view("<f4").reshape(-1, self.schema.d_cls)
             yield first, vectors
@@ -173,7 +182,7 @@ class Spool:
             index, what = found[0]
             raise errors.ChecksumError(
                 "the build's spool is damaged", path=self._file.path, offset_bytes=int(offsets[index]), size_bytes=int(sizes[index]), got=what,
-                fix="check the device; discard the interrupted build and build again with restart",
+                fix=DISCARD,
             )  # fmt: skip
         return memory.numpy(), positions.numpy()
 

@@ -10,13 +10,14 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
+
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_safetensors
 
 from .. import errors
-from ..storage import NativeEngine, Plan
+from ..storage import Engine, NativeEngine, Plan
 from ..storage.engine import DEFAULT_DEADLINE_S, FileHandle, Future
 from ..storage.manifest import read_manifest
 from ..storage.native import load_native
@@ -79,7 +80,8 @@ class EmbeddingStore:
 
     Args:
         path: the store's directory.
-        engine: a native engine; stays the caller's.
+        engine: a native engine, for everything but records; stays the caller's.
+        record_engine: the engine of the record reads, where it is another (into GPU memory); stays the caller's too.
 
     Attributes:
         manifest: the fields of MANIFEST.json.
@@ -90,8 +92,9 @@ class EmbeddingStore:
         StoreNotFoundError, FormatError, ForeignFileError, TruncatedFileError, ChecksumError: nothing damaged is opened.
     """
 
-    def __init__(self, path: str | os.PathLike[str], engine: NativeEngine):
+    def __init__(self, path: str | os.PathLike[str], engine: NativeEngine, record_engine: Engine | None = None):
         self.path, self.engine = os.fspath(path), engine
+        self.record_engine: Engine = engine if record_engine is None else record_engine
         self.manifest = read_manifest(engine, path, MAGIC, VERSION)
         records = self.manifest["records"]
         self.schema = RecordSchema(records["format"], records["d_cls"], records["dim"])
@@ -116,7 +119,7 @@ class EmbeddingStore:
     @property
     def effective_path(self) -> str:
         """The path that record reads take."""
-        return self._files[0].effective if self._files else self.engine.effective
+        return self._files[0].effective if self._files else self.record_engine.effective
 
     @property
     def resident_bytes(self) -> int:
@@ -180,7 +183,10 @@ class EmbeddingStore:
         except BaseException:
             self.engine.close_file(file)
             raise
-        return file
+        if self.record_engine is self.engine:
+            return file
+        self.engine.close_file(file)
+        return self.record_engine.open(path)
 
     def locate(self, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(segment, offset_bytes, size_bytes), int64 [m] each, of record numbers int64 [m]. Raises InvalidInputError outside the store."""
@@ -195,7 +201,7 @@ class EmbeddingStore:
 
     def read(self, numbers: np.ndarray, *, gap_bytes: int, priority: int = 0, deadline_s: float = DEFAULT_DEADLINE_S) -> Future:
         """Starts reading records; item i of the future is record `numbers[i]`. What arrives must pass `check` before it is used."""
-        return self.engine.read(self.plan(numbers), gap_bytes=gap_bytes, priority=priority, deadline_s=deadline_s)
+        return self.record_engine.read(self.plan(numbers), gap_bytes=gap_bytes, priority=priority, deadline_s=deadline_s)
 
     def check(self, memory: torch.Tensor, positions: torch.Tensor, numbers: np.ndarray) -> None:
         """Raises ChecksumError or StaleDataError, naming file, offset and length, unless every record is whole and the right one."""
@@ -234,7 +240,7 @@ class EmbeddingStore:
     def close(self) -> None:
         """Closes the data files and the text database. Reads under way finish."""
         for file in self._files:
-            self.engine.close_file(file)
+            self.record_engine.close_file(file)
         self._files = []
         self.texts.close()
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
 
 if TYPE_CHECKING:
     import os
@@ -135,3 +136,7 @@ class Engine(Protocol):
 
     def close(self, grace_s: float = 5.0) -> None:
         """Fails what is outstanding and waits up to `grace_s` for the device; buffers it still holds are abandoned, never freed."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...

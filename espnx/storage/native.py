@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -265,7 +265,7 @@ class NativeEngine:
     def close(self, grace_s: float = 5.0) -> None:
         self._native.close(grace_s)
 
-    def __enter__(self) -> NativeEngine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -147,9 +147,11 @@ class StreamWriter:
         """Waits for what is being written and closes the file. Call `sync` before it to keep everything."""
         try:
             self._wait(0)
-            self._wait(1)
         finally:
-            self._engine.close_file(self._file)
+            try:
+                self._wait(1)
+            finally:
+                self._engine.close_file(self._file)
 
     def __enter__(self) -> StreamWriter:
         return self

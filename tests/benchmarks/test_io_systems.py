@@ -73,7 +73,7 @@ def test_a_run_leaves_the_items_in_memory(data: DataFile) -> None:
     system.run()
     offsets = system.work.offsets(4)
     number, size = (len(offsets) - 1) // system._window, 4096
-    place = (number % 4 * system._window + (len(offsets) - 1) % system._window) * size
+    place = (number % system._windows_in_flight * system._window + (len(offsets) - 1) % system._window) * size
     expected = data.content.blocks(offsets[-1:] // 4096).reshape(-1)
     assert np.array_equal(system._memory.numpy()[place : place + size], expected)
     system.close()
@@ -142,7 +142,7 @@ def test_writes_verify_and_run(data: DataFile, engine: str, pattern: str, block:
 
 def test_a_write_that_is_lost_is_noticed(data: DataFile) -> None:
     def faulty(path: str, **options: Any) -> FaultyEngine:
-        return FaultyEngine([FaultRule("stale", "write", nth=150, count=1)], path, **options)
+        return FaultyEngine([FaultRule("stale", "write", nth=100, count=1)], path, **options)
 
     system = EngineSystem("posix", work_of(data, items=100, op="write"), open_engine=faulty)
     problem = system.verify()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from espnx.benchmarks.content import DataFile
-from espnx.benchmarks.io_engine import WINDOW_BYTES_MAX, window_items
+from espnx.benchmarks.io_engine import windows_of
 from espnx.benchmarks.io_work import KIB, SEQUENTIAL_STEP_BYTES, Point, Work, product_points, standard_points
 from espnx.errors import InvalidInputError
 
@@ -64,7 +64,7 @@ def test_long_sequential_runs_are_whole_steps_for_every_request_size(data: DataF
 def test_standard_points_add_a_throttled_transfer_on_demand() -> None:
     free, both = standard_points(["read"], None), standard_points(["read"], 10**9)
     assert both[:-1] == free
-    assert both[-1] == Point("read", "sequential", 960 * KIB, 32, 10**9)
+    assert both[-1] == Point("read", "sequential", 960 * KIB, 8, 10**9)
     assert Point("read", "random", 4 * KIB, 128) in free
 
 
@@ -74,10 +74,9 @@ def test_named_points_are_every_combination() -> None:
     assert all(point.throttle_bytes_per_s == 5 for point in points)
 
 
-@pytest.mark.parametrize("block", [4 * KIB, 64 * KIB, 960 * KIB, 16 << 20, 64 << 20])
-@pytest.mark.parametrize("depth", [1, 32, 4096])
-def test_windows_fill_the_queue_within_their_memory(block: int, depth: int) -> None:
-    items = window_items(block, depth)
-    assert items >= 1
-    assert items * block <= max(WINDOW_BYTES_MAX, block)
-    assert items >= 2 * depth or items == max(1, WINDOW_BYTES_MAX // block)
+@pytest.mark.parametrize("block", [4 * KIB, 64 * KIB, 960 * KIB, 16 << 20])
+@pytest.mark.parametrize("depth", [1, 2, 8, 32, 128, 4096])
+def test_plans_in_flight_fill_the_queue_and_little_more(block: int, depth: int) -> None:
+    items, plans = windows_of(block, depth)
+    assert items * (plans - 1) >= depth  # one plan is being checked
+    assert items * plans <= max(2 * depth, 64)

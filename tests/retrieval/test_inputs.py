@@ -75,7 +75,7 @@ def test_an_index_that_is_closed(store: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"format": "fp8"}, "unknown record format.*fp16 or fp32"),
+        ({"format": "fp8"}, "unknown record format; got 'fp8'"),
         ({"first_stage": "hnsw"}, "first-stage code.*'hnsw'"),
         ({"first_stage": "pq"}, "first-stage code"),
         ({"first_stage": "pq0"}, "M divides"),
