@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -90,6 +91,7 @@ def compare(
     pairs: int,
     seed: int,
     say: Say,
+    settle_s: float = 0,
 ) -> list[Row]:
     """Verifies, runs and compares systems at one point; rows of ours come first.
 
@@ -98,6 +100,7 @@ def compare(
         baselines: of their groups (`System.group`), the fastest member by median stands for the group in the ratios.
         pairs: how often each system runs.
         seed: of the order within the pairs.
+        settle_s: idle time before each run.
     """
     if pairs < 1:
         raise InvalidInputError("the number of pairs", got=pairs, expected="at least 1")
@@ -111,14 +114,15 @@ def compare(
         active = [record for record in records if record.problem is None]
         order.shuffle(active)
         for record in active:
-            _run_once(record, turn, say)
+            _run_once(record, turn, settle_s, say)
     our_records, others = records[: len(ours)], _name_groups(records[len(ours) :])
     rows = [_row(case, params, record.system.name, record, others) for record in our_records]
     return rows + [_row(case, params, name, record, {}) for name, record in others.items()]
 
 
-def _run_once(record: Record, turn: int, say: Say) -> None:
+def _run_once(record: Record, turn: int, settle_s: float, say: Say) -> None:
     record.caches.add(record.system.prepare(turn))
+    time.sleep(settle_s)
     try:
         record.samples.append(record.system.run())
     except ChecksumError as error:

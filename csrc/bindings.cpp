@@ -41,14 +41,16 @@ const char* kind_name(io::Kind kind) {
 
 // Paths are bytes; Python's own way of making text of them loses none.
 py::object path_text(const std::string& path) {
-  return py::reinterpret_steal<py::object>(PyUnicode_DecodeFSDefaultAndSize(path.data(), static_cast<Py_ssize_t>(path.size())));
+  return py::reinterpret_steal<py::object>(
+      PyUnicode_DecodeFSDefaultAndSize(path.data(), static_cast<Py_ssize_t>(path.size())));
 }
 
 void raise_failure(const io::Failure& f) {
-  py::object exception = error_factory()(py::arg("kind") = kind_name(f.kind), py::arg("errno") = f.error, py::arg("what") = path_text(f.what),
-                                         py::arg("path") = path_text(f.path), py::arg("offset_bytes") = f.offset_bytes,
-                                         py::arg("size_bytes") = f.size_bytes, py::arg("needed_bytes") = f.needed_bytes,
-                                         py::arg("free_bytes") = f.free_bytes, py::arg("got") = f.got, py::arg("expected") = f.expected);
+  py::object exception = error_factory()(py::arg("kind") = kind_name(f.kind), py::arg("errno") = f.error,
+                                         py::arg("what") = path_text(f.what), py::arg("path") = path_text(f.path),
+                                         py::arg("offset_bytes") = f.offset_bytes, py::arg("size_bytes") = f.size_bytes,
+                                         py::arg("needed_bytes") = f.needed_bytes, py::arg("free_bytes") = f.free_bytes,
+                                         py::arg("got") = f.got, py::arg("expected") = f.expected);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
 }
 
@@ -64,19 +66,19 @@ std::vector<int64_t> to_vector(const at::Tensor& tensor, const char* name, int64
     invalid(std::string(name) + " must be a one-dimensional int64 tensor on the CPU");
   }
   if (count >= 0 && tensor.numel() != count) {
-    invalid(std::string(name) + " has " + std::to_string(tensor.numel()) + " entries, the plan has " + std::to_string(count));
+    invalid(std::string(name) + " has " + std::to_string(tensor.numel()) + " entries, the plan has " +
+            std::to_string(count));
   }
   const at::Tensor flat = tensor.contiguous();
   const auto* data = flat.data_ptr<int64_t>();
   return {data, data + flat.numel()};
 }
 
-at::Tensor to_tensor(const std::vector<int64_t>& values) {
-  return at::tensor(at::IntArrayRef(values), at::kLong);
-}
+at::Tensor to_tensor(const std::vector<int64_t>& values) { return at::tensor(at::IntArrayRef(values), at::kLong); }
 
-// The callers' memory that transfers have let go of. The last reference may go in the I/O thread, where freeing could wait for the GIL
-// (NumPy's memory does) while the thread that has the GIL waits for the I/O thread: it is only put down there, and freed in callers' threads.
+// The callers' memory that transfers have let go of. The last reference may go in the I/O thread, where freeing could
+// wait for the GIL (NumPy's memory does) while the thread that has the GIL waits for the I/O thread: it is only put
+// down there, and freed in callers' threads.
 class Remains {
  public:
   // The storage and not the tensor: `tensor.data = other` would free the memory under a running transfer.
@@ -110,7 +112,8 @@ struct Future {
   std::shared_ptr<io::Engine> engine;
   std::shared_ptr<io::Transfer> transfer;
 
-  Future(std::shared_ptr<io::Engine> engine, std::shared_ptr<io::Transfer> transfer) : engine(std::move(engine)), transfer(std::move(transfer)) {}
+  Future(std::shared_ptr<io::Engine> engine, std::shared_ptr<io::Transfer> transfer)
+      : engine(std::move(engine)), transfer(std::move(transfer)) {}
   Future(Future&&) = default;
   ~Future() {
     if (!transfer) return;
@@ -133,7 +136,8 @@ struct Future {
     if (std::isnan(timeout_s)) invalid("timeout_s is not a number");
     std::vector<int64_t> items;
     bool finished = false;
-    const auto until = io::Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::clamp(timeout_s, 0.0, 1e9) * 1e9));
+    const auto until =
+        io::Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::clamp(timeout_s, 0.0, 1e9) * 1e9));
     for (;;) {
       {
         py::gil_scoped_release unlocked;
@@ -160,12 +164,14 @@ struct Future {
 
   at::Tensor memory() const {
     auto owner = transfer->memory_owner();
-    return at::from_blob(transfer->memory(), {transfer->memory_bytes()}, [owner](void*) {}, at::TensorOptions().dtype(at::kByte));
+    return at::from_blob(
+        transfer->memory(), {transfer->memory_bytes()}, [owner](void*) {}, at::TensorOptions().dtype(at::kByte));
   }
 };
 
-Future submit(const std::shared_ptr<io::Engine>& engine, bool reading, const at::Tensor& file, const at::Tensor& offset_bytes,
-              const at::Tensor& size_bytes, const std::optional<at::Tensor>& out_offset_bytes, const std::optional<at::Tensor>& crc32c,
+Future submit(const std::shared_ptr<io::Engine>& engine, bool reading, const at::Tensor& file,
+              const at::Tensor& offset_bytes, const at::Tensor& size_bytes,
+              const std::optional<at::Tensor>& out_offset_bytes, const std::optional<at::Tensor>& crc32c,
               const std::optional<at::Tensor>& memory, int64_t gap_bytes, int priority, double deadline_s) {
   Remains::free();
   io::TransferSpec spec;
@@ -176,7 +182,8 @@ Future submit(const std::shared_ptr<io::Engine>& engine, bool reading, const at:
   spec.size_bytes = to_vector(size_bytes, "size_bytes", count);
   if (out_offset_bytes) spec.out_offset_bytes = to_vector(*out_offset_bytes, "out_offset_bytes", count);
   if (crc32c) spec.crc32c = to_vector(*crc32c, "crc32c", count);
-  if (out_offset_bytes.has_value() != memory.has_value()) invalid("out_offset_bytes and the memory they point into come together");
+  if (out_offset_bytes.has_value() != memory.has_value())
+    invalid("out_offset_bytes and the memory they point into come together");
   if (memory) {
     if (!memory->device().is_cpu() || memory->scalar_type() != at::kByte || !memory->is_contiguous()) {
       invalid("the memory of a plan must be a contiguous uint8 tensor on the CPU");
@@ -204,18 +211,26 @@ io::FaultRule to_rule(const py::dict& d) {
   rule.probability = d["probability"].cast<double>();
   rule.value = d["value"].cast<int64_t>();
   const auto fault = d["fault"].cast<std::string>();
-  if (fault == "error") rule.fault = io::Fault::error;
-  else if (fault == "short") rule.fault = io::Fault::short_;
-  else if (fault == "flip") rule.fault = io::Fault::flip;
-  else if (fault == "stale") rule.fault = io::Fault::stale;
-  else if (fault == "delay") rule.fault = io::Fault::delay;
-  else if (fault == "never") rule.fault = io::Fault::never;
-  else invalid("unknown fault '" + fault + "'");
+  if (fault == "error")
+    rule.fault = io::Fault::error;
+  else if (fault == "short")
+    rule.fault = io::Fault::short_;
+  else if (fault == "flip")
+    rule.fault = io::Fault::flip;
+  else if (fault == "stale")
+    rule.fault = io::Fault::stale;
+  else if (fault == "delay")
+    rule.fault = io::Fault::delay;
+  else if (fault == "never")
+    rule.fault = io::Fault::never;
+  else
+    invalid("unknown fault '" + fault + "'");
   return rule;
 }
 
-std::shared_ptr<io::Engine> make_engine(const std::string& path, unsigned queue_depth, unsigned threads, int64_t request_bytes,
-                                        int64_t pool_bytes, bool poison, const std::vector<py::dict>& rules, uint64_t seed) {
+std::shared_ptr<io::Engine> make_engine(const std::string& path, unsigned queue_depth, unsigned threads,
+                                        int64_t request_bytes, int64_t pool_bytes, bool poison,
+                                        const std::vector<py::dict>& rules, uint64_t seed) {
   io::EngineOptions options;
   options.path = path;
   options.queue_depth = queue_depth;
@@ -271,17 +286,21 @@ io::Direct to_direct(const std::optional<bool>& direct) {
 void bind_engine(py::module_& m) {
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<io::Engine, std::shared_ptr<io::Engine>>(m, "Engine")
-      .def(py::init(&make_engine), py::kw_only(), py::arg("path"), py::arg("queue_depth"), py::arg("threads"), py::arg("request_bytes"),
-           py::arg("pool_bytes"), py::arg("poison"), py::arg("rules"), py::arg("seed"))
+      .def(py::init(&make_engine), py::kw_only(), py::arg("path"), py::arg("queue_depth"), py::arg("threads"),
+           py::arg("request_bytes"), py::arg("pool_bytes"), py::arg("poison"), py::arg("rules"), py::arg("seed"))
       .def_property_readonly("effective", &io::Engine::effective)
       .def_property_readonly("fallback_reason", &io::Engine::fallback_reason)
-      .def("open", [](io::Engine& e, const std::string& path, const std::string& mode, std::optional<bool> direct) {
-             const io::Mode how = to_mode(mode);
-             py::gil_scoped_release unlocked;
-             return e.open(path, how, to_direct(direct));
-           }, py::arg("path"), py::arg("mode"), py::arg("direct"))
+      .def(
+          "open",
+          [](io::Engine& e, const std::string& path, const std::string& mode, std::optional<bool> direct) {
+            const io::Mode how = to_mode(mode);
+            py::gil_scoped_release unlocked;
+            return e.open(path, how, to_direct(direct));
+          },
+          py::arg("path"), py::arg("mode"), py::arg("direct"))
       .def("close_file", &io::Engine::close_file, Release())
-      .def("file_info", [](io::Engine& e, int64_t number) {
+      .def("file_info",
+           [](io::Engine& e, int64_t number) {
              std::shared_ptr<io::File> file;
              {
                py::gil_scoped_release unlocked;
@@ -294,10 +313,15 @@ void bind_engine(py::module_& m) {
       .def("truncate", &io::Engine::truncate, Release())
       .def("sync", &io::Engine::sync, Release())
       .def("sync_directory", &io::Engine::sync_directory, Release())
-      .def("before", [](io::Engine& e, const std::string& operation, const std::string& path) { e.before(operation.c_str(), path); },
-           Release())
-      .def("submit", &submit, py::kw_only(), py::arg("reading"), py::arg("file"), py::arg("offset_bytes"), py::arg("size_bytes"),
-           py::arg("out_offset_bytes"), py::arg("crc32c"), py::arg("memory"), py::arg("gap_bytes"), py::arg("priority"), py::arg("deadline_s"))
+      .def(
+          "before",
+          [](io::Engine& e, const std::string& operation, const std::string& path) {
+            e.before(operation.c_str(), path);
+          },
+          Release())
+      .def("submit", &submit, py::kw_only(), py::arg("reading"), py::arg("file"), py::arg("offset_bytes"),
+           py::arg("size_bytes"), py::arg("out_offset_bytes"), py::arg("crc32c"), py::arg("memory"),
+           py::arg("gap_bytes"), py::arg("priority"), py::arg("deadline_s"))
       .def("stats", &stats_dict)
       .def("close", &io::Engine::close, Release());
 }
@@ -306,7 +330,11 @@ void bind_future(py::module_& m) {
   py::class_<Future>(m, "Future")
       .def("next", &Future::next, py::arg("at_least"), py::arg("timeout_s"))
       .def("cancel", &Future::cancel)
-      .def("done", [](Future& f) { f.check(); return f.transfer->finished(); })
+      .def("done",
+           [](Future& f) {
+             f.check();
+             return f.transfer->finished();
+           })
       .def_property_readonly("memory", &Future::memory)
       .def_property_readonly("position_bytes", [](Future& f) { return to_tensor(f.transfer->position_bytes()); })
       .def_property_readonly("bytes_asked", [](Future& f) { return f.transfer->asked_bytes(); })
@@ -315,8 +343,9 @@ void bind_future(py::module_& m) {
 }
 
 // The planner without an engine: engines that are not ours (cuFile) still read by the same extents.
-py::tuple pack_plan(const at::Tensor& file_sizes, const at::Tensor& alignments, const at::Tensor& file, const at::Tensor& offset_bytes,
-                    const at::Tensor& size_bytes, int64_t gap_bytes, int64_t limit_bytes) {
+py::tuple pack_plan(const at::Tensor& file_sizes, const at::Tensor& alignments, const at::Tensor& file,
+                    const at::Tensor& offset_bytes, const at::Tensor& size_bytes, int64_t gap_bytes,
+                    int64_t limit_bytes) {
   const std::vector<int64_t> sizes = to_vector(file_sizes, "file_sizes", -1);
   const std::vector<int64_t> aligned = to_vector(alignments, "alignments", static_cast<int64_t>(sizes.size()));
   const std::vector<int64_t> files = to_vector(file, "file", -1);
@@ -337,8 +366,9 @@ py::tuple pack_plan(const at::Tensor& file_sizes, const at::Tensor& alignments, 
     return to_tensor(values);
   };
   return py::make_tuple(column(&io::Extent::file), column(&io::Extent::offset_bytes), column(&io::Extent::size_bytes),
-                        column(&io::Extent::expected_bytes), column(&io::Extent::place_bytes), to_tensor(layout.position_bytes),
-                        to_tensor(layout.order), column(&io::Extent::first), column(&io::Extent::last), layout.memory_bytes);
+                        column(&io::Extent::expected_bytes), column(&io::Extent::place_bytes),
+                        to_tensor(layout.position_bytes), to_tensor(layout.order), column(&io::Extent::first),
+                        column(&io::Extent::last), layout.memory_bytes);
 }
 
 const uint16_t* token_counts(const at::Tensor& n_tokens) {
@@ -351,33 +381,40 @@ const uint16_t* token_counts(const at::Tensor& n_tokens) {
 void bind_records(py::module_& m) {
   m.def("lay_out_records", [](const at::Tensor& n_tokens, int64_t fixed_bytes, int64_t row_bytes, int64_t begin_bytes) {
     std::vector<int64_t> offsets(n_tokens.numel());
-    const int64_t end = espnx::lay_out_records(token_counts(n_tokens), n_tokens.numel(), {fixed_bytes, row_bytes}, begin_bytes, offsets.data());
+    const int64_t end = espnx::lay_out_records(token_counts(n_tokens), n_tokens.numel(), {fixed_bytes, row_bytes},
+                                               begin_bytes, offsets.data());
     return std::make_pair(to_tensor(offsets), end);
   });
-  m.def("locate_records", [](const at::Tensor& records, const at::Tensor& n_tokens, const at::Tensor& group_offset_bytes,
-                             const at::Tensor& segment_begin, int64_t fixed_bytes, int64_t row_bytes) {
-    const std::vector<int64_t> wanted = to_vector(records, "records", -1);
-    const std::vector<int64_t> begins = to_vector(segment_begin, "segment_begin", -1);
-    const uint16_t* counts = token_counts(n_tokens);
-    for (int64_t record : wanted) {
-      if (record < 0 || record >= n_tokens.numel()) invalid("record " + std::to_string(record) + " is not in the store");
-    }
-    if (group_offset_bytes.scalar_type() != at::kLong || group_offset_bytes.numel() * espnx::kGroupRecords < n_tokens.numel()) {
-      invalid("group_offset_bytes must be int64 with one entry for every 64 records");
-    }
-    const auto count = static_cast<int64_t>(wanted.size());
-    at::Tensor segment = at::empty({count}, at::kLong), offset = at::empty({count}, at::kLong), size = at::empty({count}, at::kLong);
-    espnx::locate_records(wanted.data(), count, counts, group_offset_bytes.const_data_ptr<int64_t>(), begins.data(),
-                          static_cast<int64_t>(begins.size()), {fixed_bytes, row_bytes}, segment.data_ptr<int64_t>(),
-                          offset.data_ptr<int64_t>(), size.data_ptr<int64_t>());
-    return std::make_tuple(segment, offset, size);
-  });
+  m.def("locate_records",
+        [](const at::Tensor& records, const at::Tensor& n_tokens, const at::Tensor& group_offset_bytes,
+           const at::Tensor& segment_begin, int64_t fixed_bytes, int64_t row_bytes) {
+          const std::vector<int64_t> wanted = to_vector(records, "records", -1);
+          const std::vector<int64_t> begins = to_vector(segment_begin, "segment_begin", -1);
+          const uint16_t* counts = token_counts(n_tokens);
+          for (int64_t record : wanted) {
+            if (record < 0 || record >= n_tokens.numel())
+              invalid("record " + std::to_string(record) + " is not in the store");
+          }
+          if (group_offset_bytes.scalar_type() != at::kLong ||
+              group_offset_bytes.numel() * espnx::kGroupRecords < n_tokens.numel()) {
+            invalid("group_offset_bytes must be int64 with one entry for every 64 records");
+          }
+          const auto count = static_cast<int64_t>(wanted.size());
+          at::Tensor segment = at::empty({count}, at::kLong), offset = at::empty({count}, at::kLong),
+                     size = at::empty({count}, at::kLong);
+          espnx::locate_records(wanted.data(), count, counts, group_offset_bytes.const_data_ptr<int64_t>(),
+                                begins.data(), static_cast<int64_t>(begins.size()), {fixed_bytes, row_bytes},
+                                segment.data_ptr<int64_t>(), offset.data_ptr<int64_t>(), size.data_ptr<int64_t>());
+          return std::make_tuple(segment, offset, size);
+        });
 }
 
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.doc() = "espnx's compiled part: the storage engine (here) and the CPU tensor ops (torch.ops.espnx, registered on import).";
+  m.doc() =
+      "espnx's compiled part: the storage engine (here) and the CPU tensor ops (torch.ops.espnx, registered on "
+      "import).";
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);
@@ -387,9 +424,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("set_error_factory", [](py::object factory) { error_factory() = std::move(factory); });
   m.def("free_bytes", &io::free_bytes);
-  m.def("crc32c", [](uintptr_t address, size_t size_bytes, uint32_t seed) {
-    return espnx::crc32c(seed, reinterpret_cast<const void*>(address), size_bytes);
-  }, py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "crc32c",
+      [](uintptr_t address, size_t size_bytes, uint32_t seed) {
+        return espnx::crc32c(seed, reinterpret_cast<const void*>(address), size_bytes);
+      },
+      py::call_guard<py::gil_scoped_release>());
   bind_engine(m);
   bind_future(m);
   bind_records(m);

@@ -16,8 +16,8 @@
 namespace {
 
 void check_vector(const at::Tensor& tensor, at::ScalarType dtype, const char* name) {
-  TORCH_CHECK_VALUE(tensor.dim() == 1 && tensor.scalar_type() == dtype, name, " must be a 1-D ", dtype,
-                    " tensor, got ", tensor.dim(), "-D ", tensor.scalar_type());
+  TORCH_CHECK_VALUE(tensor.dim() == 1 && tensor.scalar_type() == dtype, name, " must be a 1-D ", dtype, " tensor, got ",
+                    tensor.dim(), "-D ", tensor.scalar_type());
 }
 
 // An I/O buffer is read where it lies; a strided view of one would have to be copied, which nobody would
@@ -48,17 +48,15 @@ at::Tensor maxsim_cpu(const at::Tensor& query, const at::Tensor& buffer, const a
   check_vector(n_tokens, at::kLong, "n_tokens");
   for (const at::Tensor* tensor : {&query, &buffer, &offset_bytes, &n_tokens}) check_cpu(*tensor);
   const int64_t d = query.size(-1), n = offset_bytes.numel();
-  TORCH_CHECK_VALUE(d % 8 == 0 && d >= 8 && d <= espnx::kMaxDim, "d must be a multiple of 8 from 8 to ",
-                    espnx::kMaxDim, ", got ", d);
-  TORCH_CHECK_VALUE(n_tokens.numel() == n, "n_tokens must have as many entries as offset_bytes (", n,
-                    "), got ", n_tokens.numel());
+  TORCH_CHECK_VALUE(d % 8 == 0 && d >= 8 && d <= espnx::kMaxDim, "d must be a multiple of 8 from 8 to ", espnx::kMaxDim,
+                    ", got ", d);
+  TORCH_CHECK_VALUE(n_tokens.numel() == n, "n_tokens must have as many entries as offset_bytes (", n, "), got ",
+                    n_tokens.numel());
   TORCH_CHECK_VALUE(threads >= 0, "threads must be 0 (choose) or more, got ", threads);
 
-  const at::Tensor values = query.contiguous(), offsets = offset_bytes.contiguous(),
-                   counts = n_tokens.contiguous();
+  const at::Tensor values = query.contiguous(), offsets = offset_bytes.contiguous(), counts = n_tokens.contiguous();
   const bool is_batch = query.dim() == 3;
-  const espnx::MaxsimQueries queries{values.const_data_ptr<float>(), is_batch ? query.size(0) : 1,
-                                     query.size(-2), d};
+  const espnx::MaxsimQueries queries{values.const_data_ptr<float>(), is_batch ? query.size(0) : 1, query.size(-2), d};
   const espnx::MaxsimDocuments docs{buffer.const_data_ptr<uint8_t>(),
                                     buffer.numel(),
                                     offsets.const_data_ptr<int64_t>(),
@@ -66,13 +64,11 @@ at::Tensor maxsim_cpu(const at::Tensor& query, const at::Tensor& buffer, const a
                                     n,
                                     parse_format(format)};
   const int64_t outside = espnx::find_record_outside(docs, d);
-  TORCH_CHECK_INDEX(outside < 0, "document ", outside, " (offset_bytes ", docs.offset_bytes[outside],
-                    ", n_tokens ", docs.n_tokens[outside], ", ", espnx::token_row_bytes(docs.format, d),
+  TORCH_CHECK_INDEX(outside < 0, "document ", outside, " (offset_bytes ", docs.offset_bytes[outside], ", n_tokens ",
+                    docs.n_tokens[outside], ", ", espnx::token_row_bytes(docs.format, d),
                     " bytes a token) does not lie inside the buffer of ", docs.buffer_bytes, " bytes");
-  at::Tensor scores =
-      is_batch ? at::empty({queries.n_queries, n}, query.options()) : at::empty({n}, query.options());
-  const int max_threads =
-      static_cast<int>(threads > 0 ? std::min<int64_t>(threads, 1024) : at::get_num_threads());
+  at::Tensor scores = is_batch ? at::empty({queries.n_queries, n}, query.options()) : at::empty({n}, query.options());
+  const int max_threads = static_cast<int>(threads > 0 ? std::min<int64_t>(threads, 1024) : at::get_num_threads());
   espnx::maxsim(queries, docs, max_threads, scores.mutable_data_ptr<float>());
   return scores;
 }
@@ -84,8 +80,8 @@ at::Tensor crc32c_cpu(const at::Tensor& buffer, const at::Tensor& offset_bytes, 
   check_vector(size_bytes, at::kLong, "size_bytes");
   for (const at::Tensor* tensor : {&buffer, &offset_bytes, &size_bytes}) check_cpu(*tensor);
   const int64_t n = offset_bytes.numel(), buffer_bytes = buffer.numel();
-  TORCH_CHECK_VALUE(size_bytes.numel() == n, "size_bytes must have as many entries as offset_bytes (", n,
-                    "), got ", size_bytes.numel());
+  TORCH_CHECK_VALUE(size_bytes.numel() == n, "size_bytes must have as many entries as offset_bytes (", n, "), got ",
+                    size_bytes.numel());
   TORCH_CHECK_VALUE(seed >= 0 && seed <= 0xFFFFFFFF, "seed must be a 32-bit CRC, got ", seed);
   const at::Tensor offsets = offset_bytes.contiguous(), sizes = size_bytes.contiguous();
   const int64_t* offset = offsets.const_data_ptr<int64_t>();
@@ -108,10 +104,9 @@ at::Tensor crc32c_cpu(const at::Tensor& buffer, const at::Tensor& offset_bytes, 
 int64_t cpu_level() { return static_cast<int64_t>(espnx::cpu_level()); }
 
 int64_t set_cpu_level(int64_t level) {
-  TORCH_CHECK_VALUE(
-      espnx::set_cpu_level(static_cast<int>(std::max<int64_t>(std::min<int64_t>(level, 99), -1))),
-      "this processor's best level is ", static_cast<int64_t>(espnx::best_cpu_level()),
-      " (0 portable, 1 AVX2, 2 AVX-512), got ", level);
+  TORCH_CHECK_VALUE(espnx::set_cpu_level(static_cast<int>(std::max<int64_t>(std::min<int64_t>(level, 99), -1))),
+                    "this processor's best level is ", static_cast<int64_t>(espnx::best_cpu_level()),
+                    " (0 portable, 1 AVX2, 2 AVX-512), got ", level);
   return cpu_level();
 }
 

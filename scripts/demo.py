@@ -105,7 +105,7 @@ def compare(index: espnx.Index, documents: list[dict[str, str]]) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, default=6000)
+    parser.add_argument("--documents", type=int, default=8000)
     parser.add_argument("--directory", type=Path, default=Path(".cache/demo/index"))
     args = parser.parse_args()
     load_faiss()

@@ -12,8 +12,7 @@ namespace espnx {
 class AlignedFloats {
  public:
   explicit AlignedFloats(size_t n)
-      : values_(static_cast<float*>(::operator new(n * sizeof(float), std::align_val_t{kAlignment}))),
-        n_(n) {}
+      : values_(static_cast<float*>(::operator new(n * sizeof(float), std::align_val_t{kAlignment}))), n_(n) {}
 
   float* data() { return values_.get(); }
   const float* data() const { return values_.get(); }

@@ -39,8 +39,8 @@ uint32_t update_portable(uint32_t state, const uint8_t* p, size_t size) {
   static const SliceTables slice = make_slice_tables();
   // Bytes are put together by shifts, so the result does not depend on the machine's byte order.
   for (; size >= 8; p += 8, size -= 8) {
-    state ^= static_cast<uint32_t>(p[0]) | static_cast<uint32_t>(p[1]) << 8 |
-             static_cast<uint32_t>(p[2]) << 16 | static_cast<uint32_t>(p[3]) << 24;
+    state ^= static_cast<uint32_t>(p[0]) | static_cast<uint32_t>(p[1]) << 8 | static_cast<uint32_t>(p[2]) << 16 |
+             static_cast<uint32_t>(p[3]) << 24;
     state = slice[7][state & 0xFF] ^ slice[6][(state >> 8) & 0xFF] ^ slice[5][(state >> 16) & 0xFF] ^
             slice[4][state >> 24] ^ slice[3][p[4]] ^ slice[2][p[5]] ^ slice[1][p[6]] ^ slice[0][p[7]];
   }
@@ -52,8 +52,7 @@ uint32_t update_portable(uint32_t state, const uint8_t* p, size_t size) {
 #define ESPNX_TARGET_CRC __attribute__((target("sse4.2,pclmul")))
 
 constexpr size_t kChains = 3;
-constexpr size_t kMaxChainWords =
-    1024;  // 3 x 8 KiB a round: joining costs under 1 % and the data stay in the L1 cache
+constexpr size_t kMaxChainWords = 1024;  // 3 x 8 KiB a round: joining costs under 1 % and the data stay in the L1 cache
 
 // shift[w] = x^(64 w - 33) mod P. A register c times shift[w] (carry-less), put through crc32_u64, is c
 // followed by w zero words: the reflected product stands for c * shift[w] * x, and the instruction multiplies

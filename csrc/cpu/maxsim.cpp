@@ -30,12 +30,9 @@ constexpr int64_t kPrefetchBytes = 256;
 const MaxsimKernels& kernels_in_force() {
 #if defined(__x86_64__)
   switch (cpu_level()) {
-    case CpuLevel::kAvx512:
-      return kMaxsimAvx512;
-    case CpuLevel::kAvx2:
-      return kMaxsimAvx2;
-    case CpuLevel::kPortable:
-      break;
+    case CpuLevel::kAvx512: return kMaxsimAvx512;
+    case CpuLevel::kAvx2: return kMaxsimAvx2;
+    case CpuLevel::kPortable: break;
   }
 #endif
   return kMaxsimPortable;
@@ -63,9 +60,7 @@ class PackedQueries {
   const float* strip(int64_t query, int64_t s) const {
     return packed_.data() + (query * strips + s) * source.d * kLanes;
   }
-  const float* row(int64_t query, int64_t t) const {
-    return source.values + (query * source.n_tokens + t) * source.d;
-  }
+  const float* row(int64_t query, int64_t t) const { return source.values + (query * source.n_tokens + t) * source.d; }
   int64_t slots() const { return singles ? source.n_tokens : strips * kLanes; }  // running maxima per query
 
   const MaxsimQueries source;
@@ -79,8 +74,7 @@ class PackedQueries {
 // One thread's view of the work, with its buffers.
 class Scorer {
  public:
-  Scorer(const MaxsimKernels& kernels, const PackedQueries& queries, const MaxsimDocuments& docs,
-         float* scores)
+  Scorer(const MaxsimKernels& kernels, const PackedQueries& queries, const MaxsimDocuments& docs, float* scores)
       : kernels_(kernels),
         queries_(queries),
         docs_(docs),

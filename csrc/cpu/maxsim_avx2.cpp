@@ -25,15 +25,14 @@ ESPNX_AVX2 void decode_fp16(const uint8_t* rows, int64_t n_values, float* out) {
 
 // Folds kTile tokens into the strip's `running`; returns the NaN bits.
 template <int kTile>
-ESPNX_AVX2 uint32_t tile_max(const float* strip, const float* tokens, int64_t d, float* running,
-                             const uint8_t* ahead, int64_t ahead_step) {
+ESPNX_AVX2 uint32_t tile_max(const float* strip, const float* tokens, int64_t d, float* running, const uint8_t* ahead,
+                             int64_t ahead_step) {
   __m256 sum[kTile][2];
 #pragma GCC unroll 6
   for (int t = 0; t < kTile; ++t) sum[t][0] = sum[t][1] = _mm256_setzero_ps();
   for (int64_t k = 0; k < d; ++k) {
     __builtin_prefetch(ahead + k * ahead_step);
-    const __m256 query0 = _mm256_loadu_ps(strip + k * kLanes),
-                 query1 = _mm256_loadu_ps(strip + k * kLanes + 8);
+    const __m256 query0 = _mm256_loadu_ps(strip + k * kLanes), query1 = _mm256_loadu_ps(strip + k * kLanes + 8);
 #pragma GCC unroll 6
     for (int t = 0; t < kTile; ++t) {
       const __m256 value = _mm256_broadcast_ss(tokens + t * d + k);
@@ -49,8 +48,7 @@ ESPNX_AVX2 uint32_t tile_max(const float* strip, const float* tokens, int64_t d,
     for (int t = 0; t < kTile; ++t) {
       // The maximum instruction drops NaNs, so they are looked for, two vectors at a time.
       if (t % 2 == 0) {
-        nan = _mm256_or_ps(nan,
-                           _mm256_cmp_ps(sum[t][half], sum[t + 1 < kTile ? t + 1 : t][half], _CMP_UNORD_Q));
+        nan = _mm256_or_ps(nan, _mm256_cmp_ps(sum[t][half], sum[t + 1 < kTile ? t + 1 : t][half], _CMP_UNORD_Q));
       }
       best = _mm256_max_ps(sum[t][half], best);
     }
@@ -64,8 +62,8 @@ using TileMax = uint32_t (*)(const float*, const float*, int64_t, float*, const 
 constexpr TileMax kTileMax[kTileOfAvx2 + 1] = {nullptr,     tile_max<1>, tile_max<2>, tile_max<3>,
                                                tile_max<4>, tile_max<5>, tile_max<6>};
 
-ESPNX_AVX2 uint32_t block_max(const float* strips, int64_t n_strips, const float* tokens, int64_t n_tokens,
-                              int64_t d, float* running, const uint8_t* ahead, int64_t value_bytes) {
+ESPNX_AVX2 uint32_t block_max(const float* strips, int64_t n_strips, const float* tokens, int64_t n_tokens, int64_t d,
+                              float* running, const uint8_t* ahead, int64_t value_bytes) {
   uint32_t nan_bits = 0;
   while (n_tokens > 0) {
     const int64_t tile = next_tile(n_tokens, kTileOfAvx2);
@@ -81,8 +79,7 @@ ESPNX_AVX2 uint32_t block_max(const float* strips, int64_t n_strips, const float
   return nan_bits;
 }
 
-ESPNX_AVX2 uint32_t single_max(const float* query, const float* tokens, int64_t n_tokens, int64_t d,
-                               float* running) {
+ESPNX_AVX2 uint32_t single_max(const float* query, const float* tokens, int64_t n_tokens, int64_t d, float* running) {
   float best = *running;
   uint32_t nan = 0;
   for (int64_t j = 0; j < n_tokens; ++j, tokens += d) {

@@ -93,8 +93,8 @@ constexpr TileMax kTileMax[kTokenTile + 1] = {
     tile_max<12, kStrips>,
 };
 
-ESPNX_AVX512 uint32_t block_max(const float* strips, int64_t n_strips, const float* tokens, int64_t n_tokens,
-                                int64_t d, float* running, const uint8_t* ahead, int64_t value_bytes) {
+ESPNX_AVX512 uint32_t block_max(const float* strips, int64_t n_strips, const float* tokens, int64_t n_tokens, int64_t d,
+                                float* running, const uint8_t* ahead, int64_t value_bytes) {
   const TileMax* tile_max_of = n_strips == 2 ? kTileMax<2> : kTileMax<1>;
   uint32_t nan_bits = 0;
   while (n_tokens > 0) {
@@ -107,8 +107,7 @@ ESPNX_AVX512 uint32_t block_max(const float* strips, int64_t n_strips, const flo
   return nan_bits;
 }
 
-ESPNX_AVX512 uint32_t single_max(const float* query, const float* tokens, int64_t n_tokens, int64_t d,
-                                 float* running) {
+ESPNX_AVX512 uint32_t single_max(const float* query, const float* tokens, int64_t n_tokens, int64_t d, float* running) {
   float best = *running;
   uint32_t nan = 0;
   for (int64_t j = 0; j < n_tokens; ++j, tokens += d) {
@@ -120,8 +119,7 @@ ESPNX_AVX512 uint32_t single_max(const float* query, const float* tokens, int64_
     }
     for (; k < d; k += 16) {
       const __mmask16 lanes = d - k >= 16 ? 0xFFFF : 0x00FF;  // d is a multiple of 8
-      sum0 = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(lanes, query + k),
-                             _mm512_maskz_loadu_ps(lanes, tokens + k), sum0);
+      sum0 = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(lanes, query + k), _mm512_maskz_loadu_ps(lanes, tokens + k), sum0);
     }
     const float product = _mm512_reduce_add_ps(_mm512_add_ps(sum0, sum1));
     nan |= product != product;

@@ -20,10 +20,8 @@ inline bool parse_token_format(const char* name, TokenFormat* format) {
 // Bytes of one token row of d values.
 inline int64_t token_row_bytes(TokenFormat format, int64_t d) {
   switch (format) {
-    case TokenFormat::kFp32:
-      return 4 * d;
-    case TokenFormat::kFp16:
-      return 2 * d;
+    case TokenFormat::kFp32: return 4 * d;
+    case TokenFormat::kFp16: return 2 * d;
   }
   return 0;
 }

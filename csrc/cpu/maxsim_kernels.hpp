@@ -27,13 +27,12 @@ struct MaxsimKernels {
   // `running` there is unspecified). On the way it prefetches n_tokens * d * value_bytes bytes at `ahead`
   // (any address), evenly: records are scattered, so the hardware foresees little, and prefetches in one
   // burst would hold up the loads of the sums behind them.
-  uint32_t (*block_max)(const float* strips, int64_t n_strips, const float* tokens, int64_t n_tokens,
-                        int64_t d, float* running, const uint8_t* ahead, int64_t value_bytes);
+  uint32_t (*block_max)(const float* strips, int64_t n_strips, const float* tokens, int64_t n_tokens, int64_t d,
+                        float* running, const uint8_t* ahead, int64_t value_bytes);
 
   // The same for one query token, as dot products along d; the better one where there are too few query
   // tokens to fill a strip.
-  uint32_t (*single_max)(const float* query, const float* tokens, int64_t n_tokens, int64_t d,
-                         float* running);
+  uint32_t (*single_max)(const float* query, const float* tokens, int64_t n_tokens, int64_t d, float* running);
 };
 
 extern const MaxsimKernels kMaxsimPortable;

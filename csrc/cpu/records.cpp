@@ -15,7 +15,8 @@ int64_t place_record(int64_t free_at_bytes, int64_t size_bytes) {
   return free_at_bytes - into_block + kRecordBlockBytes;
 }
 
-int64_t lay_out_records(const uint16_t* n_tokens, int64_t count, const RecordShape& shape, int64_t begin_bytes, int64_t* offset_bytes) {
+int64_t lay_out_records(const uint16_t* n_tokens, int64_t count, const RecordShape& shape, int64_t begin_bytes,
+                        int64_t* offset_bytes) {
   int64_t free_at = begin_bytes;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t size = shape.size_bytes(n_tokens[i]);
@@ -26,8 +27,8 @@ int64_t lay_out_records(const uint16_t* n_tokens, int64_t count, const RecordSha
 }
 
 void locate_records(const int64_t* records, int64_t count, const uint16_t* n_tokens, const int64_t* group_offset_bytes,
-                    const int64_t* segment_begin, int64_t segments, const RecordShape& shape, int64_t* segment, int64_t* offset_bytes,
-                    int64_t* size_bytes) {
+                    const int64_t* segment_begin, int64_t segments, const RecordShape& shape, int64_t* segment,
+                    int64_t* offset_bytes, int64_t* size_bytes) {
   for (int64_t i = 0; i < count; ++i) {
     const int64_t record = records[i];
     const int64_t group = record / kGroupRecords;

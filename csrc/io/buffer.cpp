@@ -23,14 +23,16 @@ int64_t capacity_for(int64_t size_bytes) {
 }
 
 Buffer* allocate(int64_t capacity_bytes) {
-  // Huge pages: fewer faults, and a 1 MiB request stays one (virtio and NVMe drives limit the number of memory segments).
+  // Huge pages: fewer faults, and a 1 MiB request stays one (virtio and NVMe drives limit the number of memory
+  // segments).
   const bool huge = capacity_bytes >= kHugePageBytes;
   const int64_t extra = huge ? kHugePageBytes : 0;
   void* base = mmap(nullptr, capacity_bytes + extra, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (base == MAP_FAILED) throw std::bad_alloc();
   char* data = static_cast<char*>(base);
   if (huge) {
-    char* aligned = reinterpret_cast<char*>((reinterpret_cast<intptr_t>(data) + extra - 1) / kHugePageBytes * kHugePageBytes);
+    char* aligned =
+        reinterpret_cast<char*>((reinterpret_cast<intptr_t>(data) + extra - 1) / kHugePageBytes * kHugePageBytes);
     if (aligned > data) munmap(data, aligned - data);
     if (data + extra > aligned) munmap(aligned + capacity_bytes, data + extra - aligned);
     data = aligned;

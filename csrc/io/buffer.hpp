@@ -1,4 +1,5 @@
-// Page-aligned memory for I/O, recycled: a fresh 8 MiB buffer costs two thousand page faults, about as long as the reads into it.
+// Page-aligned memory for I/O, recycled: a fresh 8 MiB buffer costs two thousand page faults, about as long as the
+// reads into it.
 #pragma once
 
 #include <cstdint>
@@ -17,11 +18,13 @@ struct Buffer {
 
 class BufferPool : public std::enable_shared_from_this<BufferPool> {
  public:
-  // Keeps at most `keep_bytes` of unused memory. `poison`: fills what it hands out with 0xA5, so that tests see bytes nobody wrote.
+  // Keeps at most `keep_bytes` of unused memory. `poison`: fills what it hands out with 0xA5, so that tests see bytes
+  // nobody wrote.
   BufferPool(int64_t keep_bytes, bool poison) : keep_bytes_(keep_bytes), poison_(poison) {}
   ~BufferPool();
 
-  // Throws std::bad_alloc. The memory returns to the pool when the last reference goes, from any thread, also after the pool is gone.
+  // Throws std::bad_alloc. The memory returns to the pool when the last reference goes, from any thread, also after the
+  // pool is gone.
   std::shared_ptr<Buffer> take(int64_t size_bytes);
 
  private:

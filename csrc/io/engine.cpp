@@ -45,7 +45,8 @@ Engine::Engine(EngineOptions options)
   if (options_.queue_depth < 1 || options_.queue_depth > 4096 || options_.threads < 1 || options_.threads > 1024) {
     throw FailureError(make_failure(Kind::invalid, 0, "queue_depth must be 1 to 4096 and threads 1 to 1024"));
   }
-  if (options_.request_bytes < kBlockBytes || options_.request_bytes % kBlockBytes != 0 || options_.request_bytes > (1 << 30)) {
+  if (options_.request_bytes < kBlockBytes || options_.request_bytes % kBlockBytes != 0 ||
+      options_.request_bytes > (1 << 30)) {
     throw FailureError(make_failure(Kind::invalid, 0, "request_bytes must be a multiple of 4096, at most 1 GiB"));
   }
   slots_.resize(options_.queue_depth);
@@ -107,7 +108,8 @@ bool Engine::in_own_process() const { return process_ == getpid(); }
 
 void Engine::check_process(const std::string& what) const {
   if (in_own_process()) return;
-  throw FailureError(make_failure(Kind::invalid, 0, what + ": the engine belongs to the parent process; open one after fork()"));
+  throw FailureError(
+      make_failure(Kind::invalid, 0, what + ": the engine belongs to the parent process; open one after fork()"));
 }
 
 void Engine::check_open(const std::string& what) const {
@@ -148,7 +150,8 @@ std::shared_ptr<File> Engine::file(int64_t number) {
   const size_t index = index_of(number);
   std::lock_guard lock(mutex_);
   if (index >= files_.size() || !files_[index]) {
-    throw FailureError(make_failure(Kind::invalid, 0, "file " + std::to_string(number) + " is not open in this engine"));
+    throw FailureError(
+        make_failure(Kind::invalid, 0, "file " + std::to_string(number) + " is not open in this engine"));
   }
   return files_[index];
 }
@@ -207,7 +210,8 @@ std::shared_ptr<Transfer> Engine::submit(TransferSpec spec) {
   std::lock_guard lock(mutex_);
   // Under the lock: what is in the list when the I/O thread stops is failed by it, and nothing comes in afterwards.
   if (stopping_ || !queue_) throw FailureError(make_failure(Kind::closed, 0, "the engine was closed during the call"));
-  auto at = std::find_if(active_.begin(), active_.end(), [&](const auto& other) { return other->priority() < transfer->priority(); });
+  auto at = std::find_if(active_.begin(), active_.end(),
+                         [&](const auto& other) { return other->priority() < transfer->priority(); });
   active_.insert(at, transfer);
   queue_->wake();
   return transfer;
@@ -251,8 +255,8 @@ void Engine::close(double grace_s) {
   state_changed_.notify_all();
 }
 
-// After fork(), in the child: a lock may be held and a condition variable slept on by threads that are not here, so that locking the one
-// or destroying the other would wait for ever. What contains them is left where it is.
+// After fork(), in the child: a lock may be held and a condition variable slept on by threads that are not here, so
+// that locking the one or destroying the other would wait for ever. What contains them is left where it is.
 void Engine::forget() {
   stopping_ = true;
   if (!thread_.joinable()) return;
@@ -299,7 +303,8 @@ void Engine::admit() {
       transfer.piece_started();
       ++in_flight_;
       ++requests_;
-      queue_->submit({transfer.reading() ? Op::read : Op::write, &transfer.file_of(piece.extent), piece.offset_bytes, piece.data, piece.size_bytes, tag});
+      queue_->submit({transfer.reading() ? Op::read : Op::write, &transfer.file_of(piece.extent), piece.offset_bytes,
+                      piece.data, piece.size_bytes, tag});
     }
     if (free_slots_.empty() && transfer.has_pieces()) return;
     if (!transfer.has_pieces() && transfer.in_flight() == 0) {
@@ -356,7 +361,8 @@ void Engine::fail_piece(uint64_t tag, Kind kind, int error, const char* what) {
   end(tag, false);
 }
 
-// The one completion routine. A short transfer goes on from the last whole block, because O_DIRECT cannot begin inside one.
+// The one completion routine. A short transfer goes on from the last whole block, because O_DIRECT cannot begin inside
+// one.
 void Engine::complete(const Completion& completion) {
   const uint64_t tag = completion.tag;
   Slot& slot = slots_[tag];
@@ -383,7 +389,8 @@ void Engine::complete(const Completion& completion) {
   const int64_t whole = file.direct ? moved / file.alignment_bytes * file.alignment_bytes : moved;
   slot.idle_retries = whole > 0 ? 0 : slot.idle_retries + 1;
   if (slot.idle_retries > kIdleRetries) {
-    return fail_piece(tag, reading ? Kind::short_read : Kind::write, 0, reading ? "read stays short" : "write stays short");
+    return fail_piece(tag, reading ? Kind::short_read : Kind::write, 0,
+                      reading ? "read stays short" : "write stays short");
   }
   transfer.piece_moved(whole - moved);  // what is read again counts once
   slot.piece.offset_bytes += whole;
@@ -393,7 +400,8 @@ void Engine::complete(const Completion& completion) {
   retry(tag);
 }
 
-// A file that is being cut ends inside a block, where O_DIRECT delivers the same few bytes for ever: every short read asks for the size.
+// A file that is being cut ends inside a block, where O_DIRECT delivers the same few bytes for ever: every short read
+// asks for the size.
 bool Engine::ends_before(File& file, int64_t end_bytes, int& error) {
   try {
     return end_bytes > file.refresh_size();

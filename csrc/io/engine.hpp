@@ -1,6 +1,7 @@
 // The storage engine: one I/O thread, one queue, one completion routine, whatever the queue is.
 //
-//   caller threads -- submit(Transfer) --> active list --> I/O thread: fills the queue, reaps it, retries, fails --> Transfer --> caller
+//   caller threads -- submit(Transfer) --> active list --> I/O thread: fills the queue, reaps it, retries, fails -->
+//   Transfer --> caller
 #pragma once
 
 #include <atomic>
@@ -54,7 +55,8 @@ class Engine {
   void truncate(int64_t file, int64_t size_bytes);
   void sync(int64_t file);
   void sync_directory(const std::string& path);
-  // Lets an injected fault hit an operation that the caller is about to do itself (rename, unlink). Throws FailureError.
+  // Lets an injected fault hit an operation that the caller is about to do itself (rename, unlink). Throws
+  // FailureError.
   void before(const char* operation, const std::string& path);
 
   std::shared_ptr<Transfer> submit(TransferSpec spec);
@@ -63,8 +65,8 @@ class Engine {
   // False in a child after fork(): it has the memory of the engine, but neither its thread nor the state of its locks.
   bool in_own_process() const;
 
-  // Fails what is outstanding, waits up to `grace_s` for the device to let go of its buffers, and abandons (never frees) the rest.
-  // Of several callers one closes and the others wait for it.
+  // Fails what is outstanding, waits up to `grace_s` for the device to let go of its buffers, and abandons (never
+  // frees) the rest. Of several callers one closes and the others wait for it.
   void close(double grace_s);
 
  private:
@@ -99,7 +101,8 @@ class Engine {
   int process_ = 0;
   int64_t first_file_ = 0;  // numbers differ between engines, so that a plan for one cannot read files of another
 
-  std::mutex mutex_;  // guards files_, active_, queue_ (its lifetime), up_, closing_, closed_, grace_s_; stopping_ is set under it
+  std::mutex mutex_;  // guards files_, active_, queue_ (its lifetime), up_, closing_, closed_, grace_s_; stopping_ is
+                      // set under it
   std::condition_variable state_changed_;
   Files files_;
   std::list<std::shared_ptr<Transfer>> active_;

@@ -12,12 +12,14 @@
 
 namespace espnx::io {
 
-const FaultRule* FaultState::hit(const char* operation, const std::string& path, int64_t offset_bytes, int64_t size_bytes) {
+const FaultRule* FaultState::hit(const char* operation, const std::string& path, int64_t offset_bytes,
+                                 int64_t size_bytes) {
   std::lock_guard lock(mutex_);
   const FaultRule* found = nullptr;
   for (size_t i = 0; i < rules_.size(); ++i) {
     const FaultRule& rule = rules_[i];
-    if (fnmatch(rule.operation.c_str(), operation, 0) != 0 || fnmatch(rule.path.c_str(), path.c_str(), 0) != 0) continue;
+    if (fnmatch(rule.operation.c_str(), operation, 0) != 0 || fnmatch(rule.path.c_str(), path.c_str(), 0) != 0)
+      continue;
     if (offset_bytes >= rule.end_bytes || offset_bytes + std::max<int64_t>(size_bytes, 1) <= rule.begin_bytes) continue;
     const int64_t match = ++matches_[i];
     if (found != nullptr || match < rule.nth) continue;
@@ -52,10 +54,12 @@ struct Pending {
 
 class FaultyQueue final : public Queue {
  public:
-  FaultyQueue(std::unique_ptr<Queue> inner, std::shared_ptr<FaultState> state) : inner_(std::move(inner)), state_(std::move(state)) {}
+  FaultyQueue(std::unique_ptr<Queue> inner, std::shared_ptr<FaultState> state)
+      : inner_(std::move(inner)), state_(std::move(state)) {}
 
   void submit(const Request& request) override {
-    const FaultRule* rule = state_->hit(request.op == Op::read ? "read" : "write", request.file->path, request.offset, request.size);
+    const FaultRule* rule =
+        state_->hit(request.op == Op::read ? "read" : "write", request.file->path, request.offset, request.size);
     if (rule == nullptr) return inner_->submit(request);
     switch (rule->fault) {
       case Fault::error: return done_.push_back({request.tag, -rule->value});
@@ -69,11 +73,13 @@ class FaultyQueue final : public Queue {
     Request changed = request;
     if (rule->fault == Fault::short_ && request.op == Op::write) {
       // A direct write cannot stop inside a block: what lands is whole blocks.
-      changed.size = std::min(request.size, rule->value / request.file->alignment_bytes * request.file->alignment_bytes);
+      changed.size =
+          std::min(request.size, rule->value / request.file->alignment_bytes * request.file->alignment_bytes);
       if (changed.size == 0) return done_.push_back({request.tag, 0});
     }
     if (rule->fault == Fault::flip && request.op == Op::write) {
-      pending.copy.reset(static_cast<char*>(std::aligned_alloc(kBlockBytes, (request.size + kBlockBytes - 1) / kBlockBytes * kBlockBytes)));
+      pending.copy.reset(static_cast<char*>(
+          std::aligned_alloc(kBlockBytes, (request.size + kBlockBytes - 1) / kBlockBytes * kBlockBytes)));
       if (!pending.copy) throw std::bad_alloc();
       std::memcpy(pending.copy.get(), request.data, request.size);
       flip(pending.copy.get(), request.size, rule->value);

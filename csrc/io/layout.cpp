@@ -52,7 +52,8 @@ void sort_by_need(Layout& layout) {
 
 void set_expected(Extent& extent, const Files& files, bool reading) {
   extent.expected_bytes = extent.size_bytes;
-  if (reading) extent.expected_bytes = std::min(extent.size_bytes, files[extent.file]->size_bytes - extent.offset_bytes);
+  if (reading)
+    extent.expected_bytes = std::min(extent.size_bytes, files[extent.file]->size_bytes - extent.offset_bytes);
 }
 
 }  // namespace
@@ -68,13 +69,15 @@ void check_items(const Items& items, const Files& files, bool reading) {
       invalid("offset " + std::to_string(offset) + " and size " + std::to_string(size) + " are out of range", i);
     }
     // A sparse file can be longer than any memory; sums of sizes must not overflow.
-    if (size > kPlanBytesMax - total_bytes) invalid("the plan moves more than " + std::to_string(kPlanBytesMax) + " bytes", i);
+    if (size > kPlanBytesMax - total_bytes)
+      invalid("the plan moves more than " + std::to_string(kPlanBytesMax) + " bytes", i);
     total_bytes += size;
     if (!reading) {
       if (!files[file]->writable) invalid(files[file]->path + " is open for reading only", i);
       continue;
     }
-    if (offset + size > files[file]->size_bytes && (files[file]->fd < 0 || offset + size > files[file]->refresh_size())) {
+    if (offset + size > files[file]->size_bytes &&
+        (files[file]->fd < 0 || offset + size > files[file]->refresh_size())) {
       Failure failure;
       failure.kind = Kind::truncated;
       failure.what = "read past the end of the file";
@@ -126,12 +129,14 @@ Layout pack(const Items& items, const Files& files, int64_t gap_bytes, int64_t l
   return layout;
 }
 
-bool place(const Items& items, const Files& files, const int64_t* out_offset_bytes, const char* base, bool reading, int64_t limit_bytes, Layout& layout) {
+bool place(const Items& items, const Files& files, const int64_t* out_offset_bytes, const char* base, bool reading,
+           int64_t limit_bytes, Layout& layout) {
   layout = Layout();
   layout.position_bytes.assign(items.count, -1);
   layout.order.reserve(items.count);
   layout.extents.reserve(items.count);
-  // In the plan's own order: the caller chose both ends of every item, so only neighbours in the plan can be one request.
+  // In the plan's own order: the caller chose both ends of every item, so only neighbours in the plan can be one
+  // request.
   for (int64_t i = 0; i < items.count; ++i) {
     const int64_t size = items.size_bytes[i], offset = items.offset_bytes[i], to = out_offset_bytes[i];
     if (size == 0) continue;

@@ -1,4 +1,5 @@
-// The queues that need nothing special: a pool of threads that call pread and pwrite, and the same calls made in place (memory files).
+// The queues that need nothing special: a pool of threads that call pread and pwrite, and the same calls made in place
+// (memory files).
 #include <sys/types.h>
 #include <unistd.h>
 
@@ -25,7 +26,8 @@ int64_t transfer_once(const Request& request) {
   return result < 0 ? -errno : result;
 }
 
-// What the threads share. They hold it alive themselves, because a thread stuck in a dead device's pread cannot be joined.
+// What the threads share. They hold it alive themselves, because a thread stuck in a dead device's pread cannot be
+// joined.
 struct PoolState {
   std::mutex mutex;
   std::condition_variable work, done;
@@ -114,7 +116,8 @@ class PosixQueue final : public Queue {
       std::thread([state = state_] { state->run(); }).detach();
       ++started_;
     } catch (const std::system_error& error) {
-      // No memory for a stack, or too many threads. Those that run do the work more slowly; without any nothing would ever complete.
+      // No memory for a stack, or too many threads. Those that run do the work more slowly; without any nothing would
+      // ever complete.
       if (started_ > 0) return;
       Failure failure;
       failure.kind = Kind::read;

@@ -32,10 +32,12 @@ class Queue {
  public:
   virtual ~Queue() = default;
 
-  // Hands one request over. The caller never has more than `depth` outstanding. Throws FailureError when the queue itself is broken.
+  // Hands one request over. The caller never has more than `depth` outstanding. Throws FailureError when the queue
+  // itself is broken.
   virtual void submit(const Request& request) = 0;
 
-  // Appends completions to `out`: returns when at least `at_least` are there, on wake(), or after `timeout_ns` (negative: no limit).
+  // Appends completions to `out`: returns when at least `at_least` are there, on wake(), or after `timeout_ns`
+  // (negative: no limit).
   virtual void wait(std::vector<Completion>& out, size_t at_least, int64_t timeout_ns) = 0;
 
   // Makes a running or the next wait() return early. Any thread.

@@ -48,7 +48,8 @@ Transfer::Transfer(TransferSpec spec, Files files, const std::shared_ptr<BufferP
   check_checksums(spec_);
   place_items(pool, limit_bytes);
   open_pieces_.reserve(layout_.extents.size());
-  for (const Extent& extent : layout_.extents) open_pieces_.push_back((extent.expected_bytes + limit_bytes - 1) / limit_bytes);
+  for (const Extent& extent : layout_.extents)
+    open_pieces_.push_back((extent.expected_bytes + limit_bytes - 1) / limit_bytes);
   for (size_t i = 0; i < spec_.size_bytes.size(); ++i) {
     if (spec_.size_bytes[i] == 0) empty_items_.push_back(static_cast<int64_t>(i));
   }
@@ -68,7 +69,8 @@ void Transfer::place_items(const std::shared_ptr<BufferPool>& pool, int64_t limi
     if (!spec_.reading) {
       Failure failure;
       failure.kind = Kind::invalid;
-      failure.what = "a write with O_DIRECT needs offsets, sizes and memory that are multiples of " + std::to_string(kBlockBytes);
+      failure.what =
+          "a write with O_DIRECT needs offsets, sizes and memory that are multiples of " + std::to_string(kBlockBytes);
       throw FailureError(failure);
     }
   }
@@ -119,7 +121,8 @@ void Transfer::piece_ended(size_t extent, bool whole) {
 void Transfer::notify() {
   std::lock_guard lock(mutex_);
   const auto all = static_cast<int64_t>(spec_.file.size());
-  if (failure_ || ready_items_ >= wanted_items_ || handed_out_ + ready_items_ + static_cast<int64_t>(empty_items_.size()) >= all) {
+  if (failure_ || ready_items_ >= wanted_items_ ||
+      handed_out_ + ready_items_ + static_cast<int64_t>(empty_items_.size()) >= all) {
     changed_.notify_all();
   }
 }
@@ -137,10 +140,13 @@ void Transfer::fail(Failure failure) {
 
 bool Transfer::finished() {
   std::lock_guard lock(mutex_);
-  return failure_ || handed_out_ + ready_items_ + static_cast<int64_t>(empty_items_.size()) == static_cast<int64_t>(spec_.file.size());
+  return failure_ || handed_out_ + ready_items_ + static_cast<int64_t>(empty_items_.size()) ==
+                         static_cast<int64_t>(spec_.file.size());
 }
 
-bool Transfer::nothing_to_come() const { return handed_out_ == static_cast<int64_t>(spec_.file.size()) && delivering_ == 0; }
+bool Transfer::nothing_to_come() const {
+  return handed_out_ == static_cast<int64_t>(spec_.file.size()) && delivering_ == 0;
+}
 
 bool Transfer::next(std::vector<int64_t>& items, int64_t at_least, int64_t wait_ns) {
   const auto all = static_cast<int64_t>(spec_.file.size());
@@ -150,9 +156,11 @@ bool Transfer::next(std::vector<int64_t>& items, int64_t at_least, int64_t wait_
     std::unique_lock lock(mutex_);
     const auto there = [&] { return ready_items_ + static_cast<int64_t>(empty_items_.size()); };
     wanted_items_ = std::max<int64_t>(1, at_least - static_cast<int64_t>(empty_items_.size()));
-    // Another thread may have taken the last items: this one returns when they are checked and copied, or fails with them.
+    // Another thread may have taken the last items: this one returns when they are checked and copied, or fails with
+    // them.
     const auto last_here = [&] { return there() > 0 && handed_out_ + there() == all; };
-    changed_.wait_until(lock, until, [&] { return failure_ || there() >= at_least || last_here() || nothing_to_come(); });
+    changed_.wait_until(lock, until,
+                        [&] { return failure_ || there() >= at_least || last_here() || nothing_to_come(); });
     if (failure_) throw FailureError(*failure_);
     if (there() < at_least && !last_here() && !nothing_to_come()) {
       if (Clock::now() < deadline_) return false;

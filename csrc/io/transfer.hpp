@@ -31,7 +31,9 @@ struct TransferSpec {
   int priority = 0;
   double deadline_s = 30;
 
-  Items items() const { return {static_cast<int64_t>(file.size()), file.data(), offset_bytes.data(), size_bytes.data()}; }
+  Items items() const {
+    return {static_cast<int64_t>(file.size()), file.data(), offset_bytes.data(), size_bytes.data()};
+  }
 };
 
 class Transfer {
@@ -40,17 +42,21 @@ class Transfer {
 
   // --- the caller's side; any thread ---
 
-  // Waits up to `wait_ns` for `at_least` items more than were handed out so far (or the end), checks and copies them in this thread, and
-  // appends their numbers. True once every item has been handed out. Throws FailureError: the first failure, the deadline.
+  // Waits up to `wait_ns` for `at_least` items more than were handed out so far (or the end), checks and copies them in
+  // this thread, and appends their numbers. True once every item has been handed out. Throws FailureError: the first
+  // failure, the deadline.
   bool next(std::vector<int64_t>& items, int64_t at_least, int64_t wait_ns);
 
-  // Ends the transfer with `failure` unless it has ended. What is already with the device keeps its memory until it completes.
+  // Ends the transfer with `failure` unless it has ended. What is already with the device keeps its memory until it
+  // completes.
   void fail(Failure failure);
 
   const std::vector<int64_t>& position_bytes() const { return position_bytes_; }
   char* memory() const { return copies_ ? spec_.base : memory_; }
   int64_t memory_bytes() const { return copies_ ? spec_.base_bytes : memory_bytes_; }
-  std::shared_ptr<void> memory_owner() const { return spec_.base != nullptr ? spec_.keep_alive : std::shared_ptr<void>(buffer_); }
+  std::shared_ptr<void> memory_owner() const {
+    return spec_.base != nullptr ? spec_.keep_alive : std::shared_ptr<void>(buffer_);
+  }
   int64_t asked_bytes() const { return layout_.asked_bytes; }
   int64_t moved_bytes() const { return moved_bytes_; }
   int64_t request_count() const { return requests_; }

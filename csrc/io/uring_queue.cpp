@@ -1,5 +1,6 @@
-// io_uring through its system calls: three calls and two shared rings need no library, and run where liburing is not installed.
-// Flags are asked for from newest to oldest kernel. SQPOLL is never used: its kernel thread starves on machines with few cores.
+// io_uring through its system calls: three calls and two shared rings need no library, and run where liburing is not
+// installed. Flags are asked for from newest to oldest kernel. SQPOLL is never used: its kernel thread starves on
+// machines with few cores.
 #include "queue.hpp"
 
 #if __has_include(<linux/io_uring.h>) && !defined(ESPNX_NO_URING)
@@ -61,7 +62,8 @@ class UringQueue final : public Queue {
 
   ~UringQueue() override {
     if (sqes_ != nullptr) munmap(sqes_, sqes_bytes_);
-    if (completion_ring_ != nullptr && completion_ring_ != submission_ring_) munmap(completion_ring_, completion_bytes_);
+    if (completion_ring_ != nullptr && completion_ring_ != submission_ring_)
+      munmap(completion_ring_, completion_bytes_);
     if (submission_ring_ != nullptr) munmap(submission_ring_, submission_bytes_);
     if (ring_fd_ >= 0) close(ring_fd_);
     if (wake_fd_ >= 0) close(wake_fd_);
@@ -122,7 +124,8 @@ class UringQueue final : public Queue {
     }
     if (ring_fd_ < 0) {
       reason = std::string("io_uring_setup: ") + std::strerror(errno);
-      if (errno == EPERM) reason += " (disabled by the sysctl kernel.io_uring_disabled, or by a container's seccomp profile)";
+      if (errno == EPERM)
+        reason += " (disabled by the sysctl kernel.io_uring_disabled, or by a container's seccomp profile)";
       return false;
     }
     if (!(params_.features & kFeatExtArg)) {
@@ -155,7 +158,8 @@ class UringQueue final : public Queue {
   }
 
   void* map(size_t bytes, uint64_t what) {
-    void* result = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring_fd_, static_cast<off_t>(what));
+    void* result =
+        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring_fd_, static_cast<off_t>(what));
     return result == MAP_FAILED ? nullptr : result;
   }
 
@@ -179,12 +183,14 @@ class UringQueue final : public Queue {
     GetEventsArg argument;
     if (at_least > 0 && timeout_ns >= 0) argument.timespec = reinterpret_cast<uint64_t>(&limit);
     for (int tries = 0;;) {
-      const long result = syscall(SYS_io_uring_enter, ring_fd_, queued_, at_least, IORING_ENTER_GETEVENTS | kEnterExtArg, &argument, sizeof argument);
+      const long result = syscall(SYS_io_uring_enter, ring_fd_, queued_, at_least,
+                                  IORING_ENTER_GETEVENTS | kEnterExtArg, &argument, sizeof argument);
       if (result >= 0) {
         queued_ -= static_cast<unsigned>(result);
         return;
       }
-      // ETIME: waited long enough. EINTR, EAGAIN, EBUSY: nothing was submitted; the caller's loop comes back after reaping.
+      // ETIME: waited long enough. EINTR, EAGAIN, EBUSY: nothing was submitted; the caller's loop comes back after
+      // reaping.
       if (errno == ETIME || errno == EINTR || errno == EBUSY) {
         queued_ = sq_tail_->load(std::memory_order_relaxed) - sq_head_->load(std::memory_order_acquire);
         return;

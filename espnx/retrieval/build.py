@@ -11,7 +11,7 @@ import difflib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..storage import NativeEngine
 from ..storage.lock import DirectoryLock
 from ..storage.manifest import write_manifest
 from ..storage.native import load_native
-from ..storage.stream import StreamWriter, crc32c, file_sums, read_file, read_windows, write_file
+from ..storage.stream import StreamWriter, crc32c, file_sums, make_directory, read_file, read_windows, write_file
 from . import arrange, generations
 from .budget import MemoryBudget
 from .documents import Document, batches, encode
@@ -39,6 +39,7 @@ from .texts import TextReader, TextWriter
 
 CHECKPOINT_S = 5.0
 PROJECTION = "projection.f32"
+_PCA_DOCUMENTS = 4096
 _NPROBE_CANDIDATES, _NPROBE_RECALL = 1000, 0.98
 
 #: Called with (phase, done, total or None): ``spool``, ``arrange``, ``write``.
@@ -198,7 +199,7 @@ class Builder:
         devices = [os.stat(root).st_dev for root in roots]
         for root, device in zip(roots, devices, strict=True):
             free, share = load_native().free_bytes(root), need * devices.count(device) // len(devices)
-            if free < share:
+            if free < share and os.statvfs(root).f_blocks:  # a file system that counts no blocks (ramfs, some network ones) cannot say
                 raise errors.DiskFullError("the store's records will not fit", needed_bytes=share, free_bytes=free, path=root)
 
     def _arrange(self, spool: Spool) -> None:
@@ -226,17 +227,19 @@ class Builder:
     def _save_projection(self, spool: Spool) -> None:
         if self.options.pca is None or not len(spool):
             return
-        rng = np.random.default_rng(2)
-        count = int(np.clip(self.budget.left() // 16 // max(1, self.spool_schema.sizes(spool.n_tokens).mean()), 1, min(len(spool), 4096)))
-        chosen = np.sort(rng.choice(len(spool), size=count, replace=False)).astype(np.int64)
-        memory, positions = spool.read(chosen)
-        begin, row = self.spool_schema.fixed_bytes, self.spool_schema.row_bytes
-        tokens = [
-            memory[at + begin : at + begin + n * row].view(self.spool_schema.dtype).astype(np.float32).reshape(-1, self.spool_schema.dim)
-            for at, n in zip(positions.tolist(), spool.n_tokens[chosen].tolist(), strict=True)
-        ]
-        projection = Projection.fit(torch.from_numpy(np.concatenate(tokens)), self.schema.dim)
+        chosen = np.random.default_rng(2).choice(len(spool), size=min(len(spool), _PCA_DOCUMENTS), replace=False)
+        projection = Projection.fit(self._tokens(spool, np.sort(chosen).astype(np.int64)), self.spool_schema.dim, self.schema.dim)
         _, self.state["projection"] = write_file(self.engine, os.path.join(self.building, PROJECTION), projection.components.numpy().tobytes())
+
+    def _tokens(self, spool: Spool, chosen: np.ndarray) -> Iterator[torch.Tensor]:
+        """Token vectors of some documents, float32 [n, dim] each."""
+        schema = self.spool_schema
+        limit_bytes = self.budget.left() // 16
+        for part in pieces(iter([chosen]), lambda arrivals: schema.sizes(spool.n_tokens[arrivals]), limit_bytes, lambda: len(chosen)):
+            memory, positions = spool.read(part)
+            for at, n_tokens in zip((positions + schema.fixed_bytes).tolist(), spool.n_tokens[part].tolist(), strict=True):
+                values = memory[at : at + n_tokens * schema.row_bytes].view(schema.dtype).astype(np.float32)
+                yield torch.from_numpy(values.reshape(-1, schema.dim))
 
     def _projection(self) -> Projection | None:
         if "projection" not in self.state:
@@ -392,10 +395,7 @@ def build(
         dims = (encoder.d_cls, encoder.dim)
     chosen = _options(options)
     where = os.fspath(path)
-    try:
-        os.makedirs(where, exist_ok=True)
-    except OSError as error:
-        raise errors.WriteError("cannot create the store's directory", path=where, errno=error.errno) from error
+    make_directory(where)
     owned = NativeEngine(pool_bytes=64 << 20) if engine is None else engine
     try:
         with DirectoryLock(where):

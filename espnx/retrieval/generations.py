@@ -18,6 +18,7 @@ from typing import Any
 from .. import errors
 from ..storage import NativeEngine
 from ..storage.manifest import read_manifest
+from ..storage.stream import make_directory
 from .spool import read_state, write_state
 from .store import MAGIC, VERSION
 
@@ -83,10 +84,7 @@ def begin(engine: NativeEngine, path: str, settings: dict[str, Any], live: dict[
         if entry.startswith("gen-") and entry not in keep:
             shutil.rmtree(os.path.join(path, entry), ignore_errors=True)
     for directory in (building, os.path.join(path, name(state["generation"]))):
-        try:
-            os.makedirs(directory, exist_ok=True)
-        except OSError as error:
-            raise errors.WriteError("cannot create directory", path=directory, errno=error.errno) from error
+        make_directory(directory)
     write_state(engine, building, state)
     return state, state["documents"]
 
@@ -118,10 +116,7 @@ def data_directories(path: str, directories: Sequence[str], state: dict[str, Any
     result = []
     for directory in directories:
         target = _data_directory(directory, state)
-        try:
-            os.makedirs(target, exist_ok=True)
-        except OSError as error:
-            raise errors.WriteError("cannot create data directory", path=target, errno=error.errno) from error
+        make_directory(target)
         result.append(target)
     return result
 

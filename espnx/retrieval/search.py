@@ -32,6 +32,7 @@ from .result import Hit, SearchResult, Timings
 from .store import FIRST_STAGE_NAME, EmbeddingStore
 
 Query = str | Encoded
+Queries = list[str] | list[Encoded] | list[Query] | tuple[Query, ...]
 
 #: Records of one list lie together; reading a hole of this size costs less than another request (measured; see docs/engine.md).
 GAP_BYTES = 16 * 1024
@@ -144,7 +145,7 @@ class Index:
     @overload
     def search(
         self,
-        queries: Sequence[Query],
+        queries: Queries,
         k: int = ...,
         *,
         candidates: int = ...,
@@ -157,7 +158,7 @@ class Index:
 
     def search(
         self,
-        queries: Query | Sequence[Query],
+        queries: Query | Queries,
         k: int = 10,
         *,
         candidates: int = 1000,

@@ -17,6 +17,8 @@ from .spool import Spool
 from .store import GROUP_RECORDS, SEGMENT_HEADER_BYTES, Segment, segment_header, store_salt
 from .texts import TextReader, TextWriter
 
+_PROJECT_ROWS = 4096
+
 
 class SegmentWriter:
     """Writes the records of a store, and keeps what the store's metadata needs: token counts and the offset of every 64th record.
@@ -130,15 +132,16 @@ def copier(spool: Spool, schema: RecordSchema, arrivals: np.ndarray, projection:
             block[target : target + size] = memory[source : source + size]
 
     def project(block: np.ndarray, offsets: np.ndarray) -> None:
-        rows = [memory[at + old.fixed_bytes : end].view(old.dtype) for at, end in zip(positions.tolist(), (positions + used).tolist(), strict=True)]
-        tokens = torch.from_numpy(np.concatenate(rows).astype(np.float32)).reshape(-1, old.dim)
-        projected = projection(tokens).numpy().astype(schema.dtype).reshape(-1).view(np.uint8)  # type: ignore[misc]
-        begin = 0
-        for source, target, row in zip(positions.tolist(), offsets.tolist(), rows, strict=True):
+        # Document by document, so that neither the memory taken nor a stored bit depends on which documents happen to come together.
+        for source, target, size in zip(positions.tolist(), offsets.tolist(), used.tolist(), strict=True):
             block[target + HEADER_BYTES : target + schema.fixed_bytes] = memory[source + HEADER_BYTES : source + old.fixed_bytes]
-            size = len(row) // old.dim * schema.row_bytes
-            block[target + schema.fixed_bytes : target + schema.fixed_bytes + size] = projected[begin : begin + size]
-            begin += size
+            rows = memory[source + old.fixed_bytes : source + size].view(old.dtype).reshape(-1, old.dim)
+            at = target + schema.fixed_bytes
+            for first in range(0, len(rows), _PROJECT_ROWS):
+                part = torch.from_numpy(rows[first : first + _PROJECT_ROWS].astype(np.float32))
+                projected = projection(part).numpy().astype(schema.dtype).reshape(-1).view(np.uint8)  # type: ignore[misc]
+                block[at : at + projected.size] = projected
+                at += projected.size
 
     return copy if projection is None else project
 

@@ -7,6 +7,7 @@ import os
 from types import TracebackType
 
 from .. import errors
+from .stream import write_error
 
 
 class DirectoryLock:
@@ -14,7 +15,7 @@ class DirectoryLock:
 
     Raises:
         StoreBusyError: another process holds it; says which.
-        WriteError: the directory cannot be written.
+        WriteError, DiskFullError: the directory cannot be written.
     """
 
     def __init__(self, directory: str | os.PathLike[str]):
@@ -25,9 +26,7 @@ class DirectoryLock:
         try:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise errors.WriteError(
-                "cannot create lock file", path=self._path, errno=error.errno, fix="choose a directory you may write to"
-            ) from error
+            raise write_error("cannot create lock file", self._path, error, fix="choose a directory you may write to") from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -39,8 +38,12 @@ class DirectoryLock:
                 got=f"a lock held by process {holder or 'unknown'}",
                 fix="wait until that process is done",
             ) from error
-        os.truncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.truncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            os.close(self._fd)
+            raise write_error("cannot write lock file", self._path, error) from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

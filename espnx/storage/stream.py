@@ -5,6 +5,7 @@ Used for everything in a store but its random record reads, so that an injected 
 
 from __future__ import annotations
 
+import errno as codes
 import os
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -19,6 +20,25 @@ from .plan import Plan
 
 BLOCK_BYTES = 4096
 _WINDOW_BYTES = 4 * 1024 * 1024
+
+
+def write_error(what: str, path: str | os.PathLike[str], error: OSError, fix: str | None = None) -> errors.WriteError:
+    """The typed error of a change to a directory that the operating system refused: DiskFullError where there was no room."""
+    if error.errno != codes.ENOSPC:
+        return errors.WriteError(what, path=path, errno=error.errno, fix=fix)
+    inside = os.path.abspath(path)
+    while not os.path.isdir(inside):
+        inside = os.path.dirname(inside)
+    free = load_native().free_bytes(inside)
+    return errors.DiskFullError(what, needed_bytes=max(free + 1, BLOCK_BYTES), free_bytes=free, path=path)
+
+
+def make_directory(path: str | os.PathLike[str]) -> None:
+    """Makes a directory, and those above it, unless it is there. Raises WriteError, DiskFullError."""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise write_error("cannot create directory", path, error) from error
 
 
 def aligned_empty(size_bytes: int) -> torch.Tensor:

@@ -50,17 +50,11 @@ constexpr int kFiles = 3;
   std::_Exit(3);
 }
 
-int64_t below(Random& random, int64_t limit) {
-  return static_cast<int64_t>(random() % static_cast<uint64_t>(limit));
-}
+int64_t below(Random& random, int64_t limit) { return static_cast<int64_t>(random() % static_cast<uint64_t>(limit)); }
 
-char byte_at(int64_t file, int64_t offset) {
-  return static_cast<char>((offset * 2654435761LL + file * 97) >> 7);
-}
+char byte_at(int64_t file, int64_t offset) { return static_cast<char>((offset * 2654435761LL + file * 97) >> 7); }
 
-std::string file_name(const std::string& folder, int64_t file) {
-  return folder + "/stress" + std::to_string(file);
-}
+std::string file_name(const std::string& folder, int64_t file) { return folder + "/stress" + std::to_string(file); }
 
 void make_files(const std::string& folder) {
   std::vector<char> data(kFileBytes);
@@ -138,24 +132,17 @@ void account(const io::Failure& failure, Outcomes& outcomes, bool closing) {
       if (!closing) broken("closed before its time: " + failure.what);
       ++outcomes.closed;
       return;
-    case io::Kind::cancelled:
-      ++outcomes.cancelled;
-      return;
-    case io::Kind::deadline:
-      ++outcomes.late;
-      return;
+    case io::Kind::cancelled: ++outcomes.cancelled; return;
+    case io::Kind::deadline: ++outcomes.late; return;
     case io::Kind::read:
-    case io::Kind::short_read:
-      ++outcomes.injected;
-      return;
-    default:
-      broken("a failure that cannot be: " + failure.what + " " + failure.path);
+    case io::Kind::short_read: ++outcomes.injected; return;
+    default: broken("a failure that cannot be: " + failure.what + " " + failure.path);
   }
 }
 
 // One reader's work: a plan at a time, sometimes two, read item by item, sometimes given up half way.
-void reader(io::Engine& engine, const std::vector<int64_t>& numbers, uint64_t seed, int rounds,
-            Outcomes& outcomes, const std::atomic<bool>& closing) {
+void reader(io::Engine& engine, const std::vector<int64_t>& numbers, uint64_t seed, int rounds, Outcomes& outcomes,
+            const std::atomic<bool>& closing) {
   Random random(seed);
   for (int round = 0; round < rounds; ++round) {
     Case wanted = random_case(random, numbers);
@@ -165,8 +152,7 @@ void reader(io::Engine& engine, const std::vector<int64_t>& numbers, uint64_t se
       std::vector<char> seen(wanted.source.size());
       for (bool finished = false; !finished;) {
         std::vector<int64_t> items;
-        finished =
-            transfer->next(items, 1 + below(random, 40), below(random, 4) == 0 ? 100'000 : 2'000'000'000);
+        finished = transfer->next(items, 1 + below(random, 40), below(random, 4) == 0 ? 100'000 : 2'000'000'000);
         check_items(*transfer, wanted, items, seen);
         if (below(random, 40) == 0) {
           io::Failure failure;
@@ -174,8 +160,7 @@ void reader(io::Engine& engine, const std::vector<int64_t>& numbers, uint64_t se
           transfer->fail(failure);
         }
       }
-      if (std::count(seen.begin(), seen.end(), 1) != static_cast<int64_t>(seen.size()))
-        broken("an item was lost");
+      if (std::count(seen.begin(), seen.end(), 1) != static_cast<int64_t>(seen.size())) broken("an item was lost");
       ++outcomes.whole;
     } catch (const io::FailureError& error) {
       account(error.failure, outcomes, closing);

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -121,3 +123,19 @@ def raised(error: BaseException) -> str:
     if isinstance(error, errors.StorageError) and error.path is not None:
         assert error.path in str(error)
     return f"{type(error).__name__}: {error}"
+
+
+def toy_encoder(delay_s: float = 0.0) -> espnx.FunctionEncoder:
+    """Words as vectors drawn from their own seed: texts that share words are similar. `delay_s`: of every call."""
+
+    def word(text: str, size: int) -> np.ndarray:
+        return np.random.default_rng(zlib.crc32(text.encode())).normal(size=size) / size**0.5
+
+    def encode(texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        time.sleep(delay_s)
+        split = [text.lower().split() for text in texts]
+        return [
+            (sum((word(w, D_CLS) for w in words), np.zeros(D_CLS)), np.array([word(w, DIM) for w in words]).reshape(-1, DIM)) for words in split
+        ]
+
+    return espnx.FunctionEncoder(encode, "toy@1", d_cls=D_CLS, dim=DIM)

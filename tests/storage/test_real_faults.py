@@ -197,3 +197,30 @@ def test_a_memory_file_system(disk_path: str, open_engine: OpenEngine) -> None:
                 engine.open(path, direct=True)
     finally:
         path.unlink(missing_ok=True)
+
+
+@pytest.mark.root
+def test_what_the_device_has_not_begun_is_taken_back(tmp_path: Path) -> None:
+    """One thread is stuck in a slow pread with seven requests behind it: after the deadline only the one is still in flight."""
+    with loop_device(tmp_path / "image", 2 * MIB) as device, throttled(device, 50_000) as (group, limit):
+        number = os.stat(device).st_rdev
+
+        def work() -> list[object]:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+            engine = NativeEngine("posix", threads=1, request_bytes=128 * 1024)
+            file = engine.open(device, direct=True)
+            future = engine.read(Plan.of(file, [0], [MIB]), deadline_s=0.2)
+            assert until(lambda: engine.stats().in_flight == 8)
+            try:
+                future.wait()
+                found: list[object] = ["read"]
+            except errors.DeadlineExceededError:
+                found = ["late"]
+            found.append(until(lambda: engine.stats().in_flight == 1, 1.0))
+            limit.write_text(f"{os.major(number)}:{os.minor(number)} 0")
+            found.append(until(lambda: engine.stats().in_flight == 0, 20))
+            engine.close()
+            (group.parent / "cgroup.procs").write_text(str(os.getpid()))
+            return found
+
+        assert in_child(work, limit_s=60) == ["late", True, True]

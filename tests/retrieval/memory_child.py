@@ -1,0 +1,54 @@
+"""Builds more records than the budget has room for, and prints what the process really took. Run by test_memory.py in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import faiss
+import numpy as np
+import torch
+
+import espnx
+from espnx.retrieval.budget import resident_bytes
+from tests.retrieval.common import corpus
+
+D_CLS, DIM = 32, 128
+
+
+def documents(count: int, mean_tokens: int) -> Iterator[espnx.Document]:
+    """Vectors cut from one random block, copied so that each document owns its own; one in a thousand is as long as a document can be."""
+    rng = np.random.default_rng(0)
+    block = torch.from_numpy(rng.normal(size=(70_000, DIM)).astype(np.float32) / DIM**0.5)
+    centres = rng.normal(size=(16, D_CLS)).astype(np.float32)
+    for i in range(count):
+        n_tokens = 65_535 if i % 1000 == 999 else int(rng.integers(0, 2 * mean_tokens))
+        begin = int(rng.integers(0, len(block) - n_tokens + 1))
+        cls = torch.from_numpy(centres[i % 16] + 0.3 * rng.normal(size=D_CLS).astype(np.float32))
+        yield espnx.Document(i, f"text {i}", espnx.Encoded(cls, block[begin : begin + n_tokens].clone()))
+
+
+def peak_bytes() -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def main() -> None:
+    path, room_mib, count, mean_tokens = sys.argv[1], *map(int, sys.argv[2:5])
+    pca = int(sys.argv[5]) or None
+    faiss.omp_set_num_threads(1)
+    espnx.build(f"{path}/warm", corpus(100), dims=(16, 8), nlist=4)  # what the libraries themselves take, once
+    base = resident_bytes()
+    budget = base + (room_mib << 20) + 70_000 * DIM * 4  # the corpus's own block is the generator's affair
+    Path("/proc/self/clear_refs").write_text("5")
+    report = espnx.build(f"{path}/s", documents(count, mean_tokens), dims=(D_CLS, DIM), memory=budget, pca=pca)
+    peak = peak_bytes()
+    with espnx.open(f"{path}/s") as index:
+        verified = index.store.verify()
+    print(json.dumps({"base": base, "budget": budget, "peak": peak, "records": report.record_bytes, "verified": verified}))
+
+
+if __name__ == "__main__":
+    main()
