@@ -38,7 +38,8 @@ def windows_of(block_bytes: int, queue_depth: int) -> tuple[int, int]:
     """
     if block_bytes >= LARGE_BYTES:
         return max(1, queue_depth // 4), 5
-    return max(16, queue_depth // 2), 4
+    # A plan costs its caller 30 us, however many items it has: not fewer than 256 KiB.
+    return max(LARGE_BYTES // block_bytes, queue_depth // 2), 4
 
 
 class EngineSystem:

@@ -46,6 +46,10 @@ py::object path_text(const std::string& path) {
 }
 
 void raise_failure(const io::Failure& f) {
+  if (!error_factory()) {  // espnx._C used without espnx.storage
+    PyErr_SetString(PyExc_RuntimeError, f.what.c_str());
+    return;
+  }
   py::object exception = error_factory()(py::arg("kind") = kind_name(f.kind), py::arg("errno") = f.error,
                                          py::arg("what") = path_text(f.what), py::arg("path") = path_text(f.path),
                                          py::arg("offset_bytes") = f.offset_bytes, py::arg("size_bytes") = f.size_bytes,
@@ -351,6 +355,10 @@ py::tuple pack_plan(const at::Tensor& file_sizes, const at::Tensor& alignments, 
   const std::vector<int64_t> files = to_vector(file, "file", -1);
   const std::vector<int64_t> offsets = to_vector(offset_bytes, "offset_bytes", static_cast<int64_t>(files.size()));
   const std::vector<int64_t> lengths = to_vector(size_bytes, "size_bytes", static_cast<int64_t>(files.size()));
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (sizes[i] < 0 || aligned[i] < 1) invalid("file_sizes must not be negative, alignments must be positive");
+  }
+  if (gap_bytes < 0 || limit_bytes < 1) invalid("gap_bytes must not be negative and limit_bytes must be positive");
   io::Files known;
   for (size_t i = 0; i < sizes.size(); ++i) {
     known.push_back(std::make_shared<io::File>("file " + std::to_string(i), -1));

@@ -139,6 +139,9 @@ void Engine::before(const char* operation, const std::string& path) {
 
 int64_t Engine::open(const std::string& path, Mode mode, Direct direct) {
   before(mode == Mode::read ? "open_read" : "open_write", path);
+  if (effective_ == "memory" && direct == Direct::yes) {
+    throw FailureError(make_failure(Kind::unavailable, 0, "path 'memory' has no O_DIRECT"));
+  }
   auto file = effective_ == "memory" ? open_memory_file(path, mode) : open_file(path, mode, direct);
   std::lock_guard lock(mutex_);
   files_.push_back(std::move(file));

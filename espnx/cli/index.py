@@ -36,19 +36,19 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
 def read_corpus(path: str) -> Iterator[dict[str, Any]]:
     """Documents of a JSON-lines file. Raises InvalidInputError naming the line."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, "rb") as file:
             yield from _parse(path, file)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"cannot read corpus {path}", got=str(error), expected="a readable UTF-8 file") from error
+    except OSError as error:
+        raise InvalidInputError(f"cannot read corpus {path}", got=error.strerror, expected="a readable file") from error
 
 
-def _parse(path: str, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+def _parse(path: str, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             item = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
             raise InvalidInputError(f"line {number} of {path}", got=str(error), expected="a JSON object") from error
         if not isinstance(item, dict):
             raise InvalidInputError(f"line {number} of {path}", got=type(item).__name__, expected="a JSON object with id and text")

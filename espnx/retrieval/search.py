@@ -34,7 +34,8 @@ from .store import FIRST_STAGE_NAME, EmbeddingStore
 Query = str | Encoded
 Queries = list[str] | list[Encoded] | list[Query] | tuple[Query, ...]
 
-#: Records of one list lie together; reading a hole of this size costs less than another request (measured; see docs/engine.md).
+#: A hole of this size between two records is read rather than skipped. A drive that does 80,000 requests and 1.3 GB a second spends as long
+#: on one more request as on 16 KiB; on that hardware 16 KiB was the best of 0, 16 and 64.
 GAP_BYTES = 16 * 1024
 
 
@@ -89,7 +90,10 @@ class Index:
     """
 
     def __init__(self, path: str | os.PathLike[str], encoder: Encoder | None = None, *, engine: str | Engine = "auto", device: str = "cpu"):
-        self.device = torch.device(device)
+        try:
+            self.device = torch.device(device)
+        except RuntimeError:
+            raise errors.InvalidInputError("device", got=repr(device), expected="cpu or cuda") from None
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise errors.PathUnavailableError("no CUDA device here", got=device, fix="use device='cpu'")
         with ExitStack() as opened:

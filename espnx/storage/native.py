@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -257,6 +258,9 @@ class NativeEngine:
         try:
             os.replace(source, target)
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                free_bytes = load_native().free_bytes(os.fsencode(target))
+                raise errors.DiskFullError("cannot rename file", needed_bytes=4096, free_bytes=free_bytes, path=target) from error
             raise errors.WriteError("cannot rename file", path=source, errno=error.errno) from error
 
     def stats(self) -> EngineStats:

@@ -51,7 +51,9 @@ def build(path: Path | str, documents: Iterable[Any], **options: Any) -> espnx.r
     return espnx.build(path, documents, **{"dims": (D_CLS, DIM), "first_stage": "flat", "nlist": 4, **options})
 
 
-def exact_scores(documents: Sequence[espnx.Document], query: espnx.Encoded, cls_weight: float, fmt: str) -> tuple[dict[Any, float], dict[Any, float]]:
+def exact_scores(
+    documents: Sequence[espnx.Document], query: espnx.Encoded, cls_weight: float, fmt: str
+) -> tuple[dict[Any, float], dict[Any, float]]:
     """By id: the score in float64 of the vectors as stored, and how far a float32 computation may be off (see tests/ops/tolerances.py)."""
     dtype = {"fp16": torch.float16, "fp32": torch.float32}[fmt]
     q_cls, q_tokens = query.cls.double(), query.tokens.double()
@@ -85,7 +87,9 @@ def same(a: float, b: float, tolerance: float) -> bool:
     return a == b or abs(a - b) <= tolerance
 
 
-def assert_ranks_as_written(index: Index, documents: Sequence[espnx.Document], *, fmt: str = "fp16", cls_weight: float = 1.0, seed: int = 5) -> None:
+def assert_ranks_as_written(
+    index: Index, documents: Sequence[espnx.Document], *, fmt: str = "fp16", cls_weight: float = 1.0, seed: int = 5
+) -> None:
     """The whole corpus, ranked for two queries, is what the documents' own vectors say."""
     texts = {document.id: document.text for document in documents}
     for query in queries(2, seed=seed):
@@ -135,7 +139,8 @@ def toy_encoder(delay_s: float = 0.0) -> espnx.FunctionEncoder:
         time.sleep(delay_s)
         split = [text.lower().split() for text in texts]
         return [
-            (sum((word(w, D_CLS) for w in words), np.zeros(D_CLS)), np.array([word(w, DIM) for w in words]).reshape(-1, DIM)) for words in split
+            (sum((word(w, D_CLS) for w in words), np.zeros(D_CLS)), np.array([word(w, DIM) for w in words]).reshape(-1, DIM))
+            for words in split
         ]
 
     return espnx.FunctionEncoder(encode, "toy@1", d_cls=D_CLS, dim=DIM)

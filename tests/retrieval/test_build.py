@@ -115,7 +115,13 @@ def test_forms_of_a_document(folder: Path) -> None:
         return [(np.ones(D_CLS), np.ones((1, DIM))) for _ in texts]
 
     encoder = espnx.FunctionEncoder(encode, "ones@1", d_cls=D_CLS, dim=DIM)
-    forms = [("a", "pair"), {"id": "b", "text": "mapping"}, {"_id": "c", "text": "beir", "title": "Title"}, espnx.Document("d", "document"), {"id": "e", "text": "x", "title": ""}]
+    forms = [
+        ("a", "pair"),
+        {"id": "b", "text": "mapping"},
+        {"_id": "c", "text": "beir", "title": "Title"},
+        espnx.Document("d", "document"),
+        {"id": "e", "text": "x", "title": ""},
+    ]
     build(folder / "s", forms, encoder=encoder, dims=None)
     assert seen == ["pair", "mapping", "Title beir", "document", "x"]
     with espnx.open(folder / "s", encoder) as index:

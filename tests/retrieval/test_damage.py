@@ -20,7 +20,15 @@ from espnx.storage import NativeEngine, manifest
 from tests.retrieval.common import D_CLS, EVERYTHING, build, corpus, memory_folder, queries
 
 DIM = 16
-FILES = ["MANIFEST.json", "meta.safetensors", "first_stage.faiss", "texts.sqlite", "segment-00000.bin", "segment-00001.bin", "segment-00002.bin"]
+FILES = [
+    "MANIFEST.json",
+    "meta.safetensors",
+    "first_stage.faiss",
+    "texts.sqlite",
+    "segment-00000.bin",
+    "segment-00001.bin",
+    "segment-00002.bin",
+]
 Ranking = list[tuple[object, float, str]]
 
 
@@ -126,7 +134,16 @@ def positions(path: Path, store: Path, engine: NativeEngine) -> list[int]:
     if path.suffix == ".bin":
         inside, between = regions(path, store, engine)
         for begin, _, cls_end, end in rng.sample(inside, 5):
-            chosen |= {begin, begin + 4, begin + 6, begin + 7, begin + 15, rng.randrange(begin + 16, cls_end), rng.randrange(cls_end, end), end - 1}
+            chosen |= {
+                begin,
+                begin + 4,
+                begin + 6,
+                begin + 7,
+                begin + 15,
+                rng.randrange(begin + 16, cls_end),
+                rng.randrange(cls_end, end),
+                end - 1,
+            }
         chosen |= set(between[:4])
     return sorted(chosen)
 
@@ -311,7 +328,7 @@ def test_a_manifest_without_checksum_or_too_large(victim: Path, engine: NativeEn
         ranking(victim, engine)
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"null", b"{\"crc32c\": 1}", b"\xff\xfe"])
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"null", b'{"crc32c": 1}', b"\xff\xfe"])
 def test_a_damaged_state_says_restart(folder: Path, content: bytes) -> None:
     (folder / "s" / "building").mkdir(parents=True)
     (folder / "s" / "building" / "STATE.json").write_bytes(content)

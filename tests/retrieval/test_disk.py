@@ -79,7 +79,9 @@ def test_a_full_disk(tmp_path: Path, kind: str, room: str) -> None:
 
 @pytest.mark.root
 @pytest.mark.parametrize("place", ["assign", "measure_nprobe", "copy_texts", "save_safetensors"])
-def test_a_disk_that_fills_up_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_segments: Callable[[int, int], None], place: str) -> None:
+def test_a_disk_that_fills_up_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_segments: Callable[[int, int], None], place: str
+) -> None:
     """Somebody else takes the room while the build runs over a published store: that one stays whole."""
     small_segments(100_000, 10_000)
     with file_system("tmpfs", tmp_path) as where:

@@ -77,7 +77,12 @@ def test_locate(shape: tuple[str, int, int], count: int) -> None:
             at = offset[record] + size
     wanted = rng.permutation(np.r_[np.arange(count), rng.integers(0, count, 20)])
     found = load_native().locate_records(
-        torch.from_numpy(wanted), torch.from_numpy(counts), torch.from_numpy(offset[::64].copy()), torch.from_numpy(begins), schema.fixed_bytes, schema.row_bytes
+        torch.from_numpy(wanted),
+        torch.from_numpy(counts),
+        torch.from_numpy(offset[::64].copy()),
+        torch.from_numpy(begins),
+        schema.fixed_bytes,
+        schema.row_bytes,
     )
     for ours, theirs in zip(found, (segment[wanted], offset[wanted], schema.sizes(counts[wanted])), strict=True):
         assert np.array_equal(ours.numpy(), theirs)
@@ -99,7 +104,9 @@ def test_bytes_of_a_record(fmt: str) -> None:
     pack([document], schema, memory, offsets)
     seal(memory, schema, offsets, counts, number, salt)
     letter, code = {"fp16": ("e", 2), "fp32": ("f", 1)}[fmt]
-    body = struct.pack("<HBBQ", 3, code, 0xE5, number) + struct.pack(f"<32{letter}", *document.cls.tolist(), *document.tokens.flatten().tolist())
+    body = struct.pack("<HBBQ", 3, code, 0xE5, number) + struct.pack(
+        f"<32{letter}", *document.cls.tolist(), *document.tokens.flatten().tolist()
+    )
     body = body.ljust(record_size(schema, 3) - 4, b"\0")
     # Seeding with a checksum is going on after the bytes that had it: x bytes whose CRC32C is the salt, found by running the register.
     assert memory[36 : 32 + 4 + len(body)].tobytes() == body
@@ -169,7 +176,9 @@ def test_limits_that_fit() -> None:
     check_document(Encoded(torch.full((8,), 3e38), torch.empty(0, 8)), RecordSchema("fp32", 8, 8), 1)
 
 
-@pytest.mark.parametrize("shape", [("fp8", 8, 8), ("fp16", 0, 8), ("fp16", 8, 0), ("fp16", 12, 8), ("fp16", 8, 20), ("fp16", -8, 8), ("fp16", 8, 65_544)])
+@pytest.mark.parametrize(
+    "shape", [("fp8", 8, 8), ("fp16", 0, 8), ("fp16", 8, 0), ("fp16", 12, 8), ("fp16", 8, 20), ("fp16", -8, 8), ("fp16", 8, 65_544)]
+)
 def test_what_is_no_schema(shape: tuple[str, int, int]) -> None:
     with pytest.raises(errors.InvalidInputError):
         RecordSchema(*shape)

@@ -105,9 +105,12 @@ def test_a_resumed_build_must_see_the_same_documents(folder: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("change", "said"), [({"format": "fp32"}, "format='fp32'; expected format='fp16'"), ({"nlist": 9}, "nlist=9"), ({"cls_weight": 2.0}, "cls_weight")]
+    ("change", "said"),
+    [({"format": "fp32"}, "format='fp32'; expected format='fp16'"), ({"nlist": 9}, "nlist=9"), ({"cls_weight": 2.0}, "cls_weight")],
 )
-def test_a_resumed_build_must_have_the_same_settings(folder: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], said: str) -> None:
+def test_a_resumed_build_must_have_the_same_settings(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], said: str
+) -> None:
     interrupt(folder / "s", monkeypatch, *PLACES["last batch"])
     with pytest.raises(errors.InvalidInputError, match=f"other settings.*{said}"):
         build(folder / "s", DOCUMENTS, **change)

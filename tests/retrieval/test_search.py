@@ -76,7 +76,9 @@ def test_projection(folder: Path, fmt: str, kept: int) -> None:
         assert torch.allclose(matrix.T @ matrix, torch.eye(kept), atol=1e-5)
         spooled = {"fp16": torch.float16, "fp32": torch.float32}[fmt]
         shown = [
-            espnx.Document(d.id, d.text, espnx.Encoded(d.vectors.cls, d.vectors.tokens.to(spooled).float() @ matrix)) for d in documents if d.vectors
+            espnx.Document(d.id, d.text, espnx.Encoded(d.vectors.cls, d.vectors.tokens.to(spooled).float() @ matrix))
+            for d in documents
+            if d.vectors
         ]
         reference = InMemoryReference(index.store, index.first_stage)
         for query in queries(3, dim=32):

@@ -123,7 +123,9 @@ class Zygote:
 @contextmanager
 def zygote() -> Iterator[Zygote]:
     words = [sys.executable, "-m", "tests.retrieval.zygote"]
-    with subprocess.Popen(words, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        words, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         yield Zygote(process)
         assert process.stdin is not None
         process.stdin.close()

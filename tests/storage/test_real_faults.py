@@ -64,9 +64,9 @@ def test_the_device_loses_its_end(disk_path: str, open_engine: OpenEngine, tmp_p
             assert (error.path, error.errno) == (str(where / "a"), errno.EIO)
             assert error.offset_bytes is not None
             assert i * MIB <= error.offset_bytes < (i + 1) * MIB
+        assert until(lambda: engine.stats().in_flight == 0)
         stats = engine.stats()
         assert (stats.failures, stats.quarantined_buffers) == (len(lost), 0)
-        assert until(lambda: engine.stats().in_flight == 0)
         engine.close()
 
 

@@ -1,0 +1,198 @@
+"""``espnx index build | verify | info`` from the outside: exit codes, tables, JSON, messages, interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import espnx
+from espnx.cli.main import main
+
+pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
+
+from tests.retrieval.common import toy_encoder
+from tests.retrieval.zygote import zygote
+from tests.storage.common import until
+
+WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa".split()
+
+
+@pytest.fixture(autouse=True)
+def encoders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(espnx, "load_encoder", lambda name, **options: toy_encoder(), raising=False)
+
+
+def write_corpus(path: Path, count: int = 50) -> Path:
+    lines = [{"_id": f"d{i}", "title": WORDS[i % 10], "text": " ".join(WORDS[(i * k) % 10] for k in range(i % 6))} for i in range(count)]
+    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
+    return path
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    return write_corpus(tmp_path / "corpus.jsonl")
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str, str]:
+    code = main([str(word) for word in words])
+    return code, *capsys.readouterr()
+
+
+def strict_json(text: str) -> dict[str, Any]:
+    """JSON as the standard has it: no NaN, no Infinity."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    document = json.loads(text, parse_constant=refuse)
+    assert document["schema_version"] == 1
+    return document
+
+
+def test_build_verify_info(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store, report = tmp_path / "store", tmp_path / "report.json"
+    code, out, err = run(capsys, "index", "build", store, "--corpus", corpus, "--nlist", 3, "--json", report)
+    assert code == 0
+    assert "documents          50\n" in out
+    assert "flat" not in out
+    assert "sq8, 3 lists" in out
+    assert "twice the store's size" in err
+    assert "spool: 50" in err
+    assert "write: 50 of 50" in err
+    document = strict_json(report.read_text())
+    assert (document["command"], document["report"]["documents"], document["report"]["nlist"]) == ("index build", 50, 3)
+    code, out, err = run(capsys, "index", "verify", store, "--json", "-")
+    assert code == 0
+    assert strict_json(out) | {"bytes_moved": 0} == {
+        "schema_version": 1, "command": "index verify", "store": str(store), "records": 50, "bytes_moved": 0, "ok": True,
+    }  # fmt: skip
+    assert "verify: 50 of 50" in err
+    assert "50 records and all metadata are intact" in run(capsys, "index", "verify", store)[1]
+    code, out, err = run(capsys, "index", "info", store)
+    assert code == 0
+    assert "toy@1" in out
+    assert "bytes a document" in out
+    document = strict_json(run(capsys, "index", "info", store, "--json", "-")[1])
+    assert document["resident_bytes_per_document"] <= 8
+    assert document["manifest"]["records"]["count"] == 50
+
+
+def test_building_again(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["index", "build", tmp_path / "store", "--corpus", corpus]
+    assert run(capsys, *words)[0] == 0
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (2, "")
+    assert "there is a store" in err
+    assert "--replace" in err
+    write_corpus(corpus, 60)
+    code, out, _ = run(capsys, *words, "--replace", "--format", "fp32", "--pca", 8, "--cls-weight", 0.5)
+    assert code == 0
+    assert "documents          60\n" in out
+    assert "8 fp32" in run(capsys, "index", "info", tmp_path / "store")[1]
+
+
+def test_an_interrupted_build_and_its_ways_out(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A broken line in the middle; then other settings; then --restart."""
+    lines = write_corpus(corpus, 300).read_text().splitlines()
+    corpus.write_text("\n".join([*lines[:280], "{broken", *lines[280:]]))
+    words = ["index", "build", tmp_path / "store", "--corpus", corpus]
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (2, "")
+    assert f"line 281 of {corpus}" in err
+    assert run(capsys, "index", "info", tmp_path / "store")[0] == 1
+    write_corpus(corpus, 300)
+    code, _, err = run(capsys, *words, "--format", "fp32")
+    assert code == 2
+    assert "other settings" in err
+    assert "--restart" in err
+    assert run(capsys, *words, "--format", "fp32", "--restart")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"{", "line 2"),
+        (b"[1]", "line 2 .* got list"),
+        (b'{"id": "x", "text": "\xff"}', "line 2 .*utf-8"),
+        (b'{"id": "x"}', "text of document 'x'"),
+        (b'{"text": "x"}', "id of document 1"),
+        (b'{"id": "d0", "text": "again"}', "'d0' occurs twice"),
+        (b'{"id": "x", "text": "\\ud800"}', "surrogate"),
+    ],
+)
+def test_a_corpus_with_a_bad_line(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], line: bytes, said: str) -> None:
+    import re
+
+    first = corpus.read_bytes().splitlines()[0]
+    corpus.write_bytes(first + b"\n" + line + b"\n")
+    code, out, err = run(capsys, "index", "build", tmp_path / "store", "--corpus", corpus)
+    assert (code, out) == (2, "")
+    assert re.search(said, err), err
+    assert err.splitlines()[-1].startswith("espnx: error: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--corpus", "nowhere.jsonl"], 2, "cannot read corpus nowhere.jsonl"),
+        (["--memory", "lots"], 2, "cannot read a size"),
+        (["--memory", "1MiB"], 2, "memory budget too small"),
+        (["--first-stage", "hnsw"], 2, "flat, sq8 or pqM"),
+        (["--first-stage", "pq4"], 2, "at least 256 documents"),
+        (["--nlist", "0"], 2, "nlist"),
+        (["--pca", "64"], 2, "at most 8"),
+    ],
+)
+def test_options_that_do_not_fit(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str
+) -> None:
+    found, out, err = run(capsys, "index", "build", tmp_path / "store", "--corpus", corpus, *words)
+    assert (found, out) == (code, "")
+    assert said in err
+
+
+def test_several_directories(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(capsys, "index", "build", "store", "--corpus", corpus, "--directory", "a", "--directory", "b")[0] == 0
+    assert len(list(tmp_path.glob("[ab]/espnx-*/segment-*"))) == 1
+    monkeypatch.chdir("/")
+    assert run(capsys, "index", "verify", tmp_path / "store")[0] == 0
+
+
+def test_damage_is_an_error_with_a_name(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = tmp_path / "store"
+    run(capsys, "index", "build", store, "--corpus", corpus)
+    target = next(store.glob("gen-*/segment-*"))
+    data = bytearray(target.read_bytes())
+    data[4200] ^= 4
+    target.write_bytes(data)
+    code, out, err = run(capsys, "index", "verify", store)
+    assert (code, out) == (1, "")
+    assert str(target) in err
+    for command in ("verify", "info"):
+        assert run(capsys, "index", command, tmp_path / "nowhere")[0] == 1
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    """Exit code 130, nothing published, and the same command goes on."""
+    corpus, said = write_corpus(tmp_path / "corpus.jsonl", 3000), tmp_path / "err"
+    job = {"argv": ["index", "build", str(tmp_path / "store"), "--corpus", str(corpus)], "stdout": tmp_path / "out", "stderr": said}
+    with zygote() as processes:
+        child = processes.start(delay_s=0.3, **job)
+        state = tmp_path / "store" / "building" / "STATE.json"
+        assert until(lambda: state.exists() and json.loads(state.read_bytes())["documents"] > 0, 60)
+        time.sleep(0.1)
+        os.kill(child, signal.SIGINT)
+        assert processes.wait(child) == 130
+        assert "interrupted; what was published before is intact" in said.read_text()
+        assert "Traceback" not in said.read_text()
+        assert not (tmp_path / "store" / "MANIFEST.json").exists()
+        assert processes.wait(processes.start(**job)) == 0
+    assert "from the interrupted build" in (tmp_path / "out").read_text()
+    assert main(["index", "verify", str(tmp_path / "store")]) == 0

@@ -1,0 +1,117 @@
+"""``espnx search`` from the outside: rankings, costs, JSON, and what it says when it cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import espnx
+from espnx.cli.main import main
+from espnx.cli.search import as_json, render
+from espnx.retrieval.result import Hit, SearchResult
+
+pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
+
+from tests.cli.test_index import run, strict_json
+from tests.retrieval.common import build, toy_encoder
+
+TEXTS = [("a", "red green blue"), ("b", "one two three"), (3, "red and one"), ("empty", ""), ("other", "nothing of that kind")]
+
+
+@pytest.fixture(autouse=True)
+def encoders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(espnx, "load_encoder", lambda name, **options: toy_encoder(), raising=False)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("search") / "store"
+    build(path, TEXTS, encoder=toy_encoder(), dims=None, nlist=2)
+    return path
+
+
+def test_a_ranking(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "search", store, "red green", "two three", "-k", 2, "--encoder", "toy", "--nprobe", 2)
+    assert code == 0
+    first, second = out.split("\n\n")
+    assert first.splitlines()[0] == "red green"
+    assert first.splitlines()[1].split()[0::2] == ["1.", "a"]
+    assert "red green blue" in first
+    assert second.splitlines()[1].split()[0::2] == ["1.", "b"]
+    assert "5 of 5 candidates re-ranked" in first
+    assert not err
+
+
+def test_json(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A document without tokens scores minus infinity, which JSON has no word for."""
+    target = tmp_path / "found.json"
+    words = ["search", store, "red", "--encoder", "toy", "--nprobe", 2]
+    for rerank, flags in ((5, []), (1, ["--rerank", 1]), (0, ["--rerank", 0]), (5, ["--prefetch-step", 0]), (5, ["--engine", "posix"])):
+        assert run(capsys, *words, *flags, "--json", target)[0] == 0
+        document = strict_json(target.read_text())
+        [result] = document["results"]
+        assert (document["command"], result["query"], result["reranked"]) == ("search", "red", rerank)
+        assert len(result["hits"]) == 5
+        assert {hit["id"] for hit in result["hits"]} == {"a", "b", 3, "empty", "other"}
+        if rerank == 5:
+            assert (result["hits"][-1]["id"], result["hits"][-1]["score"]) == ("empty", None)
+    assert strict_json(run(capsys, *words, "--json", "-")[1])["results"][0]["hits"] == result["hits"]
+    assert "(not re-ranked)" in run(capsys, *words, "--rerank", 1)[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ([], 2, "name it with --encoder"),
+        (["--encoder", "toy", "--nprobe", "many"], 2, "--nprobe"),
+        (["--encoder", "toy", "--nprobe", "0"], 2, "nprobe"),
+        (["--encoder", "toy", "-k", "0"], 2, "k=0"),
+        (["--encoder", "toy", "--prefetch-step", "2"], 2, "prefetch_step"),
+        (["--encoder", "toy", "--rerank", "-1"], 2, "rerank=-1"),
+        (["--encoder", "toy", "--engine", "carrier-pigeon"], 2, "carrier-pigeon"),
+        (["--encoder", "toy", "--device", "abacus"], 2, "abacus"),
+    ],
+)
+def test_what_it_cannot_do(store: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str) -> None:
+    found, out, err = run(capsys, "search", store, "red", *words)
+    assert (found, out) == (code, ""), err
+    assert said in err
+    assert err.startswith("espnx: error: ")
+
+
+def test_another_encoder(store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    other = espnx.FunctionEncoder(lambda texts: [], "other@1", d_cls=16, dim=8)
+    monkeypatch.setattr(espnx, "load_encoder", lambda name, **options: other, raising=False)
+    code, _, err = run(capsys, "search", store, "red", "--encoder", "other")
+    assert code == 2
+    assert "another encoder; got other@1; expected toy@1" in err
+
+
+def test_no_store_and_no_gpu(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "search", tmp_path, "red", "--encoder", "toy")[0] == 1
+    import torch
+
+    if not torch.cuda.is_available():
+        code, _, err = run(capsys, "search", store, "red", "--encoder", "toy", "--device", "cuda")
+        assert code == 3
+        assert "no CUDA device" in err
+
+
+def test_rendering() -> None:
+    """Long texts are cut to a line; the numbers of hits that were not re-ranked are marked as what they are."""
+    hits = [Hit("id", 1.5, "line\nbreak " * 50, 0, True), Hit(7, float("-inf"), "", 1, False)]
+    text = render("query", SearchResult(hits, candidates=2, reranked=1, hit_rate=0.5, bytes_asked=10**6, bytes_moved=2 * 10**6, requests=3))
+    assert max(map(len, text.splitlines()[:-1])) < 130
+    assert "7  (not re-ranked)" in text
+    assert "1.00 MB asked, 2.00 MB moved in 3 requests" in text
+    document: dict[str, Any] = as_json(SearchResult(hits))
+    assert [hit["score"] for hit in document["hits"]] == [1.5, None]
+
+
+def test_help_is_quick(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["search", "--help"])
+    assert caught.value.code == 0
+    assert "--prefetch-step" in capsys.readouterr().out
