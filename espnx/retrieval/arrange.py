@@ -101,7 +101,7 @@ def record_order(
 
 
 def measure_nprobe(index: Any, spool: Spool, candidates: int, recall: float) -> int:
-    """The smallest power of two (or all) of lists that finds `recall` of the exhaustive candidates, over a sample of documents as queries."""
+    """The smallest power of two (or all) of lists that finds `recall` of the exhaustive candidates. Queries: a sample of the documents."""
     stage = IvfFirstStage(index)
     count = min(candidates, len(spool))
     sample = np.sort(np.random.default_rng(1).choice(len(spool), size=min(64, len(spool)), replace=False)).astype(np.int64)
@@ -109,7 +109,10 @@ def measure_nprobe(index: Any, spool: Spool, candidates: int, recall: float) -> 
     truth = [set(stage.start(query, count, stage.nlist, 1.0).complete()[0].tolist()) for query in queries]
     nprobe = 1
     while nprobe < stage.nlist:
-        hits = sum(len(want & set(stage.start(query, count, nprobe, 1.0).complete()[0].tolist())) for query, want in zip(queries, truth, strict=True))
+        hits = sum(
+            len(want & set(stage.start(query, count, nprobe, 1.0).complete()[0].tolist()))
+            for query, want in zip(queries, truth, strict=True)
+        )
         if hits >= recall * sum(len(want) for want in truth):
             return nprobe
         nprobe *= 2

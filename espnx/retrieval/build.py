@@ -11,7 +11,7 @@ import difflib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -75,7 +75,9 @@ class BuildOptions:
         if self.nlist is not None and self.nlist < 1:
             raise errors.InvalidInputError("nlist", got=self.nlist, expected="at least 1")
         if isinstance(self.directories, (str, bytes)):
-            raise errors.InvalidInputError("directories", got=repr(self.directories), expected="a sequence of them", fix=f"pass [{self.directories!r}]")
+            raise errors.InvalidInputError(
+                "directories", got=repr(self.directories), expected="a sequence of them", fix=f"pass [{self.directories!r}]"
+            )
         # Absolute from here on: a build may be resumed, and its store opened, from anywhere.
         object.__setattr__(self, "directories", [os.path.abspath(directory) for directory in self.directories])
         if not np.isfinite(self.cls_weight):
@@ -103,7 +105,9 @@ class BuildReport:
 class Builder:
     """One build, from lock to publication. Use `build`."""
 
-    def __init__(self, path: str, encoder: Encoder | None, options: BuildOptions, engine: NativeEngine, dims: tuple[int, int], progress: Progress):
+    def __init__(
+        self, path: str, encoder: Encoder | None, options: BuildOptions, engine: NativeEngine, dims: tuple[int, int], progress: Progress
+    ):
         self.path, self.encoder, self.options, self.engine, self.progress = path, encoder, options, engine, progress
         self.spool_schema = RecordSchema(options.format, *dims)
         self.schema = RecordSchema(options.format, dims[0], dims[1] if options.pca is None else options.pca)
@@ -155,7 +159,7 @@ class Builder:
 
     def _spool(self, documents: Iterable[Any]) -> None:
         limit_bytes = self.budget.left() // 12
-        total = len(documents) if hasattr(documents, "__len__") else None
+        total = len(documents) if isinstance(documents, Sized) else None
         kept = self.state["documents"]
         spool = SpoolWriter(self.engine, self.building, self.spool_schema, self.state)
         try:
@@ -187,7 +191,10 @@ class Builder:
 
     def _differs(self, got: str, expected: str) -> None:
         raise errors.InvalidInputError(
-            "the documents are not those of the interrupted build", got=got, expected=expected, fix="give the same documents, or restart the build (--restart)"
+            "the documents are not those of the interrupted build",
+            got=got,
+            expected=expected,
+            fix="give the same documents, or restart the build (--restart)",
         )
 
     def _check_disk(self, spool: Spool) -> None:
@@ -229,7 +236,9 @@ class Builder:
             return
         chosen = np.random.default_rng(2).choice(len(spool), size=min(len(spool), _PCA_DOCUMENTS), replace=False)
         projection = Projection.fit(self._tokens(spool, np.sort(chosen).astype(np.int64)), self.spool_schema.dim, self.schema.dim)
-        _, self.state["projection"] = write_file(self.engine, os.path.join(self.building, PROJECTION), projection.components.numpy().tobytes())
+        _, self.state["projection"] = write_file(
+            self.engine, os.path.join(self.building, PROJECTION), projection.components.numpy().tobytes()
+        )
 
     def _tokens(self, spool: Spool, chosen: np.ndarray) -> Iterator[torch.Tensor]:
         """Token vectors of some documents, float32 [n, dim] each."""
@@ -265,7 +274,14 @@ class Builder:
         total_bytes = int(self.schema.sizes(spool.n_tokens).sum())
         done = [Segment(**segment) for segment in self.state["segments"]]
         writer = SegmentWriter(
-            self.engine, self.path, directories, self.schema, self.state["store_id"], self.state["generation"], self._segment_bytes(total_bytes), done
+            self.engine,
+            self.path,
+            directories,
+            self.schema,
+            self.state["store_id"],
+            self.state["generation"],
+            self._segment_bytes(total_bytes),
+            done,
         )
         work_bytes = self.budget.left()
         projection = self._projection()
@@ -276,7 +292,14 @@ class Builder:
             list_sizes = np.array(self.state["list_sizes"], dtype=np.int64)
             order = arrange.record_order(self.engine, self.building, self.state["list_sums"], list_sizes, max(65536, work_bytes // 4 // 32))
             limit_bytes = min(32 << 20, max(1 << 20, work_bytes // 8))
-            self._skip_and_write(spool, writer, pieces(order, lambda a: self.spool_schema.sizes(spool.n_tokens[a]), limit_bytes, writer.room), source, target, projection)
+            self._skip_and_write(
+                spool,
+                writer,
+                pieces(order, lambda a: self.spool_schema.sizes(spool.n_tokens[a]), limit_bytes, writer.room),
+                source,
+                target,
+                projection,
+            )
             writer.finish_segment()
             target.commit()
         except BaseException:
@@ -288,7 +311,13 @@ class Builder:
         return writer
 
     def _skip_and_write(
-        self, spool: Spool, writer: SegmentWriter, runs: Iterable[np.ndarray], source: TextReader, target: TextWriter, projection: Projection | None
+        self,
+        spool: Spool,
+        writer: SegmentWriter,
+        runs: Iterable[np.ndarray],
+        source: TextReader,
+        target: TextWriter,
+        projection: Projection | None,
     ) -> None:
         again = [(segment.records, 4096) for segment in writer.segments]  # finished by an interrupted build
         left, free_at = again.pop(0) if again else (0, 0)
@@ -338,7 +367,11 @@ class Builder:
                 "dim": self.schema.dim,
                 "tokens": int(meta["n_tokens"].sum(dtype=np.int64)),
             },
-            "encoder": {"name": self.encoder.name if self.encoder else None, "d_cls": self.spool_schema.d_cls, "dim": self.spool_schema.dim},
+            "encoder": {
+                "name": self.encoder.name if self.encoder else None,
+                "d_cls": self.spool_schema.d_cls,
+                "dim": self.spool_schema.dim,
+            },
             "first_stage": {"kind": "ivf", "code": self.options.first_stage, "nlist": self.state["nlist"], "nprobe": self.state["nprobe"]},
             "cls_weight": self.options.cls_weight,
             "segments": writer.state(),
@@ -355,7 +388,9 @@ def _options(given: dict[str, Any]) -> BuildOptions:
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            raise errors.InvalidInputError(f"unknown build option {name!r}", expected=", ".join(known), fix=f"did you mean {near[0]}?" if near else None)
+            raise errors.InvalidInputError(
+                f"unknown build option {name!r}", expected=", ".join(known), fix=f"did you mean {near[0]}?" if near else None
+            )
     return BuildOptions(**given)
 
 

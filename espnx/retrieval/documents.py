@@ -31,7 +31,9 @@ def to_document(item: Any, number: int) -> Document:
     elif isinstance(item, tuple) and len(item) == 2:
         item = Document(*item)
     if not isinstance(item, Document):
-        raise errors.InvalidInputError(f"document {number}", got=type(item).__name__, expected="a Document, an (id, text) pair or a mapping with id and text")
+        raise errors.InvalidInputError(
+            f"document {number}", got=type(item).__name__, expected="a Document, an (id, text) pair or a mapping with id and text"
+        )
     if isinstance(item.id, bool) or not isinstance(item.id, (int, str)) or (isinstance(item.id, int) and not -(2**63) <= item.id < 2**63):
         raise errors.InvalidInputError(f"id of document {number}", got=repr(item.id), expected="a str or a 64-bit int")
     if not isinstance(item.text, str):
@@ -39,7 +41,9 @@ def to_document(item: Any, number: int) -> Document:
     try:
         f"{item.id}{item.text}".encode()
     except UnicodeEncodeError as error:
-        raise errors.InvalidInputError(f"document {item.id!r}", got=f"a lone surrogate ({error.reason})", expected="text that UTF-8 can hold") from None
+        raise errors.InvalidInputError(
+            f"document {item.id!r}", got=f"a lone surrogate ({error.reason})", expected="text that UTF-8 can hold"
+        ) from None
     return item
 
 
@@ -82,4 +86,6 @@ def encode(batch: list[Document], encoder: Encoder | None) -> list[Encoded]:
 def check_count(encoder: Encoder | None, texts: int, results: int) -> None:
     """Raises InvalidInputError where an encoder returned too few or too many: pairing them off would give texts the wrong vectors."""
     if results != texts:
-        raise errors.InvalidInputError(f"{encoder.name if encoder else ''}: encode {texts} texts", got=f"{results} results", expected="one per text")
+        raise errors.InvalidInputError(
+            f"{encoder.name if encoder else ''}: encode {texts} texts", got=f"{results} results", expected="one per text"
+        )

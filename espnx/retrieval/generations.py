@@ -1,9 +1,9 @@
 """Generations of a store: every build writes files under new names; the manifest says which are live; what crashed builds left is removed.
 
-    STORE/MANIFEST.json      names the live generation
-    STORE/gen-000002/        its files
-    STORE/building/          the spool and the state of a build under way
-    DIR/espnx-ID-gen-000002/ its data segments on another SSD
+STORE/MANIFEST.json      names the live generation
+STORE/gen-000002/        its files
+STORE/building/          the spool and the state of a build under way
+DIR/espnx-ID-gen-000002/ its data segments on another SSD
 """
 
 from __future__ import annotations
@@ -47,12 +47,16 @@ def published(engine: NativeEngine, path: str, replace: bool) -> dict[str, Any] 
         return None
     if not replace:
         raise errors.InvalidInputError(
-            f"there is a store in {path}", got=f"{manifest['records']['count']} documents", fix="build elsewhere, or replace it (replace=True, --replace)"
+            f"there is a store in {path}",
+            got=f"{manifest['records']['count']} documents",
+            fix="build elsewhere, or replace it (replace=True, --replace)",
         )
     return manifest
 
 
-def begin(engine: NativeEngine, path: str, settings: dict[str, Any], live: dict[str, Any] | None, restart: bool) -> tuple[dict[str, Any], int]:
+def begin(
+    engine: NativeEngine, path: str, settings: dict[str, Any], live: dict[str, Any] | None, restart: bool
+) -> tuple[dict[str, Any], int]:
     """The state of the build to run, new or resumed, and the number of documents kept. Removes what no build or store refers to."""
     building = os.path.join(path, BUILDING)
     state = None if restart else read_state(engine, building)

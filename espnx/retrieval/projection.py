@@ -18,7 +18,7 @@ class Projection:
 
     @classmethod
     def fit(cls, sample: Iterable[torch.Tensor], d_in: int, dim: int) -> Projection:
-        """PCA of the rows of `sample`, float32 [m, d_in] each, to `dim` dimensions. Deterministic, signs included; holds one of them at a time.
+        """PCA of the rows of `sample`, float32 [m, d_in] each, to `dim` dimensions. Deterministic, signs included. Holds one at a time.
 
         Not centred: MaxSim compares inner products, and for those the uncentred second moment is what loses least; subtracting a mean
         would change every score by an amount that depends on the query.

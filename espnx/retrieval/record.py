@@ -56,7 +56,9 @@ class RecordSchema:
             raise errors.InvalidInputError("unknown record format", got=repr(self.format), expected=" or ".join(_FORMATS))
         for name, value in (("d_cls", self.d_cls), ("dim", self.dim)):
             if value <= 0 or value % 8 or value > 65536:
-                raise errors.InvalidInputError(f"{name} of a record", got=value, expected="a positive multiple of 8", fix="pad the vectors with zeros")
+                raise errors.InvalidInputError(
+                    f"{name} of a record", got=value, expected="a positive multiple of 8", fix="pad the vectors with zeros"
+                )
 
     @property
     def dtype(self) -> np.dtype:
@@ -86,7 +88,9 @@ class RecordSchema:
 
         No record touches more 4 KiB blocks than it must, and none leaves a hole unless it would.
         """
-        offsets, end = load_native().lay_out_records(torch.from_numpy(np.ascontiguousarray(n_tokens)), self.fixed_bytes, self.row_bytes, begin_bytes)
+        offsets, end = load_native().lay_out_records(
+            torch.from_numpy(np.ascontiguousarray(n_tokens)), self.fixed_bytes, self.row_bytes, begin_bytes
+        )
         return offsets.numpy(), end
 
 
@@ -95,7 +99,9 @@ def check_document(document: Encoded, schema: RecordSchema, name: object) -> Non
     for part in (document.cls, document.tokens):
         if not isinstance(part, torch.Tensor) or part.dtype != torch.float32 or part.device.type != "cpu" or part.requires_grad:
             got = f"{part.dtype} on {part.device}" if isinstance(part, torch.Tensor) else type(part).__name__
-            raise errors.InvalidInputError(f"vectors of document {name!r}", got=got, expected="float32 tensors on the CPU", fix=".detach().float().cpu()")
+            raise errors.InvalidInputError(
+                f"vectors of document {name!r}", got=got, expected="float32 tensors on the CPU", fix=".detach().float().cpu()"
+            )
     if tuple(document.cls.shape) != (schema.d_cls,) or document.tokens.dim() != 2 or document.tokens.shape[1] != schema.dim:
         raise errors.InvalidInputError(
             f"vectors of document {name!r}",
@@ -104,13 +110,18 @@ def check_document(document: Encoded, schema: RecordSchema, name: object) -> Non
         )
     if document.tokens.shape[0] > MAX_TOKENS:
         raise errors.InvalidInputError(
-            f"document {name!r} is too long", got=f"{document.tokens.shape[0]} tokens", expected=f"at most {MAX_TOKENS}", fix="split it into passages"
+            f"document {name!r} is too long",
+            got=f"{document.tokens.shape[0]} tokens",
+            expected=f"at most {MAX_TOKENS}",
+            fix="split it into passages",
         )
     limit = float(np.finfo(schema.dtype).max)
     for part in (document.cls, document.tokens):
         # abs().max() is NaN where there is one, and the comparison then fails as it should.
         if part.numel() and not bool(part.abs().max() <= limit):
-            raise errors.InvalidInputError(f"vectors of document {name!r}", got="NaN, infinity or a value too large", expected=f"finite {schema.format}")
+            raise errors.InvalidInputError(
+                f"vectors of document {name!r}", got="NaN, infinity or a value too large", expected=f"finite {schema.format}"
+            )
 
 
 def pack(documents: Sequence[Encoded], schema: RecordSchema, out: np.ndarray, offsets: np.ndarray) -> None:
@@ -143,7 +154,9 @@ def _checksums(memory: torch.Tensor, offsets: torch.Tensor, sizes: np.ndarray, s
     return crc32c_ranges(memory, offsets + 4, torch.from_numpy(sizes) - 4, seed=salt).cpu().numpy().astype(np.uint32)
 
 
-def damage(memory: torch.Tensor, schema: RecordSchema, positions: torch.Tensor, numbers: np.ndarray, n_tokens: np.ndarray, salt: int) -> list[tuple[int, str]]:
+def damage(
+    memory: torch.Tensor, schema: RecordSchema, positions: torch.Tensor, numbers: np.ndarray, n_tokens: np.ndarray, salt: int
+) -> list[tuple[int, str]]:
     """Checks records in an I/O buffer (CPU or GPU): (index, what is wrong) of each that is not what it must be."""
     if not numbers.size:
         return []

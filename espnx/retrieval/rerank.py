@@ -67,7 +67,9 @@ def score_arrivals(store: EmbeddingStore, future: Future, numbers: np.ndarray, q
 def score(store: EmbeddingStore, memory: torch.Tensor, positions: torch.Tensor, numbers: np.ndarray, query: QueryVectors) -> np.ndarray:
     """``cls_weight * CLS + MaxSim`` (ESPN, section 3.1) of checked records in place. float32 [m]; a document without tokens has -inf."""
     schema = store.schema
-    n_tokens = torch.from_numpy(store.n_tokens[numbers].astype(np.int64))  # like positions on the CPU, where bounds are checked without a wait
+    n_tokens = torch.from_numpy(
+        store.n_tokens[numbers].astype(np.int64)
+    )  # like positions on the CPU, where bounds are checked without a wait
     total = maxsim(query.tokens, memory, positions + schema.fixed_bytes, n_tokens, format=schema.format)
     if query.cls_weight:
         # A CLS vector is a document of one token, scored by the same kernel.

@@ -49,7 +49,10 @@ def load_first_stage(store: EmbeddingStore) -> IvfFirstStage:
     index = faiss.read_index(faiss.PyCallbackIOReader(source.read))
     if index.ntotal != store.count or index.d != store.schema.d_cls:
         raise errors.FormatError(
-            "first stage does not fit the store", path=path, got=f"{index.ntotal} x {index.d}", expected=f"{store.count} x {store.schema.d_cls}"
+            "first stage does not fit the store",
+            path=path,
+            got=f"{index.ntotal} x {index.d}",
+            expected=f"{store.count} x {store.schema.d_cls}",
         )
     return IvfFirstStage(index)
 
@@ -102,7 +105,9 @@ class Index:
                 native = records
             else:  # reads into GPU memory; manifest, metadata and first stage are read into host memory all the same
                 if self.device.type == "cpu":
-                    raise errors.InvalidInputError("records would lie in GPU memory", got="device='cpu'", fix="open the index with device='cuda'")
+                    raise errors.InvalidInputError(
+                        "records would lie in GPU memory", got="device='cpu'", fix="open the index with device='cuda'"
+                    )
                 native = opened.enter_context(NativeEngine())
             self.store, self.first_stage = _open_current(path, native, records)
             self._engines = opened.pop_all()
@@ -193,7 +198,9 @@ class Index:
         if cls_weight is not None and not np.isfinite(cls_weight):
             raise errors.InvalidInputError("cls_weight", got=cls_weight, expected="a finite number")
         if k < 1 or candidates < 1 or (rerank is not None and rerank < 0):
-            raise errors.InvalidInputError("k and candidates must be at least 1, rerank at least 0", got=f"k={k}, candidates={candidates}, rerank={rerank}")
+            raise errors.InvalidInputError(
+                "k and candidates must be at least 1, rerank at least 0", got=f"k={k}, candidates={candidates}, rerank={rerank}"
+            )
         if not 0 <= prefetch_step <= 1:
             raise errors.InvalidInputError("prefetch_step", got=prefetch_step, expected="a share of the lists, 0 to 1")
         lists = self.default_nprobe if nprobe == "auto" else nprobe
@@ -211,7 +218,9 @@ class Index:
     def _encode(self, queries: Sequence[Query], cls_weight: float) -> list[QueryVectors]:
         texts = [query for query in queries if isinstance(query, str)]
         if texts and self.encoder is None:
-            raise errors.InvalidInputError("a query is text, and the index has no encoder", fix="open the index with encoder=..., or pass vectors")
+            raise errors.InvalidInputError(
+                "a query is text, and the index has no encoder", fix="open the index with encoder=..., or pass vectors"
+            )
         made = list(self.encoder.encode_queries(texts)) if texts and self.encoder else []
         check_count(self.encoder, len(texts), len(made))
         vectors = iter(made)
@@ -222,7 +231,9 @@ class Index:
         cls, tokens = torch.as_tensor(query.cls, dtype=torch.float32), torch.as_tensor(query.tokens, dtype=torch.float32)
         if tuple(cls.shape) != (built["d_cls"],) or tokens.dim() != 2 or tokens.shape[1] != built["dim"]:
             raise errors.InvalidInputError(
-                "query vectors", got=f"cls {list(cls.shape)}, tokens {list(tokens.shape)}", expected=f"cls [{built['d_cls']}], tokens [n, {built['dim']}]"
+                "query vectors",
+                got=f"cls {list(cls.shape)}, tokens {list(tokens.shape)}",
+                expected=f"cls [{built['d_cls']}], tokens [n, {built['dim']}]",
             )
         if not (bool(torch.isfinite(cls).all()) and bool(torch.isfinite(tokens).all())):
             raise errors.InvalidInputError("query vectors", got="NaN or infinity", expected="finite numbers")
@@ -231,7 +242,15 @@ class Index:
         return QueryVectors(cls.reshape(1, -1).to(self.device), tokens.contiguous().to(self.device), cls_weight)
 
     def _search_one(
-        self, query: QueryVectors, k: int, candidates: int, depth: int, nprobe: int, prefetch_step: float, deadline_s: float, encode_s: float
+        self,
+        query: QueryVectors,
+        k: int,
+        candidates: int,
+        depth: int,
+        nprobe: int,
+        prefetch_step: float,
+        deadline_s: float,
+        encode_s: float,
     ) -> SearchResult:
         timings = Timings(encode_s=encode_s)
         begun = time.perf_counter()
@@ -262,7 +281,8 @@ class Index:
         except BaseException:
             for read in reads:
                 read.cancel()
-            task = None  # it holds the error, whose traceback holds this frame: a cycle that would keep buffers and files until a collection
+            # It holds the error, whose traceback holds this frame: a cycle that would keep buffers and files until a collection.
+            task = None
             raise
         timings.maxsim_s = sum(part.maxsim_s for part in scored)
         merging = time.perf_counter()

@@ -30,7 +30,15 @@ class SegmentWriter:
     """
 
     def __init__(
-        self, engine: NativeEngine, root: str, directories: list[str], schema: RecordSchema, store_id: str, generation: int, segment_bytes: int, done: list[Segment]
+        self,
+        engine: NativeEngine,
+        root: str,
+        directories: list[str],
+        schema: RecordSchema,
+        store_id: str,
+        generation: int,
+        segment_bytes: int,
+        done: list[Segment],
     ):
         self._engine, self._root, self._directories, self.schema = engine, root, directories, schema
         self._store_id, self._generation = store_id, generation
@@ -121,7 +129,9 @@ class SegmentWriter:
         return [asdict(segment) for segment in self.segments]
 
 
-def copier(spool: Spool, schema: RecordSchema, arrivals: np.ndarray, projection: Projection | None) -> Callable[[np.ndarray, np.ndarray], None]:
+def copier(
+    spool: Spool, schema: RecordSchema, arrivals: np.ndarray, projection: Projection | None
+) -> Callable[[np.ndarray, np.ndarray], None]:
     """Reads the spooled records now; returns the function that fills a block with their vectors, projected if asked."""
     memory, positions = spool.read(arrivals)
     old = spool.schema
@@ -152,7 +162,9 @@ def copy_texts(source: TextReader, target: TextWriter, arrivals: np.ndarray, fir
     target.add([(first_number + i, identifier, text) for i, (identifier, text) in enumerate(rows)])
 
 
-def pieces(order: Iterator[np.ndarray], sizes: Callable[[np.ndarray], np.ndarray], limit_bytes: int, room: Callable[[], int]) -> Iterator[np.ndarray]:
+def pieces(
+    order: Iterator[np.ndarray], sizes: Callable[[np.ndarray], np.ndarray], limit_bytes: int, room: Callable[[], int]
+) -> Iterator[np.ndarray]:
     """Cuts a stream of arrival numbers into runs of at most `limit_bytes` of records that stop at places where a segment may end."""
     for arrivals in order:
         done = 0

@@ -45,7 +45,9 @@ def read_state(engine: NativeEngine, directory: str) -> dict[str, Any] | None:
         if state["crc32c"] != crc32c(json.dumps(body, sort_keys=True).encode()):
             raise ValueError("checksum")
     except (ValueError, KeyError, AttributeError) as error:
-        raise errors.FormatError("damaged state of an interrupted build", path=path, got=str(error), fix="discard it: build again with restart") from error
+        raise errors.FormatError(
+            "damaged state of an interrupted build", path=path, got=str(error), fix="discard it: build again with restart"
+        ) from error
     return state
 
 
@@ -60,7 +62,9 @@ def spool_windows(engine: NativeEngine, path: str, sums: Sequence[int]) -> Itera
     try:
         yield from read_windows(engine, path, sums=sums)
     except (errors.ChecksumError, errors.TruncatedFileError) as error:
-        raise errors.ChecksumError("the build's spool is damaged", path=path, offset_bytes=error.offset_bytes, got=error.got, expected=error.expected, fix=DISCARD) from error
+        raise errors.ChecksumError(
+            "the build's spool is damaged", path=path, offset_bytes=error.offset_bytes, got=error.got, expected=error.expected, fix=DISCARD
+        ) from error
 
 
 def spool_salt(state: dict[str, Any]) -> int:
@@ -103,7 +107,9 @@ class SpoolWriter:
         seal(block, self._schema, offsets, counts, self.count, self._salt)
         records.write(block)
         if documents:
-            self._writers[CLS].write(np.ascontiguousarray(np.stack([document.cls.numpy() for document in documents]), "<f4").view(np.uint8).reshape(-1))
+            self._writers[CLS].write(
+                np.ascontiguousarray(np.stack([document.cls.numpy() for document in documents]), "<f4").view(np.uint8).reshape(-1)
+            )
         self._writers[N_TOKENS].write(counts.view(np.uint8))
         self.count += len(documents)
 
@@ -174,16 +180,22 @@ class Spool:
         """Records by arrival number: the I/O buffer (uint8) and where each lies in it. Checked; raises ChecksumError."""
         wanted = torch.from_numpy(np.ascontiguousarray(arrivals, dtype=np.int64))
         counts, begin = torch.from_numpy(self.n_tokens), torch.zeros(1, dtype=torch.int64)
-        _, offsets, sizes = load_native().locate_records(wanted, counts, self._groups, begin, self.schema.fixed_bytes, self.schema.row_bytes)
+        _, offsets, sizes = load_native().locate_records(
+            wanted, counts, self._groups, begin, self.schema.fixed_bytes, self.schema.row_bytes
+        )
         future = self._engine.read(Plan.of(self._file, offsets, sizes), gap_bytes=16 << 10)
         memory, positions = future.wait(), future.position_bytes
         found = damage(memory, self.schema, positions, arrivals, self.n_tokens[arrivals], self._salt)
         if found:
             index, what = found[0]
             raise errors.ChecksumError(
-                "the build's spool is damaged", path=self._file.path, offset_bytes=int(offsets[index]), size_bytes=int(sizes[index]), got=what,
+                "the build's spool is damaged",
+                path=self._file.path,
+                offset_bytes=int(offsets[index]),
+                size_bytes=int(sizes[index]),
+                got=what,
                 fix=DISCARD,
-            )  # fmt: skip
+            )
         return memory.numpy(), positions.numpy()
 
     def close(self) -> None:

@@ -54,7 +54,15 @@ def store_salt(store_id: str, generation: int) -> int:
 def segment_header(store_id: str, generation: int, number: int, segment: Segment) -> bytes:
     """The first 4 KiB of a data file: what it is and whose."""
     fields = _SEGMENT.pack(
-        _SEGMENT_MAGIC, VERSION, _BYTE_ORDER_MARK, bytes.fromhex(store_id), generation, number, segment.first_record, segment.records, segment.size_bytes
+        _SEGMENT_MAGIC,
+        VERSION,
+        _BYTE_ORDER_MARK,
+        bytes.fromhex(store_id),
+        generation,
+        number,
+        segment.first_record,
+        segment.records,
+        segment.size_bytes,
     )
     return (fields + struct.pack("<I", crc32c(fields))).ljust(SEGMENT_HEADER_BYTES, b"\0")
 
@@ -70,7 +78,10 @@ def check_segment_header(found: bytes, expected: bytes, path: str) -> None:
     got, want = _SEGMENT.unpack_from(found), _SEGMENT.unpack_from(expected)
     if got[3:5] != want[3:5]:
         raise errors.ForeignFileError(
-            "data file of another store", path=path, got=f"store {got[3].hex()} generation {got[4]}", expected=f"store {want[3].hex()} generation {want[4]}"
+            "data file of another store",
+            path=path,
+            got=f"store {got[3].hex()} generation {got[4]}",
+            expected=f"store {want[3].hex()} generation {want[4]}",
         )
     raise errors.FormatError("data file does not fit the manifest", path=path, got=got, expected=want, fix=_REBUILD)
 
@@ -136,7 +147,9 @@ class EmbeddingStore:
         if not os.path.exists(path):
             raise errors.FormatError("file of the store missing", path=path, expected=f"{want} bytes", fix=_REBUILD)
         if os.path.getsize(path) != want:
-            raise errors.TruncatedFileError("file of the store has another size", path=path, got=os.path.getsize(path), expected=want, fix=_REBUILD)
+            raise errors.TruncatedFileError(
+                "file of the store has another size", path=path, got=os.path.getsize(path), expected=want, fix=_REBUILD
+            )
         return path
 
     def check_file(self, name: str) -> list[int]:
@@ -144,7 +157,9 @@ class EmbeddingStore:
         path = self._checked_path(name)
         (found, sums), want = file_sums(self.engine, path), self.manifest["files"][name]["crc32c"]
         if found != want:
-            raise errors.ChecksumError("damaged file of the store", path=path, got=f"CRC32C {found:08x}", expected=f"{want:08x}", fix=_REBUILD)
+            raise errors.ChecksumError(
+                "damaged file of the store", path=path, got=f"CRC32C {found:08x}", expected=f"{want:08x}", fix=_REBUILD
+            )
         return sums
 
     def checked_windows(self, name: str) -> Iterator[np.ndarray]:
@@ -159,10 +174,16 @@ class EmbeddingStore:
         except SafetensorError as error:
             raise errors.FormatError("damaged metadata", path=path, got=str(error), fix=_REBUILD) from error
         groups = -(-self.count // GROUP_RECORDS)
-        shapes = {"n_tokens": (np.uint16, self.count), "group_offset_bytes": (np.int64, groups), "segment_begin": (np.int64, len(self.segments))}
+        shapes = {
+            "n_tokens": (np.uint16, self.count),
+            "group_offset_bytes": (np.int64, groups),
+            "segment_begin": (np.int64, len(self.segments)),
+        }
         for name, (dtype, length) in shapes.items():
             if name not in meta or meta[name].dtype != dtype or meta[name].shape != (length,):
-                raise errors.FormatError(f"metadata {name} does not fit the manifest", path=path, expected=f"{np.dtype(dtype)} [{length}]", fix=_REBUILD)
+                raise errors.FormatError(
+                    f"metadata {name} does not fit the manifest", path=path, expected=f"{np.dtype(dtype)} [{length}]", fix=_REBUILD
+                )
         self.n_tokens: np.ndarray = meta["n_tokens"]
         self._counts = torch.from_numpy(self.n_tokens)
         self._groups = torch.from_numpy(meta["group_offset_bytes"])
@@ -177,7 +198,9 @@ class EmbeddingStore:
             raise errors.FormatError("data file of the store missing", path=path, fix=_REBUILD) from error
         try:
             if file.size_bytes != segment.size_bytes:
-                raise errors.TruncatedFileError("data file has another size", path=path, got=file.size_bytes, expected=segment.size_bytes, fix=_REBUILD)
+                raise errors.TruncatedFileError(
+                    "data file has another size", path=path, got=file.size_bytes, expected=segment.size_bytes, fix=_REBUILD
+                )
             expected = segment_header(self.manifest["store_id"], self.manifest["generation"], number, segment)
             check_segment_header(read_range(self.engine, file, 0, SEGMENT_HEADER_BYTES).tobytes(), expected, path)
         except BaseException:
@@ -191,7 +214,9 @@ class EmbeddingStore:
     def locate(self, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(segment, offset_bytes, size_bytes), int64 [m] each, of record numbers int64 [m]. Raises InvalidInputError outside the store."""
         wanted = torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64))
-        return load_native().locate_records(wanted, self._counts, self._groups, self._segment_begin, self.schema.fixed_bytes, self.schema.row_bytes)
+        return load_native().locate_records(
+            wanted, self._counts, self._groups, self._segment_begin, self.schema.fixed_bytes, self.schema.row_bytes
+        )
 
     def plan(self, numbers: np.ndarray) -> Plan:
         """A read of whole records."""
@@ -226,7 +251,9 @@ class EmbeddingStore:
         for name in self.manifest["files"]:
             self.check_file(name)
         if self.texts.count() != self.count:
-            raise errors.FormatError("texts and records differ in number", path=self.texts.path, got=self.texts.count(), expected=self.count, fix=_REBUILD)
+            raise errors.FormatError(
+                "texts and records differ in number", path=self.texts.path, got=self.texts.count(), expected=self.count, fix=_REBUILD
+            )
         step = 1024
         for first in range(0, self.count, step):
             numbers = np.arange(first, min(first + step, self.count))

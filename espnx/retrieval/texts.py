@@ -32,7 +32,9 @@ def _typed(path: str, what: str) -> Iterator[None]:
             free = load_native().free_bytes(os.path.dirname(path) or ".")
             raise errors.DiskFullError(what, needed_bytes=max(free + 1, 1 << 20), free_bytes=free, path=path) from error
         if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
-            raise errors.FormatError("damaged text database", path=path, got=str(error), fix="restore the store from a copy, or build it again") from error
+            raise errors.FormatError(
+                "damaged text database", path=path, got=str(error), fix="restore the store from a copy, or build it again"
+            ) from error
         kind = errors.WriteError if "WRITE" in name or "FSYNC" in name or "READONLY" in name or "CANTOPEN" in name else errors.ReadError
         raise kind(what, path=path, got=str(error)) from error
 
@@ -54,7 +56,10 @@ class TextWriter:
             self._db = sqlite3.connect(path, isolation_level=None)
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.execute("PRAGMA cache_size=-8192")
-            self._db.execute("CREATE TABLE IF NOT EXISTS docs (number INTEGER PRIMARY KEY, id UNIQUE NOT NULL, text TEXT NOT NULL, crc32c INTEGER NOT NULL)")
+            self._db.execute(
+                "CREATE TABLE IF NOT EXISTS docs "
+                "(number INTEGER PRIMARY KEY, id UNIQUE NOT NULL, text TEXT NOT NULL, crc32c INTEGER NOT NULL)"
+            )
             self._db.execute("BEGIN")
             self._db.execute("DELETE FROM docs WHERE number >= ?", (keep,))
 
@@ -63,15 +68,23 @@ class TextWriter:
         with _typed(self.path, "cannot write texts"):
             for number, identifier, text in rows:
                 try:
-                    self._db.execute("INSERT INTO docs VALUES (?, ?, ?, ?)", (number, identifier, text, _checksum(number, identifier, text, self._salt)))
+                    self._db.execute(
+                        "INSERT INTO docs VALUES (?, ?, ?, ?)", (number, identifier, text, _checksum(number, identifier, text, self._salt))
+                    )
                 except sqlite3.IntegrityError as error:
                     raise errors.InvalidInputError(
-                        f"document id {identifier!r} occurs twice", got=f"again as document {number}", expected="unique ids", fix="rename or drop one of the two"
+                        f"document id {identifier!r} occurs twice",
+                        got=f"again as document {number}",
+                        expected="unique ids",
+                        fix="rename or drop one of the two",
                     ) from error
 
     def ids(self, first: int, count: int) -> list[DocumentId]:
         with _typed(self.path, "cannot read ids"):
-            return [row[0] for row in self._db.execute("SELECT id FROM docs WHERE number >= ? AND number < ? ORDER BY number", (first, first + count))]
+            return [
+                row[0]
+                for row in self._db.execute("SELECT id FROM docs WHERE number >= ? AND number < ? ORDER BY number", (first, first + count))
+            ]
 
     def commit(self) -> None:
         with _typed(self.path, "cannot write texts"):
@@ -103,9 +116,13 @@ class TextReader:
         with _typed(self.path, "cannot read texts"):
             row = self._db.execute("SELECT id, text, crc32c FROM docs WHERE number = ?", (number,)).fetchone()
         if row is None:
-            raise errors.FormatError(f"text of record {number} missing", path=self.path, fix="run `espnx index verify`; build the store again")
+            raise errors.FormatError(
+                f"text of record {number} missing", path=self.path, fix="run `espnx index verify`; build the store again"
+            )
         if not isinstance(row[0], (int, str)) or not isinstance(row[1], str) or row[2] != _checksum(number, row[0], row[1], self._salt):
-            raise errors.ChecksumError(f"damaged text of record {number}", path=self.path, fix="restore the store from a copy, or build it again")
+            raise errors.ChecksumError(
+                f"damaged text of record {number}", path=self.path, fix="restore the store from a copy, or build it again"
+            )
         return row[0], row[1]
 
     def scan(self, first: int, count: int) -> Iterator[tuple[int, DocumentId, str]]:

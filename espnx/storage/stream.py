@@ -205,7 +205,10 @@ def read_windows(engine: NativeEngine, path: str | os.PathLike[str], *, sums: Se
         starts = range(0, file.size_bytes, _WINDOW_BYTES)
         if sums is not None and len(sums) != len(starts):
             raise errors.TruncatedFileError(
-                "file has another size than was written", path=path, got=f"{file.size_bytes} bytes", expected=f"{len(sums)} windows of {_WINDOW_BYTES} bytes"
+                "file has another size than was written",
+                path=path,
+                got=f"{file.size_bytes} bytes",
+                expected=f"{len(sums)} windows of {_WINDOW_BYTES} bytes",
             )
         sizes = [min(_WINDOW_BYTES, file.size_bytes - start) for start in starts]
         ahead: list[Future] = []
@@ -254,7 +257,9 @@ def file_sums(engine: NativeEngine, path: str | os.PathLike[str]) -> tuple[int, 
 
 def write_file(engine: NativeEngine, path: str | os.PathLike[str], data: bytes | np.ndarray) -> tuple[int, int]:
     """Writes a whole file and flushes it. Returns its size and CRC32C."""
-    with StreamWriter(engine, path, buffer_bytes=min(_WINDOW_BYTES, max(BLOCK_BYTES, -(-len(data) // BLOCK_BYTES) * BLOCK_BYTES))) as writer:
+    with StreamWriter(
+        engine, path, buffer_bytes=min(_WINDOW_BYTES, max(BLOCK_BYTES, -(-len(data) // BLOCK_BYTES) * BLOCK_BYTES))
+    ) as writer:
         writer.write(data)
         writer.sync()
         return writer.size_bytes, writer.crc32c

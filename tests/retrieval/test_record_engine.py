@@ -1,0 +1,57 @@
+"""Records through an engine of their own, as on a GPU: metadata by the native engine, records by cuFile (here: its stand-in)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import espnx
+from espnx import errors
+from espnx.retrieval.rerank import QueryVectors, score_arrivals
+from espnx.retrieval.search import Index
+from espnx.retrieval.store import EmbeddingStore
+from espnx.storage import NativeEngine
+from tests.retrieval.common import build, corpus, exact_scores, queries
+from tests.storage.gds_common import MakeEngine, make, stub_of
+
+__all__ = ["make"]  # a fixture
+
+
+def test_records_arrive_checked_and_score_as_they_should(tmp_path: Path, make: MakeEngine) -> None:
+    documents = corpus(150)
+    build(tmp_path / "store", documents)
+    query = queries(1)[0]
+    numbers = np.arange(150)
+    with NativeEngine() as native, make() as engine, EmbeddingStore(tmp_path / "store", native, engine) as store:
+        assert store.effective_path == "gds-compat"
+        vectors = QueryVectors(query.cls.reshape(1, -1), query.tokens, 2.0)
+        scored = score_arrivals(store, store.read(numbers, gap_bytes=0), numbers, vectors, torch.device("cpu"))
+        wanted, bounds = exact_scores(documents, query, 2.0, "fp16")
+        for (identifier, _), score in zip(store.texts.get(numbers.tolist()), scored.scores.tolist(), strict=True):
+            assert score == wanted[identifier] or abs(score - wanted[identifier]) <= bounds[identifier]
+        assert engine.stats().bytes_asked > 0
+
+
+def test_damage_is_found_there_too(tmp_path: Path, make: MakeEngine) -> None:
+    build(tmp_path / "store", corpus(20))
+    with NativeEngine() as native, make() as engine, EmbeddingStore(tmp_path / "store", native, engine) as store:
+        with open(tmp_path / "store" / store.segments[0].path, "r+b") as file:
+            file.seek(4096 + 40)
+            byte = file.read(1)
+            file.seek(4096 + 40)
+            file.write(bytes([byte[0] ^ 1]))
+        future = store.read(np.arange(20), gap_bytes=0)
+        with pytest.raises(errors.ChecksumError, match="record 0"):
+            store.check(future.wait(), future.position_bytes, np.arange(20))
+        assert not stub_of(engine).violations
+
+
+def test_gpu_memory_needs_a_gpu_to_score_in(tmp_path: Path, make: MakeEngine) -> None:
+    build(tmp_path / "store", corpus(5))
+    with make() as engine, pytest.raises(errors.InvalidInputError, match="device='cuda'"):
+        Index(tmp_path / "store", engine=engine)
+    with pytest.raises(errors.PathUnavailableError):
+        espnx.open(tmp_path / "store", engine="gds-compat", device="cpu")
