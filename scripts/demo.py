@@ -85,12 +85,9 @@ def compare(index: espnx.Index, documents: list[dict[str, str]]) -> bool:
             for hit, (_, score) in zip(result.hits, ranked, strict=False)
         )
     asked, moved = sum(r.bytes_asked for r in results), sum(r.bytes_moved for r in results)
+    median_ms = statistics.median(r.timings.total_s for r in results) * 1e3
     rows = [
-        (
-            "queries",
-            f"{len(results)}, {statistics.median(r.timings.total_s for r in results) * 1e3:.1f} ms median, "
-            f"all of {results[0].candidates} candidates re-ranked",
-        ),
+        ("queries", f"{len(results)}, {median_ms:.1f} ms median, all of {results[0].candidates} candidates re-ranked"),
         ("same ranking as in memory", f"{same} of {len(results)}"),
         ("path", f"{results[0].effective_path}; page cache bypassed: {'no' if 'buffered' in results[0].effective_path else 'yes'}"),
         ("bytes asked", f"{format_size(asked)}, {format_size(asked / len(results))} a query"),

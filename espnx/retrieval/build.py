@@ -223,7 +223,7 @@ class Builder:
             nprobe = arrange.measure_nprobe(index, spool, _NPROBE_CANDIDATES, _NPROBE_RECALL)
             faiss = load_faiss()
             with StreamWriter(self.engine, os.path.join(self.directory, FIRST_STAGE_NAME)) as writer:
-                faiss.write_index(index, faiss.PyCallbackIOWriter(lambda data: writer.write(data) or len(data)))
+                faiss.write_index(index, faiss.PyCallbackIOWriter(writer.write))
                 writer.sync()
             self.state["first_stage"] = [writer.size_bytes, writer.crc32c]
         self._save_projection(spool)

@@ -216,6 +216,9 @@ class Index:
         return results[0] if one else results
 
     def _encode(self, queries: Sequence[Query], cls_weight: float) -> list[QueryVectors]:
+        for query in queries:
+            if not isinstance(query, (str, Encoded)):
+                raise errors.InvalidInputError("a query", got=type(query).__name__, expected="a str or an Encoded")
         texts = [query for query in queries if isinstance(query, str)]
         if texts and self.encoder is None:
             raise errors.InvalidInputError(

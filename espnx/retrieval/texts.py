@@ -12,6 +12,7 @@ from ..storage.native import load_native
 from ..storage.stream import crc32c
 
 DocumentId = int | str
+_REBUILD = "restore the store from a copy, or build it again"
 
 
 def _checksum(number: int, identifier: DocumentId, text: str, salt: int) -> int:
@@ -26,15 +27,15 @@ def _typed(path: str, what: str) -> Iterator[None]:
         yield
     except sqlite3.IntegrityError:
         raise
+    except UnicodeDecodeError as error:  # from the sqlite3 module, for damage that shows in SQLite's own message
+        raise errors.FormatError("damaged text database", path=path, got=str(error), fix=_REBUILD) from error
     except sqlite3.Error as error:
         name = getattr(error, "sqlite_errorname", "") or ""
         if name == "SQLITE_FULL":
             free = load_native().free_bytes(os.path.dirname(path) or ".")
             raise errors.DiskFullError(what, needed_bytes=max(free + 1, 1 << 20), free_bytes=free, path=path) from error
         if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
-            raise errors.FormatError(
-                "damaged text database", path=path, got=str(error), fix="restore the store from a copy, or build it again"
-            ) from error
+            raise errors.FormatError("damaged text database", path=path, got=str(error), fix=_REBUILD) from error
         kind = errors.WriteError if "WRITE" in name or "FSYNC" in name or "READONLY" in name or "CANTOPEN" in name else errors.ReadError
         raise kind(what, path=path, got=str(error)) from error
 
@@ -103,7 +104,7 @@ class TextReader:
     def __init__(self, path: str, salt: int):
         self.path, self._salt = path, salt
         if not os.path.exists(path):
-            raise errors.StoreNotFoundError("text database missing", path=path, fix="restore the store from a copy, or build it again")
+            raise errors.StoreNotFoundError("text database missing", path=path, fix=_REBUILD)
         uri = "file:" + path.replace("%", "%25").replace("?", "%3f").replace("#", "%23") + "?mode=ro&immutable=1"
         with _typed(path, "cannot open text database"):
             self._db = sqlite3.connect(uri, uri=True, check_same_thread=False)
@@ -120,9 +121,7 @@ class TextReader:
                 f"text of record {number} missing", path=self.path, fix="run `espnx index verify`; build the store again"
             )
         if not isinstance(row[0], (int, str)) or not isinstance(row[1], str) or row[2] != _checksum(number, row[0], row[1], self._salt):
-            raise errors.ChecksumError(
-                f"damaged text of record {number}", path=self.path, fix="restore the store from a copy, or build it again"
-            )
+            raise errors.ChecksumError(f"damaged text of record {number}", path=self.path, fix=_REBUILD)
         return row[0], row[1]
 
     def scan(self, first: int, count: int) -> Iterator[tuple[int, DocumentId, str]]:

@@ -103,8 +103,8 @@ class StreamWriter:
     def size_bytes(self) -> int:
         return self._flushed_bytes + self._fill
 
-    def write(self, data: np.ndarray | bytes | memoryview) -> None:
-        """Appends bytes; returns before they are on disk."""
+    def write(self, data: np.ndarray | bytes | memoryview) -> int:
+        """Appends bytes; returns how many, before they are on disk."""
         view = np.frombuffer(data, dtype=np.uint8)
         self.crc32c = crc32c(view, self.crc32c)
         if self.sums is not None:
@@ -122,6 +122,7 @@ class StreamWriter:
                 self._fill = 0
                 self._turn ^= 1
                 self._wait(self._turn)
+        return view.size
 
     def _add_to_sums(self, sums: list[int], view: np.ndarray) -> None:
         at, done = self.size_bytes, 0

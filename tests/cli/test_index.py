@@ -20,7 +20,7 @@ from tests.retrieval.common import toy_encoder
 from tests.retrieval.zygote import zygote
 from tests.storage.common import until
 
-WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa".split()
+WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
 import time
@@ -79,7 +80,7 @@ def assert_ranking(hits: Sequence[Hit], scores: dict[Any, float], bounds: dict[A
     for hit, wanted in zip(hits, best, strict=False):
         assert same(hit.score, scores[hit.id], bounds[hit.id]), f"{hit} should score {scores[hit.id]}"
         assert same(scores[hit.id], wanted, slack), f"{hit} is ranked where {wanted} belongs"
-    for first, second in zip(hits, hits[1:], strict=False):
+    for first, second in itertools.pairwise(hits):
         assert (-first.score, first.number) < (-second.score, second.number)
 
 

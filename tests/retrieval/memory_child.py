@@ -1,4 +1,4 @@
-"""Builds more records than the budget has room for, and prints what the process really took. Run by test_memory.py in a process of its own."""
+"""Builds more records than the budget has room for, and prints what the process really took. Run by test_memory.py."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def assert_equal(path: Path, clean: Path) -> None:
 
 def test_killed_at_random(folder: Path, processes: Zygote) -> None:
     """Fifteen times, each time going on from what the last one left."""
-    count, seed, rng = 2000, 2, random.Random(7)
+    count, seed, rng = 1200, 2, random.Random(7)
     job = {"count": count, "seed": seed}
     begun = time.monotonic()
     assert processes.wait(processes.start(path=folder / "clean", **job)) == 0
@@ -67,9 +67,9 @@ def test_killed_at_random(folder: Path, processes: Zygote) -> None:
 
 
 POINTS = [
-    *[("engine", "rename", nth) for nth in range(1, 9)],
-    *[("engine", "sync", nth) for nth in (1, 4, 8, 12, 16)],
-    *[("engine", "sync_directory", nth) for nth in (1, 5, 9)],
+    *[("engine", "rename", nth) for nth in range(1, 8)],
+    *[("engine", "sync", nth) for nth in (1, 6, 12)],
+    *[("engine", "sync_directory", nth) for nth in (1, 6)],
     *[("texts", "commit", nth) for nth in (1, 2, 3, 4)],
     ("arrange", "assign", 1),
     ("writer", "append", 3),
@@ -97,4 +97,4 @@ def test_killed_at_every_change(folder: Path, processes: Zygote, after: bool) ->
         assert processes.wait(processes.start(path=path, **job, **extra)) == 0
         check_store(path, corpus(count, seed=seed))
         assert len(leftovers(path)) == 1
-    assert killed > 20, f"only {killed} of {len(POINTS)} places were reached"
+    assert killed > 15, f"only {killed} of {len(POINTS)} places were reached"

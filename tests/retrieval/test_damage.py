@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -214,12 +215,26 @@ def test_a_file_of_another_store(victim: Path, whole: Path, engine: NativeEngine
     """Same documents, same sizes, all checksums intact: it still is not this store's file."""
     path = find(victim, name)
     foreign = find(whole / origin, name)
-    same = foreign.read_bytes() == path.read_bytes()
+    same = name in ("meta.safetensors", "first_stage.faiss") and foreign.read_bytes() == path.read_bytes()
     shutil.copyfile(foreign, path)
     if same:  # nothing in this file depends on the store
         assert ranking(victim, engine) == right
         return
     with pytest.raises(errors.ForeignFileError if name.endswith(".bin") else errors.StorageError) as caught:
+        ranking(victim, engine)
+    assert_names(caught.value, path)
+
+
+def test_two_rows_exchanged(victim: Path, engine: NativeEngine) -> None:
+    """Ids, texts and their checksums intact, under another number: as a bit in a row's key would leave them."""
+    path = find(victim, "texts.sqlite")
+    database = sqlite3.connect(path)
+    database.executescript(
+        "UPDATE docs SET number = -1 WHERE number = 3; UPDATE docs SET number = 3 WHERE number = 4;"
+        "UPDATE docs SET number = 4 WHERE number = -1;"
+    )
+    database.close()
+    with pytest.raises(errors.ChecksumError, match=r"damaged text of record [34]") as caught:
         ranking(victim, engine)
     assert_names(caught.value, path)
 
@@ -251,7 +266,7 @@ def test_a_data_file_of_another_number(victim: Path, engine: NativeEngine) -> No
 def twins(store: Path, engine: NativeEngine) -> tuple[Path, list[tuple[int, int, int]]]:
     """Two records of one length in the first data file: (number, offset, size)."""
     with EmbeddingStore(store, engine) as opened:
-        segment, offset, size = (part.tolist() for part in opened.locate(range(opened.segments[0].records)))  # type: ignore[arg-type]
+        _, offset, size = (part.tolist() for part in opened.locate(range(opened.segments[0].records)))  # type: ignore[arg-type]
         by_size: dict[int, list[tuple[int, int, int]]] = {}
         for number, (at, length) in enumerate(zip(offset, size, strict=True)):
             by_size.setdefault(length, []).append((number, at, length))

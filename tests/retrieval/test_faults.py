@@ -1,8 +1,8 @@
 """Every I/O call of a build, and of opening and searching, fails in turn: N = 1, 2, 3, ... until a run sees no fault.
 
-A run may end in the right result or in a typed error that names the place, and in nothing else. After a build that failed, the same call with
-a sound engine goes on and the store ranks as its documents say. Nothing half-built is ever published; what a lying device bent or lost on the
-way is found by the build, by opening, by searching or by verifying.
+A run may end in the right result or in a typed error that names the place, and in nothing else. After a build that failed, the same
+call with a sound engine goes on and the store ranks as its documents say. Nothing half-built is ever published; what a lying device
+bent or lost on the way is found by the build, by opening, by searching or by verifying.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def resume(path: Path) -> None:
     try:
         build(path, DOCUMENTS, replace=True, **SETTINGS)
     except errors.StorageError as error:
-        assert "restart" in str(error), error
+        if "restart" not in str(error):
+            raise
         build(path, DOCUMENTS, replace=True, restart=True, **SETTINGS)
 
 
@@ -104,7 +105,9 @@ def one_build(path: Path, kind: Kind, nth: int, known: Path) -> tuple[bool, int]
             check_projected(path, DOCUMENTS)
             return True, stats.fault_hits
         except errors.StorageError as error:
-            assert kind.lies, f"published although {error}"
+            # A manifest is read back before it takes the place of the one that was right (a bit bent twice is straight again).
+            if not kind.lies or (kind.count == 1 and str(error.path).endswith("MANIFEST.json")):
+                raise
             check_error(error, path)
     else:
         check_projected(path, OLDER if generation(path) == 1 else DOCUMENTS)

@@ -40,6 +40,9 @@ def query(cls: Any = None, tokens: Any = None) -> espnx.Encoded:
         ("text", "no encoder"),
         (["text"], "no encoder"),
         ([query(), "text"], "no encoder"),
+        ([5], "a query; got int"),
+        (b"text", "a query; got int"),
+        ([query(), torch.ones(D_CLS)], "a query; got Tensor"),
     ],
 )
 def test_queries_that_do_not_fit(index: Index, bad: Any, said: str) -> None:
@@ -183,7 +186,7 @@ def test_a_generator_that_raises_midway(folder: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("change", [lambda made: made[:-1], lambda made: [*made, made[0]], lambda made: []])
 def test_an_encoder_that_returns_another_number(folder: Path, change: Any) -> None:
     """Pairing off would give texts the vectors of their neighbours."""
-    with pytest.raises(errors.InvalidInputError, match="scripted@1: encode .* results"):
+    with pytest.raises(errors.InvalidInputError, match=r"scripted@1: encode .* results"):
         build(folder / "s", TEXTS, encoder=Scripted(lambda texts: change(Scripted.right(texts))), dims=None)
     build(folder / "s", TEXTS[:50], encoder=Scripted(), dims=None)
     with (

@@ -61,8 +61,10 @@ PLACES: dict[str, tuple[tuple[Any, str], int]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("pca", [None, 8])
+PROJECTED = ["training", "measuring", "third data file"]
+
+
+@pytest.mark.parametrize(("place", "pca"), [*((place, None) for place in PLACES), *((place, 8) for place in PROJECTED)])
 def test_interrupted_anywhere(
     folder: Path, monkeypatch: pytest.MonkeyPatch, small_segments: Callable[[int, int], None], place: str, pca: int | None
 ) -> None:
@@ -190,7 +192,7 @@ def test_a_strangers_directory_is_left_alone(folder: Path) -> None:
 
 def test_a_store_is_not_replaced_unasked(folder: Path) -> None:
     build(folder / "s", DOCUMENTS[:50])
-    with pytest.raises(errors.InvalidInputError, match="there is a store.*got 50 documents.*replace"):
+    with pytest.raises(errors.InvalidInputError, match=r"there is a store.*got 50 documents.*replace"):
         build(folder / "s", DOCUMENTS)
     check_store(folder / "s", DOCUMENTS[:50])
     manifest = folder / "s" / "MANIFEST.json"
