@@ -135,6 +135,28 @@ def test_resident_memory(store: Path) -> None:
         assert index.store.resident_bytes <= 8 * 300
 
 
+@pytest.mark.parametrize("count", [300, 3000])
+def test_nprobe_is_the_least_that_finds_enough(folder: Path, count: int) -> None:
+    """A power of two of lists, or all: with it the documents find 98 % of their exhaustive candidates (1000, or all there are)."""
+    build(folder / "s", corpus(count, tokens=(1, 1)), nlist=32)
+    with espnx.open(folder / "s") as index:
+        nprobe, stage = index.default_nprobe, index.first_stage
+        sample = np.sort(np.random.default_rng(1).choice(count, size=64, replace=False))
+        vectors = [document.vectors.cls.numpy() for document in np.array(corpus(count, tokens=(1, 1)), dtype=object)[sample]]
+
+        def found(lists: int) -> list[set[int]]:
+            return [set(stage.start(vector, min(1000, count), lists, 1.0).complete()[0].tolist()) for vector in vectors]
+
+        exhaustive = found(32)
+        wanted = 0.98 * sum(map(len, exhaustive))
+        assert nprobe in (1, 2, 4, 8, 16, 32)
+        assert sum(len(a & b) for a, b in zip(found(nprobe), exhaustive, strict=True)) >= wanted
+        if nprobe > 1:
+            assert sum(len(a & b) for a, b in zip(found(nprobe // 2), exhaustive, strict=True)) < wanted
+        if count == 3000:
+            assert 1 < nprobe < 32, "the case decides nothing"
+
+
 def test_lists_lie_together(store: Path, documents: list[espnx.Document]) -> None:
     """Record numbers follow the inverted lists; in the file, too, and no record touches a block too many."""
     with espnx.open(store) as index:

@@ -239,6 +239,25 @@ def test_two_rows_exchanged(victim: Path, engine: NativeEngine) -> None:
     assert_names(caught.value, path)
 
 
+def test_a_row_bent_before_its_file_was_summed(folder: Path, engine: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum of the whole file was taken of damaged bytes and says nothing: verifying looks at every row."""
+    from espnx.retrieval import build as building
+
+    def bend(meta: Any) -> bytes:
+        database = sqlite3.connect(find(folder / "s", "texts.sqlite"))
+        with database:
+            database.execute("UPDATE docs SET text = text || '.' WHERE number = 7")
+        database.close()
+        return save(meta)
+
+    save = building.save_safetensors
+    monkeypatch.setattr(building, "save_safetensors", bend)
+    build(folder / "s", corpus(20))
+    with pytest.raises(errors.ChecksumError, match="damaged text of record 7") as caught:
+        verify(folder / "s", engine)
+    assert_names(caught.value, find(folder / "s", "texts.sqlite"))
+
+
 def test_two_data_files_exchanged(victim: Path, engine: NativeEngine) -> None:
     first, second = find(victim, "segment-00000.bin"), find(victim, "segment-00001.bin")
     sizes = first.stat().st_size, second.stat().st_size

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,3 +236,17 @@ def test_batches_after_a_failure(plain: espnx.Index) -> None:
             plain.search(wanted, candidates=EVERYTHING, nprobe=EVERYTHING)
     alone = [hit.id for hit in everything(plain)]
     assert sorted(alone) == sorted(document.id for document in DOCUMENTS)
+
+
+def test_a_failed_search_calls_its_prefetch_off(known: Path) -> None:
+    """The reads of the critical path fail while the prefetch hangs: nobody waits half a minute for it afterwards."""
+    vectors = 4096  # where the headers of data files end
+    hangs = FaultRule("never", operation="read", path="*segment*", begin_bytes=vectors, nth=1, count=1)
+    fails = FaultRule("error", operation="read", path="*segment*", begin_bytes=vectors, nth=2, count=1)
+    engine = NativeEngine(rules=[hangs, fails])
+    with espnx.open(known.parent / "plain", engine=engine) as index:
+        with pytest.raises(errors.ReadError, match="Input/output error"):
+            index.search(queries(1)[0], candidates=EVERYTHING, nprobe=EVERYTHING, prefetch_step=0.5)
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 10
+    engine.close(grace_s=0.001)

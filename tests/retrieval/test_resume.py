@@ -91,6 +91,21 @@ def test_interrupted_anywhere(
     assert open_descriptors() == before
 
 
+def test_finished_data_files_are_not_written_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, small_segments: Callable[[int, int], None]
+) -> None:
+    small_segments(20_000, 4096)
+    interrupt(folder / "s", monkeypatch, *PLACES["third data file"])
+
+    def written() -> dict[str, int]:
+        return {path.name: path.stat().st_mtime_ns for path in folder.glob("s/gen-*/segment-*")}
+
+    before = written()
+    build(folder / "s", DOCUMENTS)
+    assert len(before) == 3
+    assert [name for name, when in sorted(before.items()) if written()[name] == when] == ["segment-00000.bin", "segment-00001.bin"]
+
+
 def test_a_resumed_build_must_see_the_same_documents(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt(folder / "s", monkeypatch, *PLACES["last batch"])
     for other, got in (
