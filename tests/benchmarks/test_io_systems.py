@@ -142,7 +142,7 @@ def test_writes_verify_and_run(data: DataFile, engine: str, pattern: str, block:
 
 def test_a_write_that_is_lost_is_noticed(data: DataFile) -> None:
     def faulty(path: str, **options: Any) -> FaultyEngine:
-        return FaultyEngine([FaultRule("stale", "write", nth=100, count=1)], path, **options)
+        return FaultyEngine([FaultRule("stale", "write", nth=150, count=1)], path, **options)
 
     system = EngineSystem("posix", work_of(data, items=100, op="write"), open_engine=faulty)
     problem = system.verify()
