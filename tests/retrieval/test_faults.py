@@ -7,7 +7,9 @@ bent or lost on the way is found by the build, by opening, by searching or by ve
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import gc
 import shutil
 import time
 from collections.abc import Iterator
@@ -250,3 +252,21 @@ def test_a_failed_search_calls_its_prefetch_off(known: Path) -> None:
         begun = time.monotonic()
     assert time.monotonic() - begun < 10
     engine.close(grace_s=0.001)
+
+
+@pytest.mark.parametrize("place", ["prefetch", "header"])
+def test_a_failure_lets_go_at_once(known: Path, place: str) -> None:
+    """Files are closed when the error is gone, not when the next garbage collection happens to come."""
+    begin, end = (4096, 2**62) if place == "prefetch" else (0, 4096)
+    engine = NativeEngine(rules=[FaultRule("error", operation="read", path="*segment*", begin_bytes=begin, end_bytes=end)])
+    before = open_descriptors()
+    gc.disable()
+    try:
+        for _ in range(3):
+            with contextlib.suppress(errors.ReadError), espnx.open(known.parent / "plain", engine=engine) as index:
+                index.search(queries(1)[0], nprobe=EVERYTHING, prefetch_step=1.0)
+                pytest.fail("no fault was seen")
+        assert until(lambda: open_descriptors() == before), open_descriptors() - before
+    finally:
+        gc.enable()
+        engine.close()
