@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <optional>
 #include <string>
 
 #include "cpu/cpu_level.hpp"
@@ -38,8 +39,29 @@ espnx::TokenFormat parse_format(const std::string& name) {
   return format;
 }
 
+// The tables of a residual format, as the caller's tensors hold them; no other format has any.
+espnx::MaxsimCodebook check_codebook(espnx::TokenFormat format, int64_t d, const std::optional<at::Tensor>& centroids,
+                                     const std::optional<at::Tensor>& bucket_weights) {
+  const int bits = espnx::residual_bits(format);
+  TORCH_CHECK_VALUE(centroids.has_value() == (bits > 0) && bucket_weights.has_value() == (bits > 0),
+                    "centroids and bucket_weights belong to residual formats, and to them alone");
+  if (bits == 0) return {};
+  check_cpu(*centroids);
+  check_cpu(*bucket_weights);
+  check_vector(*bucket_weights, at::kFloat, "bucket_weights");
+  TORCH_CHECK_VALUE(centroids->dim() == 2 && centroids->scalar_type() == at::kFloat && centroids->size(1) == d,
+                    "centroids must be a float32 tensor [K, ", d, "], got ", centroids->dim(), "-D ",
+                    centroids->scalar_type());
+  TORCH_CHECK_VALUE(bucket_weights->numel() == 1 << bits, "bucket_weights must have ", 1 << bits, " entries, got ",
+                    bucket_weights->numel());
+  TORCH_CHECK_VALUE(centroids->is_contiguous() && bucket_weights->is_contiguous(),
+                    "centroids and bucket_weights must be contiguous");
+  return {centroids->const_data_ptr<float>(), centroids->size(0), bucket_weights->const_data_ptr<float>()};
+}
+
 at::Tensor maxsim_cpu(const at::Tensor& query, const at::Tensor& buffer, const at::Tensor& offset_bytes,
-                      const at::Tensor& n_tokens, const std::string& format, int64_t threads) {
+                      const at::Tensor& n_tokens, const std::string& format, int64_t threads,
+                      const std::optional<at::Tensor>& centroids, const std::optional<at::Tensor>& bucket_weights) {
   TORCH_CHECK_VALUE((query.dim() == 2 || query.dim() == 3) && query.scalar_type() == at::kFloat,
                     "query must be a float32 tensor [Lq, d] or [Q, Lq, d], got ", query.dim(), "-D ",
                     query.scalar_type());
@@ -57,19 +79,22 @@ at::Tensor maxsim_cpu(const at::Tensor& query, const at::Tensor& buffer, const a
   const at::Tensor values = query.contiguous(), offsets = offset_bytes.contiguous(), counts = n_tokens.contiguous();
   const bool is_batch = query.dim() == 3;
   const espnx::MaxsimQueries queries{values.const_data_ptr<float>(), is_batch ? query.size(0) : 1, query.size(-2), d};
+  const espnx::TokenFormat token = parse_format(format);
   const espnx::MaxsimDocuments docs{buffer.const_data_ptr<uint8_t>(),
                                     buffer.numel(),
                                     offsets.const_data_ptr<int64_t>(),
                                     counts.const_data_ptr<int64_t>(),
                                     n,
-                                    parse_format(format)};
+                                    token,
+                                    check_codebook(token, d, centroids, bucket_weights)};
   const int64_t outside = espnx::find_record_outside(docs, d);
   TORCH_CHECK_INDEX(outside < 0, "document ", outside, " (offset_bytes ", docs.offset_bytes[outside], ", n_tokens ",
                     docs.n_tokens[outside], ", ", espnx::token_row_bytes(docs.format, d),
                     " bytes a token) does not lie inside the buffer of ", docs.buffer_bytes, " bytes");
   at::Tensor scores = is_batch ? at::empty({queries.n_queries, n}, query.options()) : at::empty({n}, query.options());
   const int max_threads = static_cast<int>(threads > 0 ? std::min<int64_t>(threads, 1024) : at::get_num_threads());
-  espnx::maxsim(queries, docs, max_threads, scores.mutable_data_ptr<float>());
+  const int64_t unknown = espnx::maxsim(queries, docs, max_threads, scores.mutable_data_ptr<float>());
+  TORCH_CHECK_INDEX(unknown < 0, "document ", unknown, " names a centroid that is not in the codebook");
   return scores;
 }
 
@@ -106,7 +131,7 @@ int64_t cpu_level() { return static_cast<int64_t>(espnx::cpu_level()); }
 int64_t set_cpu_level(int64_t level) {
   TORCH_CHECK_VALUE(espnx::set_cpu_level(static_cast<int>(std::max<int64_t>(std::min<int64_t>(level, 99), -1))),
                     "this processor's best level is ", static_cast<int64_t>(espnx::best_cpu_level()),
-                    " (0 portable, 1 AVX2, 2 AVX-512), got ", level);
+                    " (0 portable, 1 AVX2, 2 AVX-512, 3 VNNI, 4 AMX), got ", level);
   return cpu_level();
 }
 
@@ -115,11 +140,11 @@ int64_t set_cpu_level(int64_t level) {
 TORCH_LIBRARY(espnx, m) {
   // threads: 0 lets the op choose, at most torch's own number; CUDA ignores it.
   m.def(
-      "maxsim(Tensor query, Tensor buffer, Tensor offset_bytes, Tensor n_tokens, str format, int threads=0) "
-      "-> Tensor");
+      "maxsim(Tensor query, Tensor buffer, Tensor offset_bytes, Tensor n_tokens, str format, int threads=0, "
+      "Tensor? centroids=None, Tensor? bucket_weights=None) -> Tensor");
   m.def("crc32c(Tensor buffer, Tensor offset_bytes, Tensor size_bytes, int seed=0) -> Tensor");
-  // For tests and benchmarks: the instruction set in force in this process (0 portable, 1 AVX2, 2 AVX-512; -1
-  // restores the best).
+  // For tests and benchmarks: the instruction set in force in this process (0 portable, 1 AVX2, 2 AVX-512, 3 VNNI, 4
+  // AMX; -1 restores the best).
   m.def("cpu_level() -> int", &cpu_level);
   m.def("set_cpu_level(int level) -> int", &set_cpu_level);
 }

@@ -4,7 +4,9 @@
 
 query    float32 ``[n_queries, Lq, D]``
 buffer   uint8 ``[bytes]``; row j of document i begins at byte ``offset_bytes[i] + j * row bytes``
-scores   float32 ``[n_queries, n_docs]``; -inf without tokens, NaN where a product with a document's row is NaN
+centroid float32 ``[n_centroids, D]``, and weight float32 ``[2^N]``: of residual formats, unused by others
+scores   float32 ``[n_queries, n_docs]``; -inf without tokens, NaN where a product with a document's row is NaN, or where a row names a
+         centroid that does not exist
 
 One program scores one document for one query, in tiles of BLOCK_Q query tokens x BLOCK_T document tokens, up to the document's real
 length. Programs of one document are neighbours, so its bytes come from memory once. Addresses are 64 bits wide.
@@ -37,33 +39,64 @@ def _dot_split(query, rows):
     return tl.where(tl.abs(product) < float("inf"), both, product) * scale[:, None]
 
 
-@triton.jit(do_not_specialize=["n_docs", "n_queries", "Lq"])
+@triton.jit
+def _code_tile(rows, k, is_value, NBITS: tl.constexpr):
+    """Packed codes of NBITS bits, int32 ``[T, K]``, of dimensions k of rows ``[T, 1]``; a byte's first code is its highest bits."""
+    PER_BYTE: tl.constexpr = 8 // NBITS
+    packed = tl.load(rows + (k // PER_BYTE)[None, :], mask=is_value, other=0).to(tl.int32)
+    return (packed >> ((PER_BYTE - 1 - k % PER_BYTE) * NBITS)[None, :]) & ((1 << NBITS) - 1)
+
+
+@triton.jit
+def _bits_turned(codes, NBITS: tl.constexpr):
+    """ColBERT packs a code's lowest bit first."""
+    if NBITS == 1:
+        turned = codes
+    elif NBITS == 2:
+        turned = ((codes & 1) << 1) | (codes >> 1)
+    else:
+        turned = ((codes & 1) << 3) | ((codes & 2) << 1) | ((codes & 4) >> 1) | (codes >> 3)
+    return turned
+
+
+@triton.jit
+def _prefix(rows, is_token):
+    """The first four bytes of each row as int32 ``[T]``. Rows of an odd number of bytes are not aligned, so one byte after the other."""
+    word = tl.load(rows, mask=is_token, other=0).to(tl.int32)
+    for i in tl.static_range(1, 4):
+        word |= tl.load(rows + i, mask=is_token, other=0).to(tl.int32) << (8 * i)
+    return word
+
+
+@triton.jit(do_not_specialize=["n_docs", "n_queries", "Lq", "n_centroids"])
 def maxsim_kernel(
     query_ptr,
     buffer_ptr,
     offset_bytes_ptr,
     n_tokens_ptr,
+    centroid_ptr,
+    weight_ptr,
     score_ptr,
     n_docs,
     n_queries,
     Lq,
+    n_centroids,
     D: tl.constexpr,
     FORMAT: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    SIGN_VALUE: tl.constexpr,
     ALIGN_BYTES: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    NBITS: tl.constexpr = 4 if FORMAT == "residual4" else (2 if FORMAT == "residual2" else 1)
+    IS_RESIDUAL: tl.constexpr = FORMAT == "residual1" or FORMAT == "residual2" or FORMAT == "residual4"
     program = tl.program_id(0).to(tl.int64)
     doc = program // n_queries
     query_index = program % n_queries
     n_tokens = tl.load(n_tokens_ptr + doc).to(tl.int32)
     first_row = buffer_ptr + tl.multiple_of(tl.load(offset_bytes_ptr + doc), ALIGN_BYTES)
-    if FORMAT == "fp16":
-        rows_ptr = first_row.to(tl.pointer_type(tl.float16))
-    else:
-        tl.static_assert(FORMAT == "fp32")
-        rows_ptr = first_row.to(tl.pointer_type(tl.float32))
 
     total = 0.0
     nan_tiles = tl.zeros([BLOCK_Q, BLOCK_T], dtype=tl.int32)
@@ -75,17 +108,52 @@ def maxsim_kernel(
         for t_begin in range(0, n_tokens, BLOCK_T):
             t = t_begin + tl.arange(0, BLOCK_T)
             is_token = t < n_tokens
-            doc_rows = rows_ptr + t.to(tl.int64)[:, None] * D
+            rows = first_row + t.to(tl.int64) * ROW_BYTES
+            if IS_RESIDUAL:
+                number = _prefix(rows, is_token)
+                is_known = (number >= 0) & (number < n_centroids)
+                centroids = centroid_ptr + number.to(tl.int64)[:, None] * D
+                squares = tl.zeros([BLOCK_T], dtype=tl.float32)
             products = tl.zeros([BLOCK_Q, BLOCK_T], dtype=tl.float32)
             for k_begin in range(0, D, BLOCK_D):
                 k = k_begin + tl.arange(0, BLOCK_D)
                 is_value = k < D
                 query_tile = tl.load(query_rows + k[None, :], mask=is_query[:, None] & is_value[None, :], other=0.0)
-                doc_tile = tl.load(doc_rows + k[None, :], mask=is_token[:, None] & is_value[None, :], other=0.0)
-                if FORMAT == "fp16":
-                    products += _dot_split(query_tile, tl.trans(doc_tile))
-                else:
+                in_doc = is_token[:, None] & is_value[None, :]
+                if FORMAT == "fp32":
+                    doc_tile = tl.load(rows.to(tl.pointer_type(tl.float32))[:, None] + k[None, :], mask=in_doc, other=0.0)
                     products += tl.dot(query_tile, tl.trans(doc_tile), input_precision="ieee")
+                elif FORMAT == "fp16":
+                    doc_tile = tl.load(rows.to(tl.pointer_type(tl.float16))[:, None] + k[None, :], mask=in_doc, other=0.0)
+                    products += _dot_split(query_tile, tl.trans(doc_tile))
+                elif FORMAT == "bf16":
+                    high = tl.load(rows.to(tl.pointer_type(tl.int16))[:, None] + k[None, :], mask=in_doc, other=0).to(tl.int32)
+                    doc_tile = (high << 16).to(tl.float32, bitcast=True)
+                    # TF32 holds bf16 exactly, with fp32's range, and the query in two parts of 11 bits.
+                    products += tl.dot(query_tile, tl.trans(doc_tile), input_precision="tf32x3")
+                elif FORMAT == "int8":
+                    # Whole numbers up to 128 are exact in fp16.
+                    codes = tl.load((rows + 4).to(tl.pointer_type(tl.int8))[:, None] + k[None, :], mask=in_doc, other=0)
+                    products += _dot_split(query_tile, tl.trans(codes.to(tl.float16)))
+                elif FORMAT == "bit1":
+                    packed = tl.load(rows[:, None] + (k // 8)[None, :], mask=in_doc, other=0).to(tl.int32)
+                    signs = 2 * ((packed >> (k % 8)[None, :]) & 1) - 1
+                    products += _dot_split(query_tile, tl.trans(signs.to(tl.float16)))
+                else:
+                    tl.static_assert(IS_RESIDUAL)
+                    codes = _bits_turned(_code_tile((rows + 4)[:, None], k, in_doc, NBITS), NBITS)
+                    # A row that names no centroid becomes NaN, and its document's score with it.
+                    known = tl.load(centroids + k[None, :], mask=in_doc & is_known[:, None], other=0.0)
+                    values = tl.where(is_known[:, None], known + tl.load(weight_ptr + codes), float("nan"))
+                    values = tl.where(in_doc, values, 0.0)
+                    squares += tl.sum(values * values, axis=1)
+                    products += tl.dot(query_tile, tl.trans(values), input_precision="ieee")
+            if FORMAT == "int8":
+                products *= tl.load(rows.to(tl.pointer_type(tl.float32)), mask=is_token, other=0.0)[None, :]
+            elif FORMAT == "bit1":
+                products *= SIGN_VALUE
+            elif IS_RESIDUAL:
+                products /= tl.maximum(tl.sqrt(squares), 1e-12)[None, :]
             is_product = is_query[:, None] & is_token[None, :]
             # The maximum drops NaNs, so they are counted beside it.
             nan_tiles += (is_product & (products != products)).to(tl.int32)

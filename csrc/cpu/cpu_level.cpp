@@ -2,8 +2,23 @@
 
 #include <atomic>
 
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace espnx {
 namespace {
+
+// Linux gives a process the 8 KiB of tile registers (and the larger signal frames) only when it asks.
+bool may_use_tiles() {
+#if defined(__x86_64__) && defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 
 CpuLevel detect() {
 #if defined(__x86_64__)
@@ -13,6 +28,11 @@ CpuLevel detect() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl");
+  const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+  const bool amx = vnni && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-int8") &&
+                   __builtin_cpu_supports("amx-bf16");
+  if (amx && may_use_tiles()) return CpuLevel::kAmx;
+  if (vnni) return CpuLevel::kVnni;
   if (avx512) return CpuLevel::kAvx512;
   if (avx2) return CpuLevel::kAvx2;
 #endif

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "maxsim_decode.hpp"
 #include "maxsim_format.hpp"
 
 namespace espnx {
@@ -27,6 +28,7 @@ struct MaxsimDocuments {
   const int64_t* n_tokens;      // [n], 0..kMaxTokens
   int64_t n;
   TokenFormat format;
+  MaxsimCodebook codebook;  // of residual formats
 };
 
 // The first document that does not lie wholly inside the buffer (or whose token count is out of range), or
@@ -36,6 +38,8 @@ int64_t find_record_outside(const MaxsimDocuments& docs, int64_t d);
 // Writes scores[n_queries, n]. A document without tokens scores -inf; a NaN in a document makes its score
 // NaN. Uses at most `max_threads` threads, fewer where the work does not pay for them. The documents must
 // have passed find_record_outside.
-void maxsim(const MaxsimQueries& queries, const MaxsimDocuments& docs, int max_threads, float* scores);
+// Returns the first document that names a centroid which is not in the codebook, or -1; such documents score
+// NaN.
+int64_t maxsim(const MaxsimQueries& queries, const MaxsimDocuments& docs, int max_threads, float* scores);
 
 }  // namespace espnx

@@ -12,17 +12,6 @@ namespace {
 
 constexpr int kTileOfAvx2 = 6;
 
-ESPNX_AVX2 void decode_fp32(const uint8_t* rows, int64_t n_values, float* out) {
-  std::memcpy(out, rows, static_cast<size_t>(n_values) * sizeof(float));
-}
-
-ESPNX_AVX2 void decode_fp16(const uint8_t* rows, int64_t n_values, float* out) {
-  for (int64_t i = 0; i < n_values; i += 8) {
-    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + 2 * i));
-    _mm256_storeu_ps(out + i, _mm256_cvtph_ps(half));
-  }
-}
-
 // Folds kTile tokens into the strip's `running`; returns the NaN bits.
 template <int kTile>
 ESPNX_AVX2 uint32_t tile_max(const float* strip, const float* tokens, int64_t d, float* running, const uint8_t* ahead,
@@ -104,7 +93,7 @@ ESPNX_AVX2 uint32_t single_max(const float* query, const float* tokens, int64_t 
 
 }  // namespace
 
-const MaxsimKernels kMaxsimAvx2 = {{decode_fp32, decode_fp16}, block_max, single_max};
+const MaxsimKernels kMaxsimAvx2 = {block_max, single_max};
 
 }  // namespace espnx
 #endif  // __x86_64__

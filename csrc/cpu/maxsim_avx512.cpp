@@ -19,22 +19,6 @@
 namespace espnx {
 namespace {
 
-ESPNX_AVX512 void decode_fp32(const uint8_t* rows, int64_t n_values, float* out) {
-  std::memcpy(out, rows, static_cast<size_t>(n_values) * sizeof(float));
-}
-
-ESPNX_AVX512 void decode_fp16(const uint8_t* rows, int64_t n_values, float* out) {
-  int64_t i = 0;
-  for (; i + 16 <= n_values; i += 16) {
-    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows + 2 * i));
-    _mm512_storeu_ps(out + i, _mm512_cvtph_ps(half));
-  }
-  if (i < n_values) {
-    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + 2 * i));
-    _mm256_storeu_ps(out + i, _mm256_cvtph_ps(half));
-  }
-}
-
 // Folds kTile tokens into `running`; returns the NaN bits.
 template <int kTile, int kStrips>
 ESPNX_AVX512 uint32_t tile_max(const float* strips, const float* tokens, int64_t d, float* running,
@@ -131,7 +115,7 @@ ESPNX_AVX512 uint32_t single_max(const float* query, const float* tokens, int64_
 
 }  // namespace
 
-const MaxsimKernels kMaxsimAvx512 = {{decode_fp32, decode_fp16}, block_max, single_max};
+const MaxsimKernels kMaxsimAvx512 = {block_max, single_max};
 
 }  // namespace espnx
 #endif  // __x86_64__

@@ -8,8 +8,6 @@
 
 #include <cstdint>
 
-#include "maxsim_format.hpp"
-
 namespace espnx {
 
 constexpr int64_t kLanes = 16;     // query tokens of a strip
@@ -18,10 +16,6 @@ constexpr int64_t kMaxStrips = 2;  // strips that block_max takes at once
 constexpr int64_t kTokenTile = 12;
 
 struct MaxsimKernels {
-  // Decodes `n_values` values at `rows` (any alignment) to fp32. n_values is a multiple of 8.
-  using Decode = void (*)(const uint8_t* rows, int64_t n_values, float* out);
-  Decode decode[kTokenFormats];
-
   // running[s * 16 + lane] = max(itself, max over the tokens of <strip s lane, token>) for `n_strips` (1 or
   // 2) adjacent strips of d rows. Returns a bit per s * 16 + lane: set where a product was NaN (then
   // `running` there is unspecified). On the way it prefetches n_tokens * d * value_bytes bytes at `ahead`

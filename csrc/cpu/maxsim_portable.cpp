@@ -6,34 +6,6 @@ namespace {
 
 constexpr int kTileOfPortable = 2;
 
-void decode_fp32(const uint8_t* rows, int64_t n_values, float* out) {
-  std::memcpy(out, rows, static_cast<size_t>(n_values) * sizeof(float));
-}
-
-// IEEE binary16 to binary32, exactly, subnormals, infinities and NaNs included.
-float half_to_float(uint16_t half) {
-  const uint32_t magnitude = static_cast<uint32_t>(half & 0x7FFF)
-                             << 13;  // exponent and mantissa at their places in binary32
-  const float rescale = 0x1.0p112f;  // 2^(127 - 15), the difference of the exponent biases
-  float value;
-  std::memcpy(&value, &magnitude, sizeof(value));
-  value *= rescale;
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  if ((half & 0x7C00) == 0x7C00) bits |= 0x7F800000;  // infinity or NaN: the exponent is all ones
-  bits |= static_cast<uint32_t>(half & 0x8000) << 16;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
-void decode_fp16(const uint8_t* rows, int64_t n_values, float* out) {
-  for (int64_t i = 0; i < n_values; ++i) {
-    uint16_t half;
-    std::memcpy(&half, rows + 2 * i, sizeof(half));
-    out[i] = half_to_float(half);
-  }
-}
-
 template <int kTile>
 uint32_t tile_max(const float* strip, const float* tokens, int64_t d, float* running) {
   float sum[kTile][kLanes] = {};
@@ -87,6 +59,6 @@ uint32_t single_max(const float* query, const float* tokens, int64_t n_tokens, i
 
 }  // namespace
 
-const MaxsimKernels kMaxsimPortable = {{decode_fp32, decode_fp16}, block_max, single_max};
+const MaxsimKernels kMaxsimPortable = {block_max, single_max};
 
 }  // namespace espnx

@@ -19,14 +19,41 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-k", type=int, default=10, help="hits per query (default: %(default)s)")
     parser.add_argument("--candidates", type=int, default=1000, help="handed on by the first stage (default: %(default)s)")
     parser.add_argument("--rerank", type=int, help="how many of them are scored exactly (default: all)")
+    parser.add_argument("--cascade", type=int, metavar="N", help="score compact records of all candidates, full ones of the best N")
     parser.add_argument("--nprobe", default="auto", help="lists the first stage scans (default: measured at build)")
     parser.add_argument(
-        "--prefetch-step", type=float, default=0.3, help="share of them after which reads begin; 0: no prefetch (default: %(default)s)"
+        "--prefetch-step", default="auto", metavar="S,...",
+        help="shares of them after which reads begin; 0: no prefetch (default: chosen from predicted times)",
+    )  # fmt: skip
+    parser.add_argument("--include", action="append", metavar="ID", help="find no other document; may be repeated")
+    parser.add_argument("--exclude", action="append", metavar="ID", help="do not find this one; may be repeated")
+    parser.add_argument("--explain", action="store_true", help="show which token of the document matched each token of the query")
+    parser.add_argument("--hot", default="0", metavar="SIZE", help="RAM for documents that several queries want (default: none)")
+    parser.add_argument(
+        "--compact", default="ssd", choices=("ssd", "ram"), help="where compact records are read from (default: %(default)s)"
     )
     parser.add_argument("--encoder", help="default: the one the store was built with")
     parser.add_argument("--engine", default="auto", help="path of the reads: auto, uring, posix, memory (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     add_json_option(parser)
+
+
+def _steps(text: str) -> str | list[float]:
+    from ..errors import InvalidInputError
+
+    if text == "auto":
+        return text
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError:
+        raise InvalidInputError("--prefetch-step", got=text, expected="auto, or shares of the lists such as 0.3 or 0.05,0.2") from None
+
+
+def _ids(words: list[str] | None) -> list[int | str] | None:
+    """As typed, and as a number where it is one: a shell cannot tell the two kinds of id apart."""
+    if words is None:
+        return None
+    return [*words, *(int(word) for word in words if word.lstrip("-").isdigit())]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         if not str(nprobe).isdigit():
             raise InvalidInputError("--nprobe", got=nprobe, expected="a number or auto")
         nprobe = int(nprobe)
-    with open_index(args.store, engine=args.engine, device=args.device) as index:
+    with open_index(args.store, engine=args.engine, device=args.device, hot=args.hot, compact=args.compact) as index:
         built_with = index.store.manifest["encoder"]["name"] or ""
         spec = args.encoder or ("minilm" if built_with.startswith("minilm@") else None)
         if spec is None:
@@ -47,8 +74,18 @@ def run(args: argparse.Namespace) -> int:
                 "the encoder's folder is not known", got=built_with or "a store without one", fix="name it with --encoder"
             )
         index.use_encoder(load_encoder(spec, device=args.device))
-        options = {"candidates": args.candidates, "rerank": args.rerank, "nprobe": nprobe, "prefetch_step": args.prefetch_step}
-        results = index.search(args.query, k=args.k, **options)
+        results = index.search(
+            args.query,
+            k=args.k,
+            candidates=args.candidates,
+            rerank=args.rerank,
+            cascade=args.cascade,
+            nprobe=nprobe,
+            prefetch_step=_steps(args.prefetch_step),
+            include=_ids(args.include),
+            exclude=_ids(args.exclude),
+            explain=args.explain,
+        )
     text = "\n\n".join(render(query, result) for query, result in zip(args.query, results, strict=True))
     documents = [{"query": query, **as_json(result)} for query, result in zip(args.query, results, strict=True)]
     emit(args, text, json_document("search", store=args.store, results=documents))
@@ -62,6 +99,9 @@ def render(query: str, result: SearchResult) -> str:
         snippet = textwrap.shorten(hit.text, width=100, placeholder=" ...")
         lines.append(f"{rank:3}. {hit.score:8.3f}  {hit.id}{'' if hit.reranked else '  (not re-ranked)'}")
         lines.append(f"               {snippet}")
+        if hit.matches:
+            best = sorted(hit.matches, key=lambda match: -match.score)[:8]
+            lines.append("               " + ", ".join(f"q{m.query_token}~d{m.document_token} {m.score:.2f}" for m in best))
     lines.append("  " + cost(result))
     return "\n".join(lines)
 

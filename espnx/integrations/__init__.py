@@ -15,26 +15,44 @@ def load_encoder(spec: str, *, device: str = "cpu", dtype: str = "auto") -> Enco
     """An encoder by its description, as on the command line.
 
     Args:
-        spec: ``"minilm"`` (:class:`espnx.integrations.minilm.MiniLM`), or the path of a Hugging Face encoder's folder
-            (:class:`espnx.integrations.huggingface.HuggingFaceEncoder`).
+        spec: ``"minilm"`` (:class:`espnx.integrations.minilm.MiniLM`), or the path of a folder, whose kind is recognised:
+
+            - a PyLate model (:class:`espnx.integrations.pylate_encoder.PyLateEncoder`),
+            - a ColBERT checkpoint (:class:`espnx.integrations.colbert_encoder.ColBERTEncoder`),
+            - a model of ColBERTer's shape (:class:`espnx.integrations.colberter_encoder.ColBERTerEncoder`),
+            - any other Hugging Face encoder (:class:`espnx.integrations.huggingface.HuggingFaceEncoder`).
         device: ``"cpu"`` or ``"cuda"``.
-        dtype: of the forward pass: ``"auto"``, ``"fp32"`` or ``"bf16"``.
+        dtype: of the forward pass: ``"auto"``, ``"fp32"`` or ``"bf16"``. ``"auto"`` is fp32 for the first three, whose vectors are to be
+            those of the package that the model came from, and bf16 for others where the hardware multiplies it natively.
 
     Raises:
         InvalidInputError: neither a known name nor a folder.
         MissingDependencyError: a package that the encoder needs is not installed.
+        FormatError: the folder is damaged.
     """
     if spec == "minilm":
         from espnx.integrations.minilm import MiniLM
 
         return MiniLM(device=device, dtype=dtype)
-    if Path(spec).is_dir():
-        from espnx.integrations.huggingface import HuggingFaceEncoder
+    folder = Path(spec)
+    if not folder.is_dir():
+        raise InvalidInputError(
+            "encoder",
+            got=repr(spec),
+            expected='"minilm" or the folder of an encoder',
+            fix="give the folder that holds config.json, or a path that begins with ./ if it is a folder named like this",
+        )
+    return _of_folder(folder, device, dtype)
 
-        return HuggingFaceEncoder(spec, device=device, dtype=dtype)
-    raise InvalidInputError(
-        "encoder",
-        got=repr(spec),
-        expected='"minilm" or the folder of a Hugging Face encoder',
-        fix="give the folder that holds config.json, or a path that begins with ./ if it is a folder named like this",
-    )
+
+def _of_folder(folder: Path, device: str, dtype: str) -> Encoder:
+    from espnx.integrations import colbert_encoder, colberter_encoder, huggingface, pylate_encoder
+
+    exact = "fp32" if dtype == "auto" else dtype
+    if colberter_encoder.is_colberter(folder):
+        return colberter_encoder.ColBERTerEncoder(folder, device=device, dtype=exact)
+    if pylate_encoder.is_pylate(folder):
+        return pylate_encoder.PyLateEncoder(folder, device=device, dtype=exact)
+    if colbert_encoder.is_colbert(folder):
+        return colbert_encoder.ColBERTEncoder(folder, device=device, dtype=exact)
+    return huggingface.HuggingFaceEncoder(folder, device=device, dtype=dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,18 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espnx.errors import FormatError, InvalidInputError, MissingDependencyError
+from espnx.errors import InvalidInputError
+from espnx.integrations.checkpoints import fingerprint, load_transformer, positions, weight_files
 from espnx.integrations.windows import WindowedEncoder, choose_dtype
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-)
 TOKENIZE_AT_ONCE = 1024
 WINDOW_TOKENS_DEFAULT = 512
 
@@ -65,19 +56,19 @@ class HuggingFaceEncoder(WindowedEncoder):
             raise InvalidInputError("encoder: batch_tokens", got=batch_tokens, expected="at least 1")
         self.folder, self.pooling, self.batch_tokens = Path(folder), pooling, batch_tokens
         self.device, self.dtype = torch.device(device), choose_dtype(dtype, device)
-        weights = _weight_files(self.folder)
-        self._model, self._tokenizer = _load(self.folder, self.dtype)
+        weights = weight_files(self.folder)
+        self._model, self._tokenizer = load_transformer(self.folder, self.dtype)
         self._model.to(self.device).eval()
         config = self._model.config
         self.d_cls = self.dim = config.hidden_size
-        self.name = f"hf-{config.model_type}@{_fingerprint(self.folder, weights)[:12]}/{pooling}"
+        self.name = f"hf-{config.model_type}@{fingerprint(self.folder, weights)[:12]}/{pooling}"
         self.pad_id = self._tokenizer.pad_token_id or 0
         self.prefix, self.suffix = _special_ids(self._tokenizer, self.folder)
         if pooling == "cls" and not self.prefix:
             raise InvalidInputError(
                 'encoder: pooling "cls"', got="a tokenizer that adds no first token", expected="one that does", fix='pooling="mean"'
             )
-        limit = _positions(config, self._tokenizer)
+        limit = positions(config, self._tokenizer)
         self.window_tokens = min(limit, WINDOW_TOKENS_DEFAULT) if window_tokens is None else window_tokens
         least = len(self.prefix) + len(self.suffix) + 1
         if not least <= self.window_tokens <= limit:
@@ -108,52 +99,6 @@ class HuggingFaceEncoder(WindowedEncoder):
         return hidden.to("cpu", torch.float32)
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    if not (folder / "config.json").is_file():
-        raise InvalidInputError(f"encoder folder {folder}", got="no config.json in it", expected="a Hugging Face model's folder")
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        raise InvalidInputError(
-            f"encoder folder {folder}",
-            got="no *.safetensors in it",
-            expected="weights as safetensors (pickled ones are not read)",
-            fix="save the model again with a recent transformers: save_pretrained writes safetensors",
-        )
-    return weights
-
-
-def _load(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Model and tokenizer. A weight that the files lack would be filled with random numbers and a log line: here it is an error."""
-    try:
-        import transformers
-        from safetensors import SafetensorError
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Hugging Face encoder", got=str(error), expected="transformers", fix="pip install transformers"
-        ) from error
-    bar = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        if config.is_encoder_decoder or not hasattr(config, "hidden_size"):
-            raise InvalidInputError(f"encoder folder {folder}", got=f"a model of type {config.model_type}", expected="a text encoder")
-        model, info = transformers.AutoModel.from_pretrained(
-            folder, config=config, local_files_only=True, use_safetensors=True, dtype=dtype, output_loading_info=True
-        )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise FormatError("load the encoder", path=folder, got=str(error).strip().splitlines()[0], expected="a whole model") from error
-    finally:
-        if bar:
-            transformers.utils.logging.enable_progress_bar()
-    missing = sorted(key for key in info["missing_keys"] if "pooler" not in key)  # the pooler is not used, and many encoders have none
-    if missing:
-        raise FormatError(
-            "load the encoder", path=folder, got=f"{len(missing)} weights missing, the first {missing[0]}", expected="all of them"
-        )
-    return model, tokenizer
-
-
 def _special_ids(tokenizer: Any, folder: Path) -> tuple[list[int], list[int]]:
     """What the tokenizer puts before and after a text."""
     probe = tokenizer("a", return_special_tokens_mask=True)
@@ -162,20 +107,3 @@ def _special_ids(tokenizer: Any, folder: Path) -> tuple[list[int], list[int]]:
         raise InvalidInputError(f"encoder folder {folder}", got='a tokenizer without a token for "a"', expected="a text tokenizer")
     begin, end = special.index(0), len(special) - special[::-1].index(0)
     return ids[:begin], ids[end:]
-
-
-def _positions(config: Any, tokenizer: Any) -> int:
-    """Most positions that the model can hold; RoBERTa's family loses those up to its padding id, 1."""
-    limit: int = getattr(config, "max_position_embeddings", None) or WINDOW_TOKENS_DEFAULT
-    if getattr(config, "pad_token_id", None) == 1:
-        limit -= 2
-    return min(limit, tokenizer.model_max_length)
-
-
-def _fingerprint(folder: Path, weights: list[Path]) -> str:
-    digest = hashlib.sha256()
-    others = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    for path in [folder / "config.json", *others, *weights]:
-        with path.open("rb") as file:
-            digest.update(f"{path.name}\n{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    return digest.hexdigest()

@@ -15,6 +15,7 @@ from .. import errors
 from ..storage import NativeEngine
 from ..storage.stream import StreamWriter, regroup
 from .first_stage import IvfFirstStage, choose_nlist, load_faiss, train_index
+from .probing import measure
 from .spool import Spool, spool_windows
 
 LISTS = "lists.i32"
@@ -100,20 +101,7 @@ def record_order(
         first = last
 
 
-def measure_nprobe(index: Any, spool: Spool, candidates: int, recall: float) -> int:
-    """The smallest power of two (or all) of lists that finds `recall` of the exhaustive candidates. Queries: a sample of the documents."""
-    stage = IvfFirstStage(index)
-    count = min(candidates, len(spool))
+def measure_probing(index: Any, spool: Spool, candidates: int, recall: float) -> tuple[int, dict[str, float]]:
+    """See `probing.measure`. Queries: a sample of the documents."""
     sample = np.sort(np.random.default_rng(1).choice(len(spool), size=min(64, len(spool)), replace=False)).astype(np.int64)
-    queries = spool.cls_sample(sample)
-    truth = [set(stage.start(query, count, stage.nlist, 1.0).complete()[0].tolist()) for query in queries]
-    nprobe = 1
-    while nprobe < stage.nlist:
-        hits = sum(
-            len(want & set(stage.start(query, count, nprobe, 1.0).complete()[0].tolist()))
-            for query, want in zip(queries, truth, strict=True)
-        )
-        if hits >= recall * sum(len(want) for want in truth):
-            return nprobe
-        nprobe *= 2
-    return stage.nlist
+    return measure(IvfFirstStage(index), spool.cls_sample(sample), min(candidates, len(spool)), recall)

@@ -216,11 +216,11 @@ class Builder:
         index = arrange.train(spool, self.options.first_stage, self.options.nlist, self.budget.left())
         sizes: list[int] = []
         sums: list[int] = []
-        nprobe = 0
+        nprobe, steps = 0, dict[str, float]()
         if index is not None:
             sums = arrange.assign(self.engine, self.building, spool, index, self.budget.left())
             sizes = [index.invlists.list_size(i) for i in range(index.nlist)]
-            nprobe = arrange.measure_nprobe(index, spool, _NPROBE_CANDIDATES, _NPROBE_RECALL)
+            nprobe, steps = arrange.measure_probing(index, spool, _NPROBE_CANDIDATES, _NPROBE_RECALL)
             faiss = load_faiss()
             with StreamWriter(self.engine, os.path.join(self.directory, FIRST_STAGE_NAME)) as writer:
                 faiss.write_index(index, faiss.PyCallbackIOWriter(writer.write))
@@ -228,7 +228,7 @@ class Builder:
             self.state["first_stage"] = [writer.size_bytes, writer.crc32c]
         self._save_projection(spool)
         self.progress("arrange", len(spool), len(spool))
-        self.state.update(phase="write", list_sums=sums, list_sizes=sizes, nlist=len(sizes), nprobe=nprobe, segments=[])
+        self.state.update(phase="write", list_sums=sums, list_sizes=sizes, nlist=len(sizes), nprobe=nprobe, steps=steps, segments=[])
         write_state(self.engine, self.building, self.state)
 
     def _save_projection(self, spool: Spool) -> None:
@@ -372,7 +372,13 @@ class Builder:
                 "d_cls": self.spool_schema.d_cls,
                 "dim": self.spool_schema.dim,
             },
-            "first_stage": {"kind": "ivf", "code": self.options.first_stage, "nlist": self.state["nlist"], "nprobe": self.state["nprobe"]},
+            "first_stage": {
+                "kind": "ivf",
+                "code": self.options.first_stage,
+                "nlist": self.state["nlist"],
+                "nprobe": self.state["nprobe"],
+                "steps": self.state["steps"],
+            },
             "cls_weight": self.options.cls_weight,
             "segments": writer.state(),
             "files": {name: {"size_bytes": size, "crc32c": crc} for name, (size, crc) in sizes.items()},

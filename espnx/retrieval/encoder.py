@@ -1,7 +1,8 @@
 """What an encoder is, and your own function as one.
 
 An encoder turns a text into what late interaction needs: one ``cls`` vector, by which the first stage finds candidates, and one
-vector per token, which MaxSim scores. espnx never asks how; anything with the five members of :class:`Encoder` will do.
+vector per token, which MaxSim scores. Models without a vector of the first kind have ``d_cls`` 0, and the first stage takes one that is made
+from the tokens (`espnx.retrieval.pooling`). espnx never asks how; anything with the five members of :class:`Encoder` will do.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Encoded:
     Results of one call may be slices of one block, which lives as long as any of them: clone one to keep it for long without the others.
 
     Attributes:
-        cls: ``[d_cls]``, one vector for the whole text.
+        cls: ``[d_cls]``, one vector for the whole text; ``[0]`` where the model has none.
         tokens: ``[n, dim]``, one vector per token, n >= 0. A text without tokens has ``[0, dim]``.
     """
 
@@ -38,7 +39,7 @@ class Encoder(Protocol):
     Attributes:
         name: who it is, the same on every machine and in every process, different for every model or setting whose vectors
             do not belong in one store (``"minilm@53aa5117"``). A store keeps it, and a query encoded under another name is refused.
-        d_cls: length of a ``cls`` vector.
+        d_cls: length of a ``cls`` vector, 0 where the model has none.
         dim: length of a token vector.
     """
 
@@ -89,9 +90,9 @@ class FunctionEncoder:
     Args:
         fn: takes a list of str, returns for each, in order, a pair ``(cls, tokens)`` of shapes ``[d_cls]`` and ``[n, dim]``, n >= 0:
             numpy arrays, tensors on any device, nested lists of numbers, or :class:`Encoded`. Values are copied and converted to
-            float32, so ``fn`` may reuse its buffers. What ``fn`` raises reaches the caller unchanged.
+            float32, so ``fn`` may reuse its buffers. What ``fn`` raises reaches the caller unchanged. With ``d_cls`` 0, ``cls`` may be None.
         name: see :attr:`Encoder.name`; change it when the function's vectors change.
-        d_cls: length of a ``cls`` vector.
+        d_cls: length of a ``cls`` vector; 0 if there is none.
         dim: length of a token vector.
         query_fn: the same for queries, where they are encoded differently. Default: ``fn``.
 
@@ -117,9 +118,9 @@ class FunctionEncoder:
                 raise InvalidInputError(f"FunctionEncoder: {label}", got=type(function).__name__, expected="a function of a list of str")
         if not isinstance(name, str) or not name:
             raise InvalidInputError("FunctionEncoder: name", got=repr(name), expected="a name that tells this encoder from others")
-        for label, size in (("d_cls", d_cls), ("dim", dim)):
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise InvalidInputError(f"FunctionEncoder: {label}", got=repr(size), expected="an int of at least 1")
+        for label, size, least in (("d_cls", d_cls, 0), ("dim", dim, 1)):
+            if not isinstance(size, int) or isinstance(size, bool) or size < least:
+                raise InvalidInputError(f"FunctionEncoder: {label}", got=repr(size), expected=f"an int of at least {least}")
         self.name, self.d_cls, self.dim = name, d_cls, dim
         self._fn, self._query_fn = fn, fn if query_fn is None else query_fn
 
@@ -147,6 +148,8 @@ class FunctionEncoder:
             result = (result.cls, result.tokens)
         if not isinstance(result, (tuple, list)) or len(result) != 2:
             raise InvalidInputError(what, got=type(result).__name__, expected="a pair (cls, tokens)")
+        if self.d_cls == 0 and result[0] is None:
+            result = ((), result[1])
         cls, tokens = (_owned_float32(f"{what}: {label}", value) for label, value in zip(("cls", "tokens"), result, strict=True))
         if cls.shape != (self.d_cls,):
             raise InvalidInputError(f"{what}: cls", got=f"shape {list(cls.shape)}", expected=f"[{self.d_cls}]")

@@ -1,14 +1,16 @@
-"""The first stage: an inverted file over CLS vectors (FAISS), searched exactly in two steps.
+"""The first stage: an inverted file over first-stage vectors (FAISS), searched exactly in as many steps as wanted.
 
 ESPN (section 4.2) reads ahead the candidates known after the delta nearest lists while the remaining ones are scanned. Scanning the
-lists in two calls gives the very result of one call: every list is scanned once, with the same distances, and the two top-k merge.
-`index.nprobe` is never changed, so that any number of threads may search.
+lists in several calls gives the very result of one call: every list is scanned once, with the same distances, and the tops merge.
+Nothing of the index is changed by a search, so that any number of threads may search.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +19,14 @@ from .. import errors
 
 #: FAISS factory strings of the codes a list can hold. ``flat`` is exact; ``sq8`` loses a few tenths of a point of recall for a quarter of
 #: the memory.
-CODES = {"flat": "Flat", "sq8": "SQ8"}
+CODES = {"flat": "Flat", "sq8": "SQ8", "sq6": "SQ6", "sq4": "SQ4"}
+
+#: Asked of FAISS beyond what is wanted: among equal similarities at the last place it keeps whichever it meets first, we the lowest number.
+_SLACK = 16
+#: Below this many vectors, waking a second thread costs more than it saves.
+_VECTORS_PER_THREAD = 32768
+
+Candidates = tuple[np.ndarray, np.ndarray]
 
 
 def load_faiss() -> Any:
@@ -36,81 +45,145 @@ def load_faiss() -> Any:
 class FirstStage(Protocol):
     """What the searcher asks of a candidate generator."""
 
-    def start(self, cls: np.ndarray, candidates: int, nprobe: int, prefetch_step: float) -> FirstStageQuery:
-        """Begins a query. `cls`: float32 [d_cls]."""
+    @property
+    def nlist(self) -> int: ...
+
+    def start(self, vectors: np.ndarray, candidates: int, nprobe: int, allowed: np.ndarray | None = None) -> FirstStageSearch:
+        """Begins a search. `vectors`: float32 [q, dim]. `allowed`: bitmap of the records that may be found (bit i % 8 of byte i // 8)."""
 
 
-class FirstStageQuery(Protocol):
-    """One query under way. Results are (record numbers int64 [m], scores float32 [m]), best first, m <= candidates."""
+class FirstStageSearch(Protocol):
+    """Some queries under way. For each: (record numbers int64 [m], similarities float32 [m]), best first, m <= candidates."""
 
-    def partial(self) -> tuple[np.ndarray, np.ndarray]: ...
+    def advance(self, share: float) -> list[Candidates]:
+        """What is known after that share of the lists (at least one), continuing where the last call stopped."""
 
-    def complete(self) -> tuple[np.ndarray, np.ndarray]: ...
+    def complete(self) -> list[Candidates]: ...
 
 
-def top(numbers: np.ndarray, scores: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+def top(numbers: np.ndarray, scores: np.ndarray, count: int) -> Candidates:
     """The `count` best by (score, then lower number), so that ties never depend on scan order."""
-    order = np.lexsort((numbers, -scores))[:count]
-    return numbers[order], scores[order]
+    if not (scores[1:] < scores[:-1]).all():  # FAISS's own answers come in order, but for equal scores
+        # Stable: runs that are in order merge in linear time, and numbers decide only where scores are equal.
+        order = np.argsort(-scores, kind="stable")
+        numbers, scores = numbers[order], scores[order]
+        if (scores[1:] == scores[:-1]).any():
+            order = np.lexsort((numbers, -scores))
+            numbers, scores = numbers[order], scores[order]
+    return numbers[:count], scores[:count]
 
 
-@dataclass
-class IvfQuery:
-    """See `FirstStageQuery`. `complete` continues where `partial` stopped; without `partial` it scans everything at once."""
+class IvfSearch:
+    """See `FirstStageSearch`."""
 
-    stage: IvfFirstStage
-    cls: np.ndarray
-    candidates: int
-    lists: np.ndarray
-    distances: np.ndarray
-    delta: int
-    found: tuple[np.ndarray, np.ndarray] | None = None
+    def __init__(self, stage: IvfFirstStage, vectors: np.ndarray, candidates: int, lists: np.ndarray, distances: np.ndarray, selector: Any):
+        self._stage, self._vectors, self._candidates, self._selector = stage, vectors, candidates, selector
+        self._lists, self._distances = lists, distances
+        self._done = 0
+        empty = np.empty(0, "i8"), np.empty(0, "f4")
+        self._found: list[Candidates] = [empty] * len(vectors)
 
-    def partial(self) -> tuple[np.ndarray, np.ndarray]:
-        self.found = self.stage.scan(self.cls, self.lists[: self.delta], self.distances[: self.delta], self.candidates)
-        return self.found
+    def advance(self, share: float) -> list[Candidates]:
+        total = self._lists.shape[1]
+        end = min(total, max(1, round(share * total)))
+        if end > self._done:
+            part = slice(self._done, end)
+            new = self._stage.scan(self._vectors, self._lists[:, part], self._distances[:, part], self._candidates + _SLACK, self._selector)
+            if self._done:
+                new = [merge(pair, self._candidates + _SLACK) for pair in zip(self._found, new, strict=True)]
+            self._found, self._done = new, end
+        return [(numbers[: self._candidates], scores[: self._candidates]) for numbers, scores in self._found]
 
-    def complete(self) -> tuple[np.ndarray, np.ndarray]:
-        begin = 0 if self.found is None else self.delta
-        numbers, scores = self.stage.scan(self.cls, self.lists[begin:], self.distances[begin:], self.candidates)
-        if self.found is not None:
-            numbers, scores = np.concatenate([self.found[0], numbers]), np.concatenate([self.found[1], scores])
-        return top(numbers, scores, self.candidates)
+    def complete(self) -> list[Candidates]:
+        return self.advance(1.0)
+
+
+def merge(parts: Iterable[Candidates], count: int) -> Candidates:
+    numbers, scores = zip(*parts, strict=True)
+    return top(np.concatenate(numbers), np.concatenate(scores), count)
 
 
 class IvfFirstStage:
-    """FAISS IVF with inner product. `index` is a trained faiss.IndexIVF, or None for an empty corpus."""
+    """FAISS IVF with inner product.
 
-    def __init__(self, index: Any):
-        self.index = index
+    Args:
+        index: a trained faiss.IndexIVF whose ids are record numbers, or None for an empty corpus.
+        threads: that scan at a time for one search; the caller's is one of them.
+    """
+
+    def __init__(self, index: Any, threads: int = 1):
+        self.index, self.threads = index, threads
         self._faiss = load_faiss()
+        self._helpers = ThreadPoolExecutor(max_workers=threads - 1, thread_name_prefix="espnx-first-stage") if threads > 1 else None
+        self._helping = threading.Lock()
+        self._list_vectors = 0.0 if index is None else index.ntotal / index.nlist
 
     @property
     def nlist(self) -> int:
         return 0 if self.index is None else self.index.nlist
 
-    def start(self, cls: np.ndarray, candidates: int, nprobe: int, prefetch_step: float) -> IvfQuery:
+    def start(self, vectors: np.ndarray, candidates: int, nprobe: int, allowed: np.ndarray | None = None) -> IvfSearch:
+        vectors = np.ascontiguousarray(vectors, dtype=np.float32)
         if self.index is None:
-            return IvfQuery(self, cls, candidates, np.empty(0, "i8"), np.empty(0, "f4"), 0)
-        query = np.ascontiguousarray(cls, dtype=np.float32).reshape(1, -1)
-        distances, lists = self.index.quantizer.search(query, min(nprobe, self.nlist))
-        delta = min(len(lists[0]), max(1, round(prefetch_step * len(lists[0]))))
-        return IvfQuery(self, query, candidates, lists[0], distances[0], delta)
+            return IvfSearch(self, vectors, candidates, np.empty((len(vectors), 0), "i8"), np.empty((len(vectors), 0), "f4"), None)
+        distances, lists = self.index.quantizer.search(vectors, min(nprobe, self.nlist))
+        selector = None if allowed is None else self._faiss.IDSelectorBitmap(allowed)
+        return IvfSearch(self, vectors, candidates, lists, distances, selector)
 
-    def scan(self, query: np.ndarray, lists: np.ndarray, distances: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Top `count` of the given lists. Releases the GIL; safe from many threads."""
-        if not len(lists) or count == 0:
-            return np.empty(0, "i8"), np.empty(0, "f4")
+    def scan(self, vectors: np.ndarray, lists: np.ndarray, distances: np.ndarray, count: int, selector: Any) -> list[Candidates]:
+        """Top `count` of the given lists for each query. Releases the GIL; safe from many threads."""
+        threads = min(self.threads, int(1 + lists.size * self._list_vectors / _VECTORS_PER_THREAD))
+        # The helpers are one search's at a time: another's has the cores that they run on.
+        if self._helpers is None or threads < 2 or not self._helping.acquire(blocking=False):
+            return self._scan_part(vectors, lists, distances, count, selector)
+        try:
+            return self._scan_together(self._helpers, threads, vectors, lists, distances, count, selector)
+        finally:
+            self._helping.release()
+
+    def _scan_together(
+        self,
+        helpers: ThreadPoolExecutor,
+        threads: int,
+        vectors: np.ndarray,
+        lists: np.ndarray,
+        distances: np.ndarray,
+        count: int,
+        selector: Any,
+    ) -> list[Candidates]:
+        if len(vectors) >= threads:  # a share of the queries each
+            rows = [slice(len(vectors) * i // threads, len(vectors) * (i + 1) // threads) for i in range(threads)]
+            tasks = [helpers.submit(self._scan_part, vectors[r], lists[r], distances[r], count, selector) for r in rows[1:]]
+            found = self._scan_part(vectors[rows[0]], lists[rows[0]], distances[rows[0]], count, selector)
+            return found + [candidates for task in tasks for candidates in task.result()]
+        # Every so many-th list each: the nearest lists, which fill the top, are shared evenly.
+        parts = [slice(i, None, threads) for i in range(threads)]
+        tasks = [helpers.submit(self._scan_part, vectors, lists[:, p], distances[:, p], count, selector) for p in parts[1:]]
+        results = [
+            self._scan_part(vectors, lists[:, parts[0]], distances[:, parts[0]], count, selector),
+            *(task.result() for task in tasks),
+        ]
+        return [merge(candidates, count) for candidates in zip(*results, strict=True)]
+
+    def _scan_part(self, vectors: np.ndarray, lists: np.ndarray, distances: np.ndarray, count: int, selector: Any) -> list[Candidates]:
+        queries = len(vectors)
+        if not lists.size or count == 0:
+            return [(np.empty(0, "i8"), np.empty(0, "f4"))] * queries
         faiss, pointer = self._faiss, self._faiss.swig_ptr
+        vectors = np.ascontiguousarray(vectors)
         lists, distances = np.ascontiguousarray(lists, "i8"), np.ascontiguousarray(distances, "f4")
-        scores, numbers = np.empty((1, count), "f4"), np.empty((1, count), "i8")
+        count = min(count, self.index.ntotal)
+        scores, numbers = np.empty((queries, count), "f4"), np.empty((queries, count), "i8")
         # The _c form: the Python wrapper would insist on index.nprobe lists, and changing that is not thread-safe.
-        parameters = faiss.SearchParametersIVF(nprobe=len(lists))
+        parameters = faiss.SearchParametersIVF(nprobe=lists.shape[1], sel=selector)
         self.index.search_preassigned_c(
-            1, pointer(query), count, pointer(lists), pointer(distances), pointer(scores), pointer(numbers), False, parameters
+            queries, pointer(vectors), count, pointer(lists), pointer(distances), pointer(scores), pointer(numbers), False, parameters
         )
-        valid = numbers[0] >= 0
-        return top(numbers[0][valid], scores[0][valid], count)
+        return [top(n[n >= 0], s[n >= 0], count) for n, s in zip(numbers, scores, strict=True)]
+
+    def close(self) -> None:
+        if self._helpers is not None:
+            self._helpers.shutdown(wait=True)
 
 
 def choose_nlist(records: int) -> int:
@@ -122,8 +195,8 @@ def train_index(sample: np.ndarray, nlist: int, code: str) -> Any:
     """A trained, empty IVF index over unit-free inner product. Seeded: the same sample gives the same index.
 
     Args:
-        sample: float32 [m, d_cls], m >= 1.
-        code: ``flat``, ``sq8`` or ``pqM`` (M bytes a vector; M divides d_cls).
+        sample: float32 [m, dim], m >= 1.
+        code: ``flat``, ``sq8``, ``sq6``, ``sq4`` or ``pqM`` (M bytes a vector; M divides dim).
 
     Raises:
         InvalidInputError: unknown code.
@@ -132,7 +205,9 @@ def train_index(sample: np.ndarray, nlist: int, code: str) -> Any:
     # np: without the polysemous training that FAISS would add, seconds a byte of code for a filter that is not used here.
     name = CODES.get(code) or (f"PQ{int(code[2:])}np" if code.startswith("pq") and code[2:].isdigit() else None)
     if name is None or (code.startswith("pq") and (int(code[2:]) == 0 or sample.shape[1] % int(code[2:]))):
-        raise errors.InvalidInputError("first-stage code", got=repr(code), expected="flat, sq8 or pqM where M divides the CLS dimension")
+        raise errors.InvalidInputError(
+            "first-stage code", got=repr(code), expected=f"{', '.join(CODES)} or pqM where M divides the dimension of its vectors"
+        )
     index = faiss.index_factory(sample.shape[1], f"IVF{nlist},{name}", faiss.METRIC_INNER_PRODUCT)
     index.cp.min_points_per_centroid = 1  # small corpora are no mistake
     if code.startswith("pq") and len(sample) < 256:

@@ -61,6 +61,16 @@ class RecordSchema:
                 )
 
     @property
+    def format_number(self) -> int:
+        """As the header of a record names it."""
+        return _FORMATS[self.format][0]
+
+    @property
+    def cls_format(self) -> str:
+        """Of the CLS vector."""
+        return self.format
+
+    @property
     def dtype(self) -> np.dtype:
         return _FORMATS[self.format][1]
 

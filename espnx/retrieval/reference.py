@@ -23,15 +23,15 @@ class InMemoryReference:
     def __init__(self, store: EmbeddingStore, first_stage: FirstStage):
         self.store, self.first_stage = store, first_stage
         numbers = np.arange(store.count)
-        future = store.read(numbers, gap_bytes=1 << 20)
+        future = store.full.read(numbers, gap_bytes=1 << 20)
         self.memory, self.positions = future.wait(), future.position_bytes
-        store.check(self.memory, self.positions, numbers)
+        store.full.check(self.memory, self.positions, numbers)
 
     def rank(self, query: Encoded, *, candidates: int, nprobe: int, cls_weight: float) -> list[tuple[int, float]]:
         """(record number, ``cls_weight * CLS + MaxSim``) of all candidates, best first; ties by record number."""
         schema = self.store.schema
         tokens = query.tokens if self.store.projection is None else self.store.projection(query.tokens)
-        numbers, _ = self.first_stage.start(query.cls.numpy(), min(candidates, self.store.count), nprobe, 1.0).complete()
+        numbers, _ = self.first_stage.start(query.cls.numpy()[None], min(candidates, self.store.count), nprobe).complete()[0]
         at = self.positions[torch.from_numpy(numbers)]
         n_tokens = torch.from_numpy(self.store.n_tokens[numbers].astype(np.int64))
         scores = maxsim_reference(tokens, self.memory, at + schema.fixed_bytes, n_tokens, schema.format)

@@ -8,15 +8,31 @@ from .texts import DocumentId
 
 
 @dataclass(frozen=True)
+class TokenMatch:
+    """Why a document scores what it scores: MaxSim is the sum of these.
+
+    Attributes:
+        query_token, document_token: positions; the document's token that is most similar to the query's.
+        score: their product.
+    """
+
+    query_token: int
+    document_token: int
+    score: float
+
+
+@dataclass(frozen=True)
 class Hit:
     """One document of a ranking.
 
     Attributes:
         id: the document's own id.
-        score: ``cls_weight * CLS + MaxSim``; for a document that was not re-ranked, the first stage's similarity alone.
+        score: ``cls_weight * CLS + MaxSim``; for a document that was not re-ranked, the first stage's similarity alone (in a cascade the
+            score of its compact record).
         text: as it was indexed.
-        number: the record's number in the store.
+        number: the record's number in the store. It changes when the store is compacted; `id` does not.
         reranked: whether `score` is exact. All re-ranked hits come before all others.
+        matches: one per query token, where the search was asked to explain; empty for a document without tokens.
     """
 
     id: DocumentId
@@ -24,11 +40,12 @@ class Hit:
     text: str
     number: int
     reranked: bool
+    matches: tuple[TokenMatch, ...] | None = None
 
 
 @dataclass
 class Timings:
-    """Seconds, wall clock. Stages overlap, so they do not add up to `total_s`.
+    """Seconds, wall clock. Stages overlap, so they do not add up to `total_s`. Queries searched together share theirs.
 
     Attributes:
         encode_s: query encoding.
@@ -36,9 +53,11 @@ class Timings:
         prefetch_budget_s: first stage over the remaining lists: what prefetching can hide in (ESPN, eq. 2).
         prefetch_s: from the start of the prefetch to its last record scored.
         critical_io_s: waiting for records after the first stage was complete.
-        maxsim_s: checking and scoring, in both threads together.
-        merge_s: ordering, and looking up ids and texts.
+        maxsim_s: checking and scoring, in all threads together.
+        compact_s: of that, scoring compact records in RAM.
+        merge_s: ordering, looking up ids and texts, explaining.
         total_s: the whole search.
+        predicted_s: what was predicted for `total_s` without encoding and merging, where the search chose its prefetch steps by that; else 0.
     """
 
     encode_s: float = 0.0
@@ -47,8 +66,10 @@ class Timings:
     prefetch_s: float = 0.0
     critical_io_s: float = 0.0
     maxsim_s: float = 0.0
+    compact_s: float = 0.0
     merge_s: float = 0.0
     total_s: float = 0.0
+    predicted_s: float = 0.0
 
     @property
     def first_stage_s(self) -> float:
@@ -57,7 +78,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """A ranking and its cost.
+    """A ranking and its cost. Queries searched together share their reads: costs are then those of all of them, divided evenly.
 
     Attributes:
         hits: at most k, best first.
@@ -67,7 +88,10 @@ class SearchResult:
         bytes_asked: sizes of the records read (prefetched in vain included).
         bytes_moved: what the engine moved for them, alignment and gaps included.
         requests: after merging.
+        hot: records that needed no read, being kept in RAM.
         effective_path: the path the records took.
+        prefetch_steps: shares of the lists after which reads began; empty without a prefetch.
+        queries_together: how many were searched together, this one included.
     """
 
     hits: list[Hit]
@@ -77,5 +101,8 @@ class SearchResult:
     bytes_asked: int = 0
     bytes_moved: int = 0
     requests: int = 0
+    hot: int = 0
     effective_path: str = ""
+    prefetch_steps: tuple[float, ...] = ()
+    queries_together: int = 1
     timings: Timings = field(default_factory=Timings)

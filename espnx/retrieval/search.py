@@ -1,85 +1,59 @@
-"""Search: prefetch what the first stage finds early, score it as it arrives, read only what was missed in the critical path.
-
-    first stage, delta lists ----> all other lists ------------------> misses: read, score --> merge, top k
-                          \\--> prefetch: read, check, score as records arrive --------------/
-
-ESPN (sections 4.2 to 4.4), with its stated weakness removed: misses are read at once, ahead of what the prefetch still waits for, instead
-of after it.
-"""
+"""`Index`: a store with its first stage, ready to search. What happens in a search stands in wave.py."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future as Task
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import numpy as np
 import torch
 
 from .. import errors
+from ..sizes import parse_size
 from ..storage import Engine, NativeEngine, open_engine
-from ..storage.engine import Future
+from .advice import NO_PREFETCH, Adviser
+from .cost import DeviceCost, measure
 from .documents import check_count
 from .encoder import Encoded, Encoder
-from .first_stage import FirstStage, IvfFirstStage, load_faiss
-from .rerank import QueryVectors, Scored, score_arrivals
-from .result import Hit, SearchResult, Timings
-from .store import FIRST_STAGE_NAME, EmbeddingStore
+from .evaluate import DEFAULT_METRICS, Qrels, evaluate
+from .explain import token_matches
+from .filters import allowed_records
+from .first_stage import IvfFirstStage
+from .gpu_first_stage import GpuIvfFirstStage
+from .hot import HotDocuments
+from .ranking import rank
+from .request import Arguments, SearchOptions, check_arguments
+from .rerank import QueryVectors
+from .resident import ResidentTier
+from .result import Hit, SearchResult
+from .store import EmbeddingStore
+from .texts import DocumentId
+from .turns import Turns
+from .wave import Means, Outcome, Request, Wave
 
 Query = str | Encoded
 Queries = list[str] | list[Encoded] | list[Query] | tuple[Query, ...]
 
-#: A hole of this size between two records is read rather than skipped. A drive that does 80,000 requests and 1.3 GB a second spends as long
-#: on one more request as on 16 KiB; on that hardware 16 KiB was the best of 0, 16 and 64.
-GAP_BYTES = 16 * 1024
-
-
-def load_first_stage(store: EmbeddingStore) -> IvfFirstStage:
-    """The store's IVF index, checked before FAISS sees a byte of it."""
-    if not store.count:
-        return IvfFirstStage(None)
-    faiss = load_faiss()
-    path = os.path.join(store.directory, FIRST_STAGE_NAME)
-    source = _Bytes(store.checked_windows(FIRST_STAGE_NAME))
-    index = faiss.read_index(faiss.PyCallbackIOReader(source.read))
-    if index.ntotal != store.count or index.d != store.schema.d_cls:
-        raise errors.FormatError(
-            "first stage does not fit the store",
-            path=path,
-            got=f"{index.ntotal} x {index.d}",
-            expected=f"{store.count} x {store.schema.d_cls}",
-        )
-    return IvfFirstStage(index)
-
-
-class _Bytes:
-    """A stream of arrays as a read(n)."""
-
-    def __init__(self, windows: Any):
-        self._windows, self._rest = windows, memoryview(b"")
-
-    def read(self, count: int) -> bytes:
-        parts, have = [], 0
-        while have < count:
-            if not self._rest:
-                window = next(self._windows, None)
-                if window is None:
-                    break
-                self._rest = memoryview(window.tobytes())
-            part = self._rest[: count - have]
-            self._rest = self._rest[len(part) :]
-            parts.append(bytes(part))
-            have += len(part)
-        return b"".join(parts)
+#: A wave is cut so that its records take no more memory than this, and two waves are under way at a time.
+_WAVE_BYTES = 48 << 20
+#: A batch of more queries than `_TOGETHER` is cut into at least so many waves, so that one's first stage runs while another's records arrive.
+_WAVES = 2
+_TOGETHER = 4
+#: Searches under way at a time; further callers wait. More would only share the same cores and disk in smaller pieces.
+_SEARCHES_PER_CORE = 2
+_RERANK_THREADS = 32  # they wait for the disk most of the time
 
 
 class Index:
     """A store with its first stage, ready to search. Safe to use from several threads. A context manager.
+
+    It stays with the version of the store that was there when it was opened, whatever is added, deleted or compacted meanwhile.
 
     Args:
         path: the store's directory.
@@ -87,39 +61,67 @@ class Index:
         engine: path of the record reads (``auto``, ``uring``, ``posix``, ``memory``; ``gds`` or ``gds-compat`` with a CUDA device), or an
             engine, which stays the caller's.
         device: where records are scored: ``cpu`` or ``cuda``.
+        threads: that scan the first stage's lists for one search; None for as many as there are cores, at most 4.
+        first_stage: where the lists are scanned: ``cpu``, or ``cuda`` where faiss-gpu is installed (at most 2,032 candidates).
+        hot: RAM for documents that many queries want, in bytes or as ``256MiB``; 0 keeps none.
+        compact: where the compact tier of a cascade is read from: ``ssd``, or ``ram`` (loaded whole, now).
+        cost: of the device's reads; None measures it (tens of milliseconds; small stores get the defaults).
 
     Raises:
-        what `EmbeddingStore` raises; InvalidInputError for another encoder; PathUnavailableError.
+        what `EmbeddingStore` raises; InvalidInputError for another encoder or a bad option; PathUnavailableError.
     """
 
-    def __init__(self, path: str | os.PathLike[str], encoder: Encoder | None = None, *, engine: str | Engine = "auto", device: str = "cpu"):
-        try:
-            self.device = torch.device(device)
-        except RuntimeError:
-            raise errors.InvalidInputError("device", got=repr(device), expected="cpu or cuda") from None
-        if self.device.type == "cuda" and not torch.cuda.is_available():
-            raise errors.PathUnavailableError("no CUDA device here", got=device, fix="use device='cpu'")
-        with ExitStack() as opened:
-            records = opened.enter_context(open_engine(engine)) if isinstance(engine, str) else engine
-            if isinstance(records, NativeEngine):
-                native = records
-            else:  # reads into GPU memory; manifest, metadata and first stage are read into host memory all the same
-                if self.device.type == "cpu":
-                    raise errors.InvalidInputError(
-                        "records would lie in GPU memory", got="device='cpu'", fix="open the index with device='cuda'"
-                    )
-                native = opened.enter_context(NativeEngine())
-            self.store, self.first_stage = _open_current(path, native, records)
-            self._engines = opened.pop_all()
-        self._workers = ThreadPoolExecutor(max_workers=8, thread_name_prefix="espnx-rerank")
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        encoder: Encoder | None = None,
+        *,
+        engine: str | Engine = "auto",
+        device: str = "cpu",
+        threads: int | None = None,
+        first_stage: str = "cpu",
+        hot: int | str = 0,
+        compact: str = "ssd",
+        cost: DeviceCost | None = None,
+    ):
+        self.device = _device(device)
+        for name, value, known in (("compact", compact, ("ssd", "ram")), ("first_stage", first_stage, ("cpu", "cuda"))):
+            if value not in known:
+                raise errors.InvalidInputError(name, got=repr(value), expected=" or ".join(known))
+        if threads is not None and threads < 1:
+            raise errors.InvalidInputError("threads", got=threads, expected="at least 1")
+        hot_bytes = parse_size(hot)
         self._closed = False
+        self._turns = Turns(_SEARCHES_PER_CORE * len(os.sched_getaffinity(0)))
         self.encoder: Encoder | None = None
-        try:
+        with ExitStack() as opened:
+            native, records = self._open_engines(engine, opened)
+            self.store, index = _open_current(path, native, records)
+            opened.callback(self.store.close)
+            stage = GpuIvfFirstStage if first_stage == "cuda" else IvfFirstStage
+            self.first_stage = stage(index, threads or min(4, len(os.sched_getaffinity(0))))
+            opened.callback(self.first_stage.close)
+            self.cost = measure(self.store.full) if cost is None else cost
+            self.hot = HotDocuments(self.store.full, hot_bytes) if hot_bytes and self.store.end_number else None
+            self.compact: Any = self.store.compact
+            if compact == "ram" and self.store.compact is not None:
+                self.compact = ResidentTier(self.store.compact, self.device)
+            workers = ThreadPoolExecutor(max_workers=_RERANK_THREADS, thread_name_prefix="espnx-rerank")
+            opened.callback(workers.shutdown, wait=True)
+            self._means = Means(self.first_stage, self.store.full, self.compact, workers, self.device, self.cost.gap_bytes, self.hot)
+            self._adviser = Adviser(self.store.manifest["first_stage"].get("steps", {}))
             if encoder is not None:
                 self.use_encoder(encoder)
-        except BaseException:
-            self.close()
-            raise
+            self._opened = opened.pop_all()
+
+    def _open_engines(self, engine: str | Engine, opened: ExitStack) -> tuple[NativeEngine, Engine]:
+        records = opened.enter_context(open_engine(engine)) if isinstance(engine, str) else engine
+        if isinstance(records, NativeEngine):
+            return records, records
+        # Reads into GPU memory; manifest, metadata and first stage are read into host memory all the same.
+        if self.device.type == "cpu":
+            raise errors.InvalidInputError("records would lie in GPU memory", got="device='cpu'", fix="open the index with device='cuda'")
+        return opened.enter_context(NativeEngine()), records
 
     def use_encoder(self, encoder: Encoder) -> None:
         """Encodes queries given as text with it. Raises InvalidInputError unless the store was built with the same (or with none)."""
@@ -138,32 +140,16 @@ class Index:
         """The number of lists that found 98 % of the exhaustive candidates when the store was built."""
         return max(1, self.store.manifest["first_stage"]["nprobe"])
 
+    @property
+    def resident_bytes(self) -> dict[str, int]:
+        """What is held in RAM, by part: metadata of the store, compact tier, hot documents. The first stage's index is FAISS's own."""
+        compact = self.compact.size_bytes if isinstance(self.compact, ResidentTier) else 0
+        return {"metadata": self.store.resident_bytes, "compact": compact, "hot": self.hot.resident_bytes if self.hot else 0}
+
     @overload
-    def search(
-        self,
-        queries: Query,
-        k: int = ...,
-        *,
-        candidates: int = ...,
-        rerank: int | None = ...,
-        nprobe: int | str = ...,
-        prefetch_step: float = ...,
-        cls_weight: float | None = ...,
-        deadline_s: float = ...,
-    ) -> SearchResult: ...
+    def search(self, queries: Query, k: int = ..., **options: Unpack[SearchOptions]) -> SearchResult: ...
     @overload
-    def search(
-        self,
-        queries: Queries,
-        k: int = ...,
-        *,
-        candidates: int = ...,
-        rerank: int | None = ...,
-        nprobe: int | str = ...,
-        prefetch_step: float = ...,
-        cls_weight: float | None = ...,
-        deadline_s: float = ...,
-    ) -> list[SearchResult]: ...
+    def search(self, queries: Queries, k: int = ..., **options: Unpack[SearchOptions]) -> list[SearchResult]: ...
 
     def search(
         self,
@@ -172,22 +158,32 @@ class Index:
         *,
         candidates: int = 1000,
         rerank: int | None = None,
+        cascade: int | None = None,
         nprobe: int | str = "auto",
-        prefetch_step: float = 0.3,
+        prefetch_step: float | Sequence[float] | str = "auto",
         cls_weight: float | None = None,
+        include: Iterable[DocumentId] | None = None,
+        exclude: Iterable[DocumentId] | None = None,
+        explain: bool = False,
         deadline_s: float = 30.0,
     ) -> SearchResult | list[SearchResult]:
-        """Ranks documents for one query (a `SearchResult`) or several (a list of them).
+        """Ranks documents for one query (a `SearchResult`) or several (a list of them, which share reads of documents that several want).
 
         Args:
             queries: text, or vectors already encoded.
             k: hits wanted; fewer where the corpus or the candidates are fewer.
             candidates: how many the first stage hands on.
             rerank: how many of them are read and scored exactly, the best first; None for all. The others follow in first-stage order.
+            cascade: score the compact records of all candidates, then so many full ones exactly; the others follow in compact order.
+                Needs a store built with a compact tier. Lossy as `rerank` is, and much less so.
             nprobe: lists the first stage scans, or ``auto`` (measured at build: 98 % of the exhaustive candidates).
-            prefetch_step: share of those lists after which the reads begin (ESPN, eq. 3); 0 reads nothing ahead.
+            prefetch_step: share of those lists after which the reads begin (ESPN, eq. 3), or several of them; 0 reads nothing ahead;
+                ``auto`` chooses from predicted times, and none for a batch or beside other callers, whose first stages hide the reads.
             cls_weight: overrides the store's.
-            deadline_s: for the reads of one query.
+            include: ids of documents; no other is found. Where they are no more than `candidates`, all of them are candidates.
+            exclude: ids of documents that are not found.
+            explain: fill in `Hit.matches` (reads the k hits once more).
+            deadline_s: for each read.
 
         Raises:
             InvalidInputError: arguments out of range; vectors of the wrong dimension, NaN or infinite.
@@ -197,23 +193,22 @@ class Index:
             raise errors.EngineClosedError("the index is closed", fix="open it again")
         if cls_weight is not None and not np.isfinite(cls_weight):
             raise errors.InvalidInputError("cls_weight", got=cls_weight, expected="a finite number")
-        if k < 1 or candidates < 1 or (rerank is not None and rerank < 0):
+        arguments = check_arguments(k, candidates, rerank, cascade, nprobe, prefetch_step, deadline_s)
+        if arguments.is_cascade and self.compact is None:
             raise errors.InvalidInputError(
-                "k and candidates must be at least 1, rerank at least 0", got=f"k={k}, candidates={candidates}, rerank={rerank}"
+                "cascade", got="a store without a compact tier", fix="build it with compact='bit1' (or another format), or use rerank"
             )
-        if not 0 <= prefetch_step <= 1:
-            raise errors.InvalidInputError("prefetch_step", got=prefetch_step, expected="a share of the lists, 0 to 1")
-        lists = self.default_nprobe if nprobe == "auto" else nprobe
-        if not isinstance(lists, int) or lists < 1:
-            raise errors.InvalidInputError("nprobe", got=repr(nprobe), expected="at least 1, or 'auto'")
-        one = isinstance(queries, (str, Encoded))
+        allowed, findable = allowed_records(self.store, include, exclude)
+        if include is not None and findable <= candidates:
+            arguments = check_arguments(k, candidates, rerank, cascade, max(1, self.first_stage.nlist), prefetch_step, deadline_s)
+        is_one = isinstance(queries, (str, Encoded))
         wanted: Sequence[Query] = [queries] if isinstance(queries, (str, Encoded)) else list(queries)
         begun = time.perf_counter()
         vectors = self._encode(wanted, self.store.manifest["cls_weight"] if cls_weight is None else cls_weight)
         encode_s = (time.perf_counter() - begun) / max(1, len(wanted))
-        depth = min(rerank if rerank is not None else candidates, candidates)
-        results = [self._search_one(query, k, candidates, depth, lists, prefetch_step, deadline_s, encode_s) for query in vectors]
-        return results[0] if one else results
+        with self._turns as is_alone:
+            results = list(self._search(vectors, arguments, allowed, explain, encode_s, is_alone))
+        return results[0] if is_one else results
 
     def _encode(self, queries: Sequence[Query], cls_weight: float) -> list[QueryVectors]:
         for query in queries:
@@ -240,91 +235,106 @@ class Index:
             )
         if not (bool(torch.isfinite(cls).all()) and bool(torch.isfinite(tokens).all())):
             raise errors.InvalidInputError("query vectors", got="NaN or infinity", expected="finite numbers")
+        pooling = self.store.pooling
+        vector = (cls if pooling is None else pooling.query(tokens)).cpu().numpy()
         if self.store.projection is not None:
             tokens = self.store.projection(tokens)
-        return QueryVectors(cls.reshape(1, -1).to(self.device), tokens.contiguous().to(self.device), cls_weight)
+        return QueryVectors(cls.reshape(1, -1).to(self.device), tokens.contiguous().to(self.device), cls_weight, vector)
 
-    def _search_one(
-        self,
-        query: QueryVectors,
-        k: int,
-        candidates: int,
-        depth: int,
-        nprobe: int,
-        prefetch_step: float,
-        deadline_s: float,
-        encode_s: float,
-    ) -> SearchResult:
-        timings = Timings(encode_s=encode_s)
-        begun = time.perf_counter()
-        stage = self.first_stage.start(query.cls.cpu().numpy()[0], min(candidates, self.store.count), nprobe, prefetch_step)
-        early = np.empty(0, dtype=np.int64)
-        task: Task[Scored] | None = None
-        reads: list[Future] = []
-        prefetch_begun = time.perf_counter()
-        if prefetch_step > 0 and depth > 0:
-            early = stage.partial()[0][:depth]
-            prefetch_begun = time.perf_counter()
-            timings.delta_s = prefetch_begun - begun
-            reads.append(self.store.read(early, gap_bytes=GAP_BYTES, deadline_s=deadline_s))
-            task = self._workers.submit(score_arrivals, self.store, reads[0], early, query, self.device)
+    def _search(
+        self, queries: list[QueryVectors], arguments: Arguments, allowed: np.ndarray | None, explain: bool, encode_s: float, is_alone: bool
+    ) -> Iterator[SearchResult]:
+        """Wave by wave: the first stage of one runs while the records of the one before arrive."""
+        request, kind, predicted_s = self._plan(len(queries) == 1 and is_alone, arguments, allowed)
+        size = self._wave_queries(len(queries), request.depth)
+        request = replace(request, is_pipelined=size < len(queries))
+        under_way: tuple[Wave, list[QueryVectors]] | None = None
         try:
-            numbers, similarities = stage.complete()
-            complete = time.perf_counter()
-            timings.prefetch_budget_s = complete - prefetch_begun
-            late = np.setdiff1d(numbers[:depth], early)
-            # Ahead of the prefetch: these were not expected, and everything waits for them.
-            reads.append(self.store.read(late, gap_bytes=GAP_BYTES, priority=1, deadline_s=deadline_s))
-            scored = [score_arrivals(self.store, reads[-1], late, query, self.device)]
-            waited = time.perf_counter()
-            if task is not None:
-                scored.append(task.result())
-                timings.prefetch_s = scored[1].finished_at - prefetch_begun
-            timings.critical_io_s = scored[0].waited_s + time.perf_counter() - waited
+            for first in range(0, len(queries), size):
+                part = queries[first : first + size]
+                wave = Wave(self._means, part, request)
+                wave.begin()
+                if under_way is not None:
+                    yield from self._results(*under_way, request, arguments.k, explain, encode_s, 0.0)
+                under_way = wave, part
+            if under_way is not None:
+                wave, part = under_way
+                yield from self._results(wave, part, request, arguments.k, explain, encode_s, predicted_s)
+                if len(queries) == 1 and is_alone and self._turns.still_alone:
+                    self._adviser.learn(kind, request.steps, wave.timings.first_stage_s, wave.timings.total_s)
         except BaseException:
-            for read in reads:
-                read.cancel()
-            # It holds the error, whose traceback holds this frame: a cycle that would keep buffers and files until a collection.
-            task = None
+            if under_way is not None:
+                under_way[0].cancel()
             raise
-        timings.maxsim_s = sum(part.maxsim_s for part in scored)
-        merging = time.perf_counter()
-        hits = self._merge(numbers, similarities, depth, scored, k)
-        end = time.perf_counter()
-        timings.merge_s, timings.total_s = end - merging, end - begun + encode_s
-        exact = len(numbers[:depth])
-        return SearchResult(
-            hits=hits,
-            candidates=len(numbers),
-            reranked=exact,
-            hit_rate=(exact - len(late)) / exact if exact and len(early) else 0.0,
-            bytes_asked=sum(read.bytes_asked for read in reads),
-            bytes_moved=sum(read.bytes_moved for read in reads),
-            requests=sum(read.request_count for read in reads),
-            effective_path=self.store.effective_path,
-            timings=timings,
-        )
 
-    def _merge(self, numbers: np.ndarray, similarities: np.ndarray, depth: int, scored: list[Scored], k: int) -> list[Hit]:
-        known = np.concatenate([part.numbers for part in scored])
-        exact = np.concatenate([part.scores for part in scored])
-        order = np.argsort(known)
-        head = numbers[:depth]
-        scores = exact[order][np.searchsorted(known, head, sorter=order)] if len(head) else np.empty(0, np.float32)
-        best = np.lexsort((head, -scores))[:k]
-        chosen = np.concatenate([head[best], numbers[depth : depth + k - len(best)]])
-        values = np.concatenate([scores[best], similarities[depth : depth + k - len(best)]])
+    def _plan(self, is_alone: bool, arguments: Arguments, allowed: np.ndarray | None) -> tuple[Request, Any, float]:
+        nprobe = self.default_nprobe if arguments.nprobe is None else arguments.nprobe
+        candidates = min(arguments.candidates, self.store.end_number)
+        kind = (nprobe, candidates, arguments.depth, arguments.is_cascade, allowed is None)
+        steps, predicted_s = arguments.steps, None
+        if steps is None:
+            steps, predicted_s = self._adviser.choose(kind) if is_alone else (NO_PREFETCH, None)
+        request = Request(candidates, arguments.depth, nprobe, steps, allowed, arguments.deadline_s, is_cascade=arguments.is_cascade)
+        return request, kind, predicted_s or 0.0
+
+    def _wave_queries(self, queries: int, depth: int) -> int:
+        mean_bytes = self.store.full.size_bytes / max(1, self.store.count)
+        most = int(_WAVE_BYTES / max(1.0, depth * mean_bytes))
+        return max(1, min(most, queries if queries <= _TOGETHER else -(-queries // _WAVES)))
+
+    def _results(
+        self, wave: Wave, queries: list[QueryVectors], request: Request, k: int, explain: bool, encode_s: float, predicted_s: float
+    ) -> Iterator[SearchResult]:
+        outcomes = wave.finish()
+        timings, costs = wave.timings, wave.costs
+        timings.encode_s, timings.predicted_s = encode_s, predicted_s
+        for i, (query, outcome) in enumerate(zip(queries, outcomes, strict=True)):
+            begun = time.perf_counter()
+            hits = self._hits(query, outcome, k, explain, request.deadline_s)
+            merge_s = time.perf_counter() - begun
+            own = type(timings)(**{**vars(timings), "merge_s": merge_s, "total_s": timings.total_s + merge_s + encode_s})
+            yield SearchResult(
+                hits=hits,
+                candidates=len(outcome.numbers),
+                reranked=len(outcome.exact),
+                hit_rate=outcome.hit_rate,
+                bytes_asked=_share(costs.bytes_asked, i, len(queries)),
+                bytes_moved=_share(costs.bytes_moved, i, len(queries)),
+                requests=_share(costs.requests, i, len(queries)),
+                hot=_share(costs.hot, i, len(queries)),
+                effective_path=self.store.effective_path,
+                prefetch_steps=request.steps,
+                queries_together=len(queries),
+                timings=own,
+            )
+
+    def _hits(self, query: QueryVectors, outcome: Outcome, k: int, explain: bool, deadline_s: float) -> list[Hit]:
+        chosen, values, exact = rank(outcome, k)
         rows = self.store.texts.get(chosen.tolist())
+        matches: Sequence[Any] = [None] * len(chosen)
+        if explain and len(chosen):
+            matches = token_matches(self.store.full, chosen, query.tokens, deadline_s)
         return [
-            Hit(id=identifier, score=float(value), text=text, number=int(number), reranked=i < len(best))
-            for i, (number, value, (identifier, text)) in enumerate(zip(chosen, values, rows, strict=True))
+            Hit(id=identifier, score=float(value), text=text, number=int(number), reranked=i < exact, matches=found)
+            for i, (number, value, (identifier, text), found) in enumerate(zip(chosen, values, rows, matches, strict=True))
         ]
+
+    def evaluate(
+        self, queries: Mapping[Any, Query], qrels: Qrels, metrics: Sequence[str] = DEFAULT_METRICS, **options: Any
+    ) -> dict[str, float]:
+        """Searches for every judged query and computes `metrics` (see `evaluate.evaluate`). `options`: of `search`; k is what they need.
+
+        Raises what `search` and `evaluate` raise.
+        """
+        k = max((int(metric.rpartition("@")[2]) for metric in metrics if metric.rpartition("@")[2].isdigit()), default=10)
+        judged = [query for query in queries if query in qrels]
+        results = self.search([queries[query] for query in judged], k=k, **options)
+        rankings = {query: [hit.id for hit in result.hits] for query, result in zip(judged, results, strict=True)}
+        return evaluate(rankings, qrels, metrics)
 
     def close(self) -> None:
         self._closed = True
-        self._workers.shutdown(wait=True)
-        self.store.close()
-        self._engines.close()
+        self._opened.close()
 
     def __enter__(self) -> Index:
         return self
@@ -333,8 +343,22 @@ class Index:
         self.close()
 
 
-def _open_current(path: str | os.PathLike[str], engine: NativeEngine, records: Engine) -> tuple[EmbeddingStore, FirstStage]:
-    """Opens the store; again, once, if a new generation was published (and the old one removed) between manifest and files."""
+def _share(total: int, i: int, parts: int) -> int:
+    return total * (i + 1) // parts - total * i // parts
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise errors.InvalidInputError("device", got=repr(name), expected="cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise errors.PathUnavailableError("no CUDA device here", got=name, fix="use device='cpu'")
+    return device
+
+
+def _open_current(path: str | os.PathLike[str], engine: NativeEngine, records: Engine) -> tuple[EmbeddingStore, Any]:
+    """Opens store and IVF index; again, once, if a new generation was published (and the old one removed) between manifest and files."""
     try:
         return _open(path, engine, records)
     except errors.StorageError as error:
@@ -344,10 +368,10 @@ def _open_current(path: str | os.PathLike[str], engine: NativeEngine, records: E
             raise error from None
 
 
-def _open(path: str | os.PathLike[str], engine: NativeEngine, records: Engine) -> tuple[EmbeddingStore, FirstStage]:
+def _open(path: str | os.PathLike[str], engine: NativeEngine, records: Engine) -> tuple[EmbeddingStore, Any]:
     store = EmbeddingStore(path, engine, records)
     try:
-        return store, load_first_stage(store)
+        return store, store.load_index()
     except BaseException:
         store.close()
         raise

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,14 +18,15 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_safetensors
 
 from .. import errors
-from ..storage import Engine, NativeEngine, Plan
-from ..storage.engine import DEFAULT_DEADLINE_S, FileHandle, Future
+from ..storage import Engine, NativeEngine
+from ..storage.engine import FileHandle
 from ..storage.manifest import read_manifest
-from ..storage.native import load_native
 from ..storage.stream import crc32c, file_sums, read_range, read_windows
+from .first_stage import load_faiss
 from .projection import Projection
-from .record import RecordSchema, damage
+from .record import RecordSchema
 from .texts import TextReader
+from .tier import Placement, Tier
 
 MAGIC = "espnx-embedding-store"
 VERSION = 1
@@ -98,6 +100,10 @@ class EmbeddingStore:
         manifest: the fields of MANIFEST.json.
         schema: of the records.
         n_tokens: uint16 [n], tokens of each document.
+        count: documents. end_number: record numbers lie below it.
+        full: the records. compact: smaller ones of the same documents, or None.
+        deleted: bitmap of deleted records, or None.
+        pooling: makes the first-stage vector of a query from its tokens; None: it is the CLS vector.
 
     Raises:
         StoreNotFoundError, FormatError, ForeignFileError, TruncatedFileError, ChecksumError: nothing damaged is opened.
@@ -118,9 +124,19 @@ class EmbeddingStore:
         try:
             for number, segment in enumerate(self.segments):
                 self._files.append(self._open_segment(number, segment))
+            placement = Placement(self._groups, self._segment_begin, self._files)
+            self.full = Tier(self.record_engine, self.schema, self.n_tokens, placement, self.salt)
         except BaseException:
             self.close()
             raise
+
+    compact: Tier | None = None
+    deleted: np.ndarray | None = None
+    pooling: Any = None
+
+    @property
+    def end_number(self) -> int:
+        return self.count
 
     @property
     def directory(self) -> str:
@@ -185,7 +201,6 @@ class EmbeddingStore:
                     f"metadata {name} does not fit the manifest", path=path, expected=f"{np.dtype(dtype)} [{length}]", fix=_REBUILD
                 )
         self.n_tokens: np.ndarray = meta["n_tokens"]
-        self._counts = torch.from_numpy(self.n_tokens)
         self._groups = torch.from_numpy(meta["group_offset_bytes"])
         self._segment_begin = torch.from_numpy(meta["segment_begin"])
         self.projection = Projection(torch.from_numpy(meta["projection"])) if "projection" in meta else None
@@ -211,40 +226,9 @@ class EmbeddingStore:
         self.engine.close_file(file)
         return self.record_engine.open(path)
 
-    def locate(self, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(segment, offset_bytes, size_bytes), int64 [m] each, of record numbers int64 [m]. Raises InvalidInputError outside the store."""
-        wanted = torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64))
-        return load_native().locate_records(
-            wanted, self._counts, self._groups, self._segment_begin, self.schema.fixed_bytes, self.schema.row_bytes
-        )
-
-    def plan(self, numbers: np.ndarray) -> Plan:
-        """A read of whole records."""
-        segment, offset_bytes, size_bytes = self.locate(numbers)
-        handles = torch.tensor([file.number for file in self._files], dtype=torch.int64)
-        return Plan(file=handles[segment] if len(handles) else segment, offset_bytes=offset_bytes, size_bytes=size_bytes)
-
-    def read(self, numbers: np.ndarray, *, gap_bytes: int, priority: int = 0, deadline_s: float = DEFAULT_DEADLINE_S) -> Future:
-        """Starts reading records; item i of the future is record `numbers[i]`. What arrives must pass `check` before it is used."""
-        return self.record_engine.read(self.plan(numbers), gap_bytes=gap_bytes, priority=priority, deadline_s=deadline_s)
-
-    def check(self, memory: torch.Tensor, positions: torch.Tensor, numbers: np.ndarray) -> None:
-        """Raises ChecksumError or StaleDataError, naming file, offset and length, unless every record is whole and the right one."""
-        found = damage(memory, self.schema, positions, numbers, self.n_tokens[numbers], self.salt)
-        if not found:
-            return
-        index, what = found[0]
-        segment, offset_bytes, size_bytes = self.locate(numbers[index : index + 1])
-        kind = errors.ChecksumError if what.startswith("CRC32C") else errors.StaleDataError
-        raise kind(
-            f"record {numbers[index]} is not what was written" + (f" (and {len(found) - 1} more)" if len(found) > 1 else ""),
-            path=self._files[int(segment[0])].path,
-            offset_bytes=int(offset_bytes[0]),
-            size_bytes=int(size_bytes[0]),
-            got=what,
-            expected=f"record {numbers[index]} with {self.n_tokens[numbers[index]]} tokens",
-            fix="run `espnx index verify`; " + _REBUILD,
-        )
+    def load_index(self) -> Any:
+        """The IVF index over first-stage vectors, checked before FAISS sees a byte of it; None for an empty store."""
+        return load_index(self) if self.count else None
 
     def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
         """Reads and checks every byte that means anything. Returns the number of records. Raises what it finds."""
@@ -257,8 +241,8 @@ class EmbeddingStore:
         step = 1024
         for first in range(0, self.count, step):
             numbers = np.arange(first, min(first + step, self.count))
-            future = self.read(numbers, gap_bytes=1 << 20)
-            self.check(future.wait(), future.position_bytes, numbers)
+            future = self.full.read(numbers, gap_bytes=1 << 20)
+            self.full.check(future.wait(), future.position_bytes, numbers)
             for _ in self.texts.scan(first, len(numbers)):
                 pass
             progress(first + len(numbers), self.count)
@@ -276,3 +260,40 @@ class EmbeddingStore:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def load_index(store: EmbeddingStore) -> Any:
+    """See `EmbeddingStore.load_index`. Raises FormatError where the index does not fit the store."""
+    faiss = load_faiss()
+    path = os.path.join(store.directory, FIRST_STAGE_NAME)
+    source = _Bytes(store.checked_windows(FIRST_STAGE_NAME))
+    index = faiss.read_index(faiss.PyCallbackIOReader(source.read))
+    if index.ntotal != store.count or index.d != store.schema.d_cls:
+        raise errors.FormatError(
+            "first stage does not fit the store",
+            path=path,
+            got=f"{index.ntotal} x {index.d}",
+            expected=f"{store.count} x {store.schema.d_cls}",
+        )
+    return index
+
+
+class _Bytes:
+    """A stream of arrays as a read(n)."""
+
+    def __init__(self, windows: Any):
+        self._windows, self._rest = windows, memoryview(b"")
+
+    def read(self, count: int) -> bytes:
+        parts, have = [], 0
+        while have < count:
+            if not self._rest:
+                window = next(self._windows, None)
+                if window is None:
+                    break
+                self._rest = memoryview(window.tobytes())
+            part = self._rest[: count - have]
+            self._rest = self._rest[len(part) :]
+            parts.append(bytes(part))
+            have += len(part)
+        return b"".join(parts)

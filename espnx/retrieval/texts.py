@@ -6,12 +6,16 @@ import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
 
 from .. import errors
 from ..storage.native import load_native
 from ..storage.stream import crc32c
 
 DocumentId = int | str
+_ROWS_AT_ONCE = 500  # SQLite takes so many parameters, whatever its version
 _REBUILD = "restore the store from a copy, or build it again"
 
 
@@ -111,11 +115,26 @@ class TextReader:
 
     def get(self, numbers: Sequence[int]) -> list[tuple[DocumentId, str]]:
         """(id, text) of each number, in order. Raises FormatError for a missing row, ChecksumError for a damaged one."""
-        return [self._get_one(number) for number in numbers]
-
-    def _get_one(self, number: int) -> tuple[DocumentId, str]:
+        wanted, rows = list(numbers), dict[int, Sequence[Any]]()
         with _typed(self.path, "cannot read texts"):
-            row = self._db.execute("SELECT id, text, crc32c FROM docs WHERE number = ?", (number,)).fetchone()
+            for first in range(0, len(wanted), _ROWS_AT_ONCE):
+                part = wanted[first : first + _ROWS_AT_ONCE]
+                marks = ",".join("?" * len(part))
+                found = self._db.execute(f"SELECT number, id, text, crc32c FROM docs WHERE number IN ({marks})", part)
+                rows.update((number, row) for number, *row in found)
+        return [self._checked(number, rows.get(number)) for number in wanted]
+
+    def numbers(self, ids: Sequence[DocumentId]) -> np.ndarray:
+        """int64 [m]: the record number of each id, -1 where there is none."""
+        found: dict[DocumentId, int] = {}
+        with _typed(self.path, "cannot read ids"):
+            for first in range(0, len(ids), _ROWS_AT_ONCE):
+                part = [i for i in ids[first : first + _ROWS_AT_ONCE] if isinstance(i, str) or -(2**63) <= i < 2**63]
+                marks = ",".join("?" * len(part))
+                found.update(self._db.execute(f"SELECT id, number FROM docs WHERE id IN ({marks})", part))
+        return np.array([found.get(identifier, -1) for identifier in ids], dtype=np.int64)
+
+    def _checked(self, number: int, row: Sequence[Any] | None) -> tuple[DocumentId, str]:
         if row is None:
             raise errors.FormatError(
                 f"text of record {number} missing", path=self.path, fix="run `espnx index verify`; build the store again"
@@ -126,8 +145,8 @@ class TextReader:
 
     def scan(self, first: int, count: int) -> Iterator[tuple[int, DocumentId, str]]:
         """(number, id, text) of a range of numbers, in order, checked."""
-        for number in range(first, first + count):
-            identifier, text = self._get_one(number)
+        numbers = range(first, first + count)
+        for number, (identifier, text) in zip(numbers, self.get(numbers), strict=True):
             yield number, identifier, text
 
     def count(self) -> int:

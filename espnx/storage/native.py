@@ -83,6 +83,11 @@ class NativeFuture:
         self._native, self._memory, self._finished = native, memory, False
 
     @property
+    def native(self) -> Any:
+        """The compiled object, for functions of the extension that take a future."""
+        return self._native
+
+    @property
     def memory(self) -> torch.Tensor:
         if self._memory is None:
             self._memory = self._native.memory
@@ -151,6 +156,26 @@ class FaultRule:
     value: int = 5
 
 
+@dataclass(frozen=True)
+class RecordPlace:
+    """Where numbered records of varying size lie: csrc/cpu/records.hpp computes it from this.
+
+    Attributes:
+        n_tokens: uint16, rows of each record.
+        group_offset_bytes: int64, offset of records 0, 64, 128, ... in their files.
+        segment_begin: int64, first record of each file.
+        files: int64, the files' numbers.
+        fixed_bytes, row_bytes: a record's size is the first, and so many of the second, up to a multiple of 16.
+    """
+
+    n_tokens: torch.Tensor
+    group_offset_bytes: torch.Tensor
+    segment_begin: torch.Tensor
+    files: torch.Tensor
+    fixed_bytes: int
+    row_bytes: int
+
+
 class NativeEngine:
     """See `espnx.storage.engine.Engine`.
 
@@ -194,6 +219,11 @@ class NativeEngine:
         self.effective: str = self._native.effective
         self.fallback_reason: str = self._native.fallback_reason
 
+    @property
+    def native(self) -> Any:
+        """The compiled object, for functions of the extension that take an engine."""
+        return self._native
+
     def open(self, path: str | os.PathLike[str], mode: str = "r", *, direct: bool | None = None) -> FileHandle:
         name = os.fsdecode(path)
         number = self._native.open(os.fsencode(name), mode, direct)
@@ -216,6 +246,16 @@ class NativeEngine:
         self, plan: Plan, out: torch.Tensor | None = None, *, gap_bytes: int = 0, priority: int = 0, deadline_s: float = DEFAULT_DEADLINE_S
     ) -> NativeFuture:
         return self._submit(True, plan, out, gap_bytes=gap_bytes, priority=priority, deadline_s=deadline_s)
+
+    def read_records(
+        self, records: torch.Tensor, place: RecordPlace, *, gap_bytes: int, priority: int = 0, deadline_s: float = DEFAULT_DEADLINE_S
+    ) -> NativeFuture:
+        """Starts reading whole records of `place` (int64 [m], their numbers): a plan and its `read` in one call, without tensors between."""
+        native = load_native().read_records(
+            self._native, records, place.n_tokens, place.group_offset_bytes, place.segment_begin, place.files, place.fixed_bytes,
+            place.row_bytes, gap_bytes, priority, deadline_s,
+        )  # fmt: skip
+        return NativeFuture(native, None)
 
     def write(self, plan: Plan, source: torch.Tensor, *, priority: int = 0, deadline_s: float = DEFAULT_DEADLINE_S) -> NativeFuture:
         return self._submit(False, plan, source, gap_bytes=0, priority=priority, deadline_s=deadline_s)

@@ -9,7 +9,7 @@ import torch
 
 from espnx.ops._native import load_ops
 
-LEVELS = {"portable": 0, "avx2": 1, "avx512": 2}
+LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "vnni": 3, "amx": 4}
 
 
 @pytest.fixture(params=LEVELS)

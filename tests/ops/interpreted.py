@@ -9,16 +9,17 @@ import pytest
 import torch
 
 from espnx.errors import InvalidInputError
-from espnx.ops import crc32c_ranges_reference, maxsim_reference
+from espnx.ops import crc32c_ranges_reference, maxsim_reference, token_row_bytes
 from espnx.ops.crc32c.cuda import LANES, crc32c_triton
 from espnx.ops.maxsim.cuda import maxsim_triton
-from tests.ops.records import integers, normals, scatter
+from tests.ops.records import Records, integers, normals, scatter
 from tests.ops.tolerances import assert_scores_close, maxsim_bound
 
 # Triton 3.6 needs NumPy below 2.4 for its interpreter, and there it warns.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
-ELEMENT_BYTES = {"fp16": 2, "fp32": 4}
-FORMATS = pytest.mark.parametrize("fmt", ELEMENT_BYTES)
+ELEMENT_BYTES = {"fp16": 2, "fp32": 4, "bf16": 2}
+FORMATS = pytest.mark.parametrize("fmt", ELEMENT_BYTES)  # that hold small integers exactly
+CODED = pytest.mark.parametrize("fmt", ["int8", "bit1", "residual1", "residual2", "residual4"])
 COUNTS = (0, 1, 63, 64, 130, 2)
 
 
@@ -39,8 +40,42 @@ def test_maxsim_bit_for_bit_where_fp32_is_exact(fmt: str, n_query_tokens: int, d
 def test_maxsim_within_the_derived_bound(fmt: str, n_query_tokens: int, d: int) -> None:
     records = scatter([normals(count, d, seed=count) for count in COUNTS], fmt, align_bytes=16)
     query = normals(n_query_tokens, d, seed=99)
-    bound = maxsim_bound(query, *records.args, tensor_cores=True)
+    bound = maxsim_bound(query, records, tensor_cores=True)
     assert_scores_close(maxsim_triton(query, *records.args), maxsim_reference(query, *records.args), bound)
+
+
+@CODED
+@pytest.mark.parametrize(("n_query_tokens", "d", "align_bytes"), [(1, 8, 4), (32, 32, 16), (5, 72, 4), (37, 128, 16)])
+def test_maxsim_of_coded_rows_within_the_derived_bound(fmt: str, n_query_tokens: int, d: int, align_bytes: int) -> None:
+    records = scatter([normals(count, d, seed=count) for count in COUNTS], fmt, align_bytes=align_bytes)
+    query = normals(n_query_tokens, d, seed=99)
+    expected = maxsim_reference(query, *records.args, codebook=records.codebook)
+    scores = maxsim_triton(query, *records.args, 0, *tables_of(records))
+    assert_scores_close(scores, expected, maxsim_bound(query, records, tensor_cores=True))
+
+
+def tables_of(records: Records) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return (None, None) if records.codebook is None else (records.codebook.centroids, records.codebook.bucket_weights)
+
+
+@pytest.mark.parametrize("fmt", ["residual1", "residual2", "residual4"])
+@pytest.mark.parametrize("number", [-1, 13, 2**31 - 1, -(2**31)])
+def test_maxsim_of_a_centroid_that_does_not_exist(fmt: str, number: int) -> None:
+    """Nothing outside the table is read, and the document scores NaN."""
+    records = scatter([normals(70, 16, seed=seed) for seed in range(3)], fmt, align_bytes=16)
+    place = records.offset_bytes[1].item() + 69 * token_row_bytes(fmt, 16)
+    records.buffer[place : place + 4] = torch.tensor([number], dtype=torch.int32).view(torch.uint8)
+    scores = maxsim_triton(normals(5, 16, seed=9), *records.args, 0, *tables_of(records))
+    assert scores.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("scale", [torch.nan, -1.0, 0.0])
+def test_maxsim_of_scales_of_every_kind(scale: float) -> None:
+    records = scatter([normals(70, 16, seed=seed) for seed in range(3)], "int8", align_bytes=16)
+    place = records.offset_bytes[1].item() + 69 * token_row_bytes("int8", 16)
+    records.buffer[place : place + 4] = torch.tensor([scale]).view(torch.uint8)
+    query = normals(5, 16, seed=9)
+    assert torch.allclose(maxsim_triton(query, *records.args), maxsim_reference(query, *records.args), equal_nan=True)
 
 
 def test_maxsim_keeps_a_query_that_fp16_would_round_away() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from espnx.ops import token_format
+from espnx.ops.maxsim import Codebook
 
 POISON = 0xFF  # two or four of them are a NaN in fp16 and in fp32
 
@@ -19,6 +20,7 @@ class Records:
     offset_bytes: torch.Tensor
     n_tokens: torch.Tensor
     format: str
+    codebook: Codebook | None = None
 
     @property
     def args(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, str]:
@@ -35,10 +37,24 @@ def normals(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / shape[-1] ** 0.5
 
 
+def codebook_for(fmt: str, d: int, n_centroids: int = 13) -> Codebook | None:
+    """Random centroids of length 1 for a residual format, else None; the same for the same arguments."""
+    token = token_format(fmt)
+    if not token.needs_codebook:
+        return None
+    n_weights = 2 ** int(fmt.removeprefix("residual"))
+    generator = torch.Generator().manual_seed(d)
+    centroids = torch.nn.functional.normalize(torch.randn(n_centroids, d, generator=generator), dim=1)
+    steps = torch.arange(2 * n_weights - 1).float() / n_weights - 1 + 0.5 / n_weights  # weights and cutoffs by turns
+    scale = d**-0.5
+    return Codebook(centroids, steps[1::2].clone() * scale, steps[::2].clone() * scale)
+
+
 def scatter(documents: list[torch.Tensor], fmt: str = "fp16", *, align_bytes: int = 1, seed: int = 0) -> Records:
     """Writes each ``[n, d]`` document somewhere in a poisoned buffer that ends where the last record does."""
     generator = torch.Generator().manual_seed(seed)
     token = token_format(fmt)
+    codebook = codebook_for(fmt, documents[0].shape[1])
     offset_bytes, end = torch.zeros(len(documents), dtype=torch.int64), 0
     for i in torch.randperm(len(documents), generator=generator).tolist():
         gap = int(torch.randint(1, 70, (), generator=generator))
@@ -46,6 +62,6 @@ def scatter(documents: list[torch.Tensor], fmt: str = "fp16", *, align_bytes: in
         offset_bytes[i], end = begin, begin + token.token_row_bytes(documents[i].shape[1]) * len(documents[i])
     buffer = torch.full((end,), POISON, dtype=torch.uint8)
     for begin, document in zip(offset_bytes.tolist(), documents, strict=True):
-        encoded = token.encode(document)
+        encoded = token.encode(document, codebook)
         buffer[begin : begin + encoded.numel()] = encoded
-    return Records(buffer, offset_bytes, torch.tensor([len(document) for document in documents], dtype=torch.int64), fmt)
+    return Records(buffer, offset_bytes, torch.tensor([len(document) for document in documents], dtype=torch.int64), fmt, codebook)

@@ -11,7 +11,8 @@ from tests.ops.tolerances import assert_scores_close, maxsim_bound
 
 pytestmark = pytest.mark.gpu
 COUNTS = (0, 1, 63, 300, 64, 2)
-FORMATS = pytest.mark.parametrize("fmt", ["fp16", "fp32"])
+FORMATS = pytest.mark.parametrize("fmt", ["fp16", "fp32", "bf16"])  # that hold small integers exactly
+EVERY_FORMAT = pytest.mark.parametrize("fmt", ["fp16", "fp32", "bf16", "int8", "bit1", "residual1", "residual2", "residual4"])
 
 
 @FORMATS
@@ -28,13 +29,16 @@ def test_maxsim_bit_for_bit_where_fp32_is_exact(fmt: str, d: int) -> None:
             assert torch.equal(places_on_cpu.cpu(), expected)
 
 
-@FORMATS
+@EVERY_FORMAT
 @pytest.mark.parametrize(("n_query_tokens", "d"), [(1, 8), (1, 128), (32, 32), (37, 128)])
 def test_maxsim_within_the_derived_bound(fmt: str, n_query_tokens: int, d: int) -> None:
     records = scatter([normals(count, d, seed=count) for count in COUNTS], fmt, align_bytes=16)
     query = normals(n_query_tokens, d, seed=99)
-    scores = maxsim(query.cuda(), records.buffer.cuda(), records.offset_bytes, records.n_tokens, fmt)
-    assert_scores_close(scores.cpu(), maxsim_reference(query, *records.args), maxsim_bound(query, *records.args, tensor_cores=True))
+    codebook = records.codebook
+    where = records.codebook.to("cuda") if records.codebook else None
+    scores = maxsim(query.cuda(), records.buffer.cuda(), records.offset_bytes, records.n_tokens, fmt, codebook=where)
+    expected = maxsim_reference(query, *records.args, codebook=codebook)
+    assert_scores_close(scores.cpu(), expected, maxsim_bound(query, records, tensor_cores=True))
 
 
 def test_maxsim_beyond_4_gib() -> None:

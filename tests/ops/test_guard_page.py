@@ -14,6 +14,7 @@ import ctypes, mmap
 import torch
 from espnx.ops import crc32c_ranges, maxsim
 from espnx.ops._native import load_ops
+from espnx.ops.maxsim import FORMATS, Codebook
 
 load_ops()
 libc = ctypes.CDLL(None, use_errno=True)
@@ -25,12 +26,16 @@ for guard in (address, address + 2 * page):
 middle = torch.frombuffer((ctypes.c_uint8 * page).from_address(address + page), dtype=torch.uint8)
 for level in range(torch.ops.espnx.set_cpu_level(-1) + 1):
     torch.ops.espnx.set_cpu_level(level)
-    for d in (8, 24, 40):
-        for fmt, size in (("fp16", 2), ("fp32", 4)):
+    for d in (8, 24, 40, 72):
+        for fmt, token in FORMATS.items():
+            codebook = None
+            if token.needs_codebook:
+                weights = torch.zeros(2 ** token.nbits)
+                codebook = Codebook(torch.zeros(1, d), weights[1:], weights)
             for n_query_tokens in (1, 5, 20):
                 counts = torch.arange(1, 15)
-                both_ends = torch.cat([torch.zeros_like(counts), page - counts * d * size])
-                maxsim(torch.zeros(n_query_tokens, d), middle, both_ends, counts.repeat(2), fmt)
+                both_ends = torch.cat([torch.zeros_like(counts), page - counts * token.token_row_bytes(d)])
+                maxsim(torch.zeros(n_query_tokens, d), middle, both_ends, counts.repeat(2), fmt, codebook=codebook)
     sizes = torch.arange(0, 600)
     crc32c_ranges(middle, torch.cat([torch.zeros_like(sizes), page - sizes]), sizes.repeat(2))
 print("survived", flush=True)

@@ -14,8 +14,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from espnx.kernels import crc32c, maxsim
+from espnx.ops import token_format
 from espnx.ops.crc32c.cuda import LANES
-from espnx.ops.maxsim.cuda import launch_shape
+from espnx.ops.maxsim.cuda import launch_shape, row_constants
 
 SHARED_BYTES_MAX = {80: 163 * 1024, 90: 227 * 1024}
 
@@ -43,7 +44,19 @@ def compile_for(capability: int, kernel: Any, types: dict[str, str], constants: 
 @CAPABILITIES
 @pytest.mark.parametrize(
     ("fmt", "d", "n_query_tokens", "align_bytes"),
-    [("fp16", 128, 32, 16), ("fp16", 24, 1, 2), ("fp32", 128, 32, 16), ("fp16", 65536, 64, 16)],
+    [
+        ("fp16", 128, 32, 16),
+        ("fp16", 24, 1, 2),
+        ("fp32", 128, 32, 16),
+        ("fp16", 65536, 64, 16),
+        ("bf16", 128, 32, 16),
+        ("int8", 128, 32, 16),
+        ("bit1", 128, 32, 16),
+        ("bit1", 8, 1, 1),
+        ("residual1", 24, 5, 1),
+        ("residual2", 128, 32, 16),
+        ("residual4", 128, 32, 16),
+    ],
 )
 def test_maxsim(capability: int, fmt: str, d: int, n_query_tokens: int, align_bytes: int) -> None:
     types = {
@@ -51,15 +64,20 @@ def test_maxsim(capability: int, fmt: str, d: int, n_query_tokens: int, align_by
         "buffer_ptr": "*u8",
         "offset_bytes_ptr": "*i64",
         "n_tokens_ptr": "*i64",
+        "centroid_ptr": "*fp32",
+        "weight_ptr": "*fp32",
         "score_ptr": "*fp32",
         "n_docs": "i32",
         "n_queries": "i32",
         "Lq": "i32",
+        "n_centroids": "i32",
     }
-    constants = {"D": d, "FORMAT": fmt, "ALIGN_BYTES": align_bytes, **launch_shape(n_query_tokens, d, 300, fmt)}
+    shape = launch_shape(n_query_tokens, d, 300, fmt)
+    constants = {"ALIGN_BYTES": align_bytes, **row_constants(token_format(fmt), d), **shape}
     ptx = compile_for(capability, maxsim.maxsim_kernel, types, constants).asm["ptx"]
     uses_tensor_cores = "mma.sync" in ptx or "wgmma" in ptx
-    assert uses_tensor_cores == (fmt == "fp16"), "fp16 rows belong on tensor cores; fp32 rows must not be rounded to TF32"
+    has_whole_values = fmt in ("fp16", "bf16", "int8", "bit1")
+    assert uses_tensor_cores == has_whole_values, "rows of 16 bits and fewer belong on tensor cores; fp32 must not be rounded to TF32"
     loads_16_bytes = "cp.async.cg" in ptx or "ld.global.v4.b32" in ptx or "ld.global.v2.b64" in ptx
     assert loads_16_bytes or align_bytes < 16
 

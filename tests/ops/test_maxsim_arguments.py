@@ -13,7 +13,7 @@ from espnx.ops._native import load_ops
 from espnx.ops.maxsim.checks import check_aligned
 from espnx.ops.maxsim.cuda import maxsim_triton
 from espnx.ops.maxsim.formats import FORMATS
-from tests.ops.records import integers, scatter
+from tests.ops.records import codebook_for, integers, scatter
 
 Score = Callable[..., torch.Tensor]
 VERSIONS = [maxsim, maxsim_reference, maxsim_triton]  # the launcher checks before it needs a GPU
@@ -108,7 +108,7 @@ def test_the_op_itself_refuses_what_the_function_does(name: str, value: torch.Te
 def test_unknown_format(score: Score) -> None:
     with pytest.raises(InvalidInputError, match="unknown token format") as raised:
         score(*GOOD.values(), "fp8")
-    assert raised.value.expected == "fp32 or fp16"
+    assert raised.value.expected == "fp32 or fp16 or bf16 or int8 or bit1 or residual1 or residual2 or residual4"
 
 
 @pytest.mark.parametrize("threads", [0, -1])
@@ -122,26 +122,59 @@ def test_python_and_cpp_agree_on_formats() -> None:
     load_ops()
     for name, token in FORMATS.items():
         buffer = torch.zeros(3 * token.token_row_bytes(24), dtype=torch.uint8)
-        begin = torch.tensor([0])
-        assert torch.ops.espnx.maxsim(torch.zeros(1, 24), buffer, begin, torch.tensor([3]), name).item() == 0
+        begin, codebook = torch.tensor([0]), codebook_for(name, 24)
+        tables = (None, None) if codebook is None else (codebook.centroids, codebook.bucket_weights)
+        assert torch.ops.espnx.maxsim(torch.zeros(1, 24), buffer, begin, torch.tensor([3]), name, 0, *tables).item() == 0
         with pytest.raises(IndexError):
-            torch.ops.espnx.maxsim(torch.zeros(1, 24), buffer, begin, torch.tensor([4]), name)
+            torch.ops.espnx.maxsim(torch.zeros(1, 24), buffer, begin, torch.tensor([4]), name, 0, *tables)
     with pytest.raises(ValueError, match="unknown token format"):
         torch.ops.espnx.maxsim(torch.zeros(1, 24), buffer, begin, torch.tensor([3]), "fp8")
 
 
-def test_encode_and_decode() -> None:
-    tokens = integers(3, 8)
-    for token in FORMATS.values():
-        encoded = token.encode(tokens)
-        assert encoded.dtype == torch.uint8
-        assert encoded.numel() == 3 * token.token_row_bytes(8)
-        assert torch.equal(token.decode(encoded, 8), tokens)
-        assert torch.equal(token.decode(torch.cat([encoded[:1], encoded])[1:], 8), tokens)
-    with pytest.raises(InvalidInputError, match="fp16") as raised:
-        FORMATS["fp16"].encode(torch.tensor([[1.0, -70000.0]]))
-    assert raised.value.got == 70000.0
-    assert FORMATS["fp16"].encode(torch.tensor([[torch.inf, torch.nan]])).numel() == 4
+TABLES = (torch.zeros(3, 16), torch.zeros(4))
+BAD_TABLES = [
+    ("fp16", TABLES),
+    ("residual2", (None, None)),
+    ("residual2", (TABLES[0], None)),
+    ("residual2", (None, TABLES[1])),
+    ("residual2", (torch.zeros(3, 24), TABLES[1])),
+    ("residual2", (torch.zeros(3, 16, dtype=torch.float16), TABLES[1])),
+    ("residual2", (torch.zeros(16, 3).T, TABLES[1])),
+    ("residual2", (torch.zeros(16), TABLES[1])),
+    ("residual2", (TABLES[0], torch.zeros(2))),
+    ("residual2", (TABLES[0], torch.zeros(4, dtype=torch.float64))),
+    ("residual2", (TABLES[0], torch.zeros(8)[::2])),
+    ("residual4", TABLES),
+]
+
+
+@pytest.mark.parametrize(("fmt", "tables"), BAD_TABLES)
+def test_tables_that_do_not_fit(fmt: str, tables: tuple[torch.Tensor | None, torch.Tensor | None]) -> None:
+    """The op itself and the launcher, which get tensors instead of a Codebook."""
+    load_ops()
+    with pytest.raises(ValueError, match=r"centroids|bucket_weights"):
+        torch.ops.espnx.maxsim(*GOOD.values(), fmt, 0, *tables)
+    with pytest.raises(InvalidInputError, match="centroids and bucket_weights"):
+        maxsim_triton(*GOOD.values(), fmt, 0, *tables)
+
+
+@pytest.mark.parametrize("score", [maxsim, maxsim_reference])
+def test_codebooks_that_do_not_fit(score: Score) -> None:
+    with pytest.raises(InvalidInputError, match="need a codebook"):
+        score(*GOOD.values(), "residual2")
+    with pytest.raises(InvalidInputError, match="have no codebook"):
+        score(*GOOD.values(), "int8", codebook=codebook_for("residual2", 16))
+    with pytest.raises(InvalidInputError, match="another codebook") as raised:
+        score(*GOOD.values(), "residual2", codebook=codebook_for("residual4", 16))
+    assert "4-bit" in str(raised.value.got)
+    with pytest.raises(InvalidInputError, match="another codebook"):
+        score(*GOOD.values(), "residual2", codebook=codebook_for("residual2", 24))
+    elsewhere = codebook_for("residual2", 16)
+    for name in ("centroids", "bucket_cutoffs", "bucket_weights"):  # as a codebook on a GPU would look
+        object.__setattr__(elsewhere, name, getattr(elsewhere, name).to("meta"))
+    with pytest.raises(InvalidInputError, match="maxsim codebook") as raised:
+        score(*GOOD.values(), "residual2", codebook=elsewhere)
+    assert "meta" in str(raised.value.got)
 
 
 def test_alignment_for_cuda() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from espnx.errors import InvalidInputError
 from espnx.ops import maxsim, maxsim_reference, token_row_bytes
 from espnx.ops._native import load_ops
 from tests.ops.records import integers, normals, scatter
 from tests.ops.tolerances import assert_scores_close, maxsim_bound
 
-FORMATS = ("fp16", "fp32")
+FORMATS = ("fp16", "fp32", "bf16")  # that hold small integers exactly
+CODED = ("int8", "bit1", "residual1", "residual2", "residual4")
 COUNTS = (0, 1, 63, 300, 2, 13)
 
 
@@ -25,12 +27,14 @@ def test_equals_the_reference_bit_for_bit_where_fp32_is_exact(cpu_level: str, fm
         assert scores[0] == -torch.inf
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize(("n_query_tokens", "d"), [(1, 8), (1, 128), (2, 24), (5, 96), (32, 32), (37, 128), (32, 384)])
+@pytest.mark.parametrize("fmt", [*FORMATS, *CODED])
+@pytest.mark.parametrize(("n_query_tokens", "d"), [(1, 8), (3, 8), (1, 128), (2, 24), (5, 96), (32, 32), (37, 128), (32, 384), (17, 520)])
 def test_stays_within_the_derived_bound(cpu_level: str, fmt: str, n_query_tokens: int, d: int) -> None:
     records = scatter([normals(count, d, seed=count) for count in COUNTS], fmt)
     query = normals(n_query_tokens, d, seed=99)
-    assert_scores_close(maxsim(query, *records.args), maxsim_reference(query, *records.args), maxsim_bound(query, *records.args))
+    scores = maxsim(query, *records.args, codebook=records.codebook)
+    expected = maxsim_reference(query, *records.args, codebook=records.codebook)
+    assert_scores_close(scores, expected, maxsim_bound(query, records))
 
 
 def test_every_token_count_up_to_two_tiles_of_every_kernel(cpu_level: str) -> None:
@@ -49,6 +53,26 @@ def test_the_longest_document(cpu_level: str, fmt: str) -> None:
     scores = maxsim(query, *records.args)
     assert torch.equal(scores, maxsim_reference(query, *records.args))
     assert scores.item() == 100 * query.sum().item()
+
+
+@pytest.mark.parametrize("fmt", CODED)
+def test_coded_rows_of_every_token_count(cpu_level: str, fmt: str) -> None:
+    """Up to two chunks of 48 tokens, and ends of tiles of 16 and of 12."""
+    records = scatter([normals(count, 40, seed=count) for count in [*range(36), 47, 48, 49, 95, 96, 97]], fmt)
+    for n_query_tokens in (3, 16, 24):
+        query = normals(n_query_tokens, 40, seed=99)
+        expected = maxsim_reference(query, *records.args, codebook=records.codebook)
+        assert_scores_close(maxsim(query, *records.args, codebook=records.codebook), expected, maxsim_bound(query, records))
+
+
+@pytest.mark.parametrize("fmt", CODED)
+@pytest.mark.parametrize("n_query_tokens", [1, 5, 37])
+def test_a_batch_of_queries_against_coded_rows(cpu_level: str, fmt: str, n_query_tokens: int) -> None:
+    records = scatter([normals(count, 24, seed=count) for count in COUNTS], fmt)
+    queries = normals(3, n_query_tokens, 24, seed=99)
+    scores = maxsim(queries, *records.args, codebook=records.codebook)
+    for query, row in zip(queries, scores, strict=True):
+        assert torch.equal(row, maxsim(query, *records.args, codebook=records.codebook))
 
 
 @pytest.mark.parametrize("n_query_tokens", [1, 5, 37])
@@ -80,6 +104,16 @@ def test_any_address(cpu_level: str, misalignment_bytes: int) -> None:
             query = integers(n_query_tokens, 24, seed=1)
             expected = maxsim_reference(query, *encoded.args)
             assert torch.equal(maxsim(query, buffer, place, encoded.n_tokens, fmt), expected)
+    for fmt in CODED:
+        encoded = scatter([normals(7, 24)], fmt)
+        rows = encoded.buffer[encoded.offset_bytes.item() :]
+        buffer = torch.cat([torch.full((misalignment_bytes,), 0xFF, dtype=torch.uint8), rows])
+        for n_query_tokens in (1, 5):
+            query = normals(n_query_tokens, 24, seed=1)
+            expected = maxsim(query, *encoded.args, codebook=encoded.codebook)
+            assert torch.equal(
+                maxsim(query, buffer, torch.tensor([misalignment_bytes]), encoded.n_tokens, fmt, codebook=encoded.codebook), expected
+            )
 
 
 def test_a_document_may_be_named_twice_and_records_may_overlap(cpu_level: str) -> None:
@@ -133,7 +167,7 @@ def test_infinities_are_not_nans(cpu_level: str, n_query_tokens: int) -> None:
     assert scores[1].isfinite()
 
 
-def test_fp16_values_of_every_kind_are_decoded_exactly(cpu_level: str) -> None:
+def test_16_bit_values_of_every_kind_are_decoded_exactly(cpu_level: str) -> None:
     """All 65536 bit patterns, as one-token documents against a query that picks one value out."""
     patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16)
     rows = torch.zeros(65536, 8, dtype=torch.int16)
@@ -145,15 +179,19 @@ def test_fp16_values_of_every_kind_are_decoded_exactly(cpu_level: str) -> None:
     expected = patterns.view(torch.float16).float()
     # A sum of zeros and one infinity is that infinity only if no zero meets it: 0 * 0 elsewhere, 1 * value here.
     assert torch.equal(scores.nan_to_num(nan=1e9), expected.nan_to_num(nan=1e9))
+    scores = maxsim(query, rows.view(torch.uint8).view(-1), offset_bytes, torch.ones_like(offset_bytes), "bf16")
+    expected = patterns.view(torch.bfloat16).float()
+    assert torch.equal(scores.nan_to_num(nan=1e9), expected.nan_to_num(nan=1e9))
 
 
+@pytest.mark.parametrize("fmt", ["fp16", "int8", "residual2"])
 @pytest.mark.parametrize("threads", [2, 5])
-def test_threads_change_nothing(cpu_level: str, threads: int) -> None:
-    records = scatter([normals(60, 32, seed=seed) for seed in range(1500)])
+def test_threads_change_nothing(cpu_level: str, threads: int, fmt: str) -> None:
+    records = scatter([normals(60, 32, seed=seed) for seed in range(1500)], fmt)
     query = normals(32, 32, seed=2000)
-    alone = maxsim(query, *records.args, threads=1)
-    assert torch.equal(maxsim(query, *records.args, threads=threads), alone)
-    assert torch.equal(maxsim(query, *records.args), alone)
+    alone = maxsim(query, *records.args, threads=1, codebook=records.codebook)
+    assert torch.equal(maxsim(query, *records.args, threads=threads, codebook=records.codebook), alone)
+    assert torch.equal(maxsim(query, *records.args, codebook=records.codebook), alone)
 
 
 def test_levels_reject_what_this_processor_lacks() -> None:
@@ -162,3 +200,77 @@ def test_levels_reject_what_this_processor_lacks() -> None:
     with pytest.raises(ValueError, match="best level"):
         torch.ops.espnx.set_cpu_level(best + 1)
     assert torch.ops.espnx.cpu_level() == best
+
+
+@pytest.mark.parametrize("fmt", ["int8", "bit1"])
+def test_whole_numbers_are_the_same_at_every_level_that_uses_them(fmt: str) -> None:
+    load_ops()
+    best = torch.ops.espnx.set_cpu_level(-1)
+    if best < 4:
+        pytest.skip("this processor has no AMX, or no VNNI to compare it with")
+    for d in (8, 64, 72, 128, 512):
+        records = scatter([normals(count, d, seed=count) for count in COUNTS], fmt)
+        query = normals(37, d, seed=99)
+        by_level = []
+        for level in (3, 4):
+            torch.ops.espnx.set_cpu_level(level)
+            by_level.append(maxsim(query, *records.args))
+        torch.ops.espnx.set_cpu_level(-1)
+        assert torch.equal(*by_level)
+
+
+def test_the_largest_whole_numbers_do_not_overflow(cpu_level: str) -> None:
+    """Every product is as large as it can be, a code that no encoder writes (-128) included."""
+    d = 512
+    row = torch.cat([torch.tensor([1.0]).view(torch.uint8), torch.full((d,), 0x80, dtype=torch.uint8)])
+    one, zero = torch.tensor([1]), torch.tensor([0])
+    for sign in (1.0, -1.0):
+        query = torch.full((5, d), sign)
+        score = maxsim(query, row, zero, one, "int8").item()
+        assert score == pytest.approx(-128.0 * d * 5 * sign, rel=2**-20)
+
+
+@pytest.mark.parametrize("peak", [torch.nan, torch.inf, 3e38, 1e-38, 0.0])
+def test_queries_that_whole_numbers_cannot_hold(cpu_level: str, peak: float) -> None:
+    records = scatter([normals(20, 32)], "int8")
+    query = normals(5, 32, seed=1)
+    query[3] = query[3] / query[3].abs().max() * 1e-39 if peak == 1e-38 else query[3]
+    query[2, 7] = peak
+    scores, expected = maxsim(query, *records.args), maxsim_reference(query, *records.args)
+    if peak != peak or peak == torch.inf:
+        assert scores.isnan().equal(expected.isnan())
+    else:
+        assert scores.item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("scale", [torch.nan, torch.inf, -torch.inf, 3e38, 0.0, -1.0])
+def test_scales_of_every_kind(cpu_level: str, scale: float) -> None:
+    """A scale that no encoder writes changes its own document's score as the reference says, and no other."""
+    records = scatter([normals(60, 32, seed=seed) for seed in range(3)], "int8")
+    place = records.offset_bytes[1].item() + 50 * token_row_bytes("int8", 32)
+    records.buffer[place : place + 4] = torch.tensor([scale]).view(torch.uint8)
+    query = normals(5, 32, seed=9)
+    scores, expected = maxsim(query, *records.args), maxsim_reference(query, *records.args)
+    assert scores.isnan().tolist() == expected.isnan().tolist()
+    finite = scores.isfinite()
+    assert finite.tolist() == expected.isfinite().tolist()
+    assert torch.allclose(scores[finite], expected[finite], rtol=1e-4)
+
+
+@pytest.mark.parametrize("fmt", ["residual1", "residual2", "residual4"])
+@pytest.mark.parametrize("number", [-1, 13, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("row", [0, 3, 99])
+def test_a_centroid_that_does_not_exist(cpu_level: str, fmt: str, number: int, row: int) -> None:
+    """The first such document is named, whatever the threads do."""
+    records = scatter([normals(100, 32, seed=seed) for seed in range(40)], fmt)
+    for document in (31, 7):
+        place = records.offset_bytes[document].item() + row * token_row_bytes(fmt, 32)
+        records.buffer[place : place + 4] = torch.tensor([number], dtype=torch.int32).view(torch.uint8)
+    for n_query_tokens in (1, 5):
+        query = normals(n_query_tokens, 32, seed=1)
+        with pytest.raises(InvalidInputError, match="unknown centroid") as raised:
+            maxsim(query, *records.args, codebook=records.codebook)
+        assert raised.value.got == "document 7"
+        assert raised.value.expected == "0 to 12"
+        with pytest.raises(InvalidInputError, match=f"number {number} in row {row}"):
+            maxsim_reference(query, *records.args, codebook=records.codebook)

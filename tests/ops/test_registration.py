@@ -6,16 +6,19 @@ import pytest
 import torch
 
 from espnx.ops._native import load_ops
+from espnx.ops.maxsim import FORMATS
 from tests.ops.records import integers, scatter
 
 
-@pytest.mark.parametrize("fmt", ["fp16", "fp32"])
+@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("shape", [(5, 16), (3, 5, 16)])
 def test_opcheck_maxsim(shape: tuple[int, ...], fmt: str) -> None:
     load_ops()
     records = scatter([integers(count, 16, seed=count) for count in (3, 0, 7)], fmt)
-    torch.library.opcheck(torch.ops.espnx.maxsim.default, (integers(*shape), *records.args))
-    torch.library.opcheck(torch.ops.espnx.maxsim.default, (integers(*shape), *records.args, 2))
+    book = records.codebook
+    tables = {} if book is None else {"centroids": book.centroids, "bucket_weights": book.bucket_weights}
+    torch.library.opcheck(torch.ops.espnx.maxsim.default, (integers(*shape), *records.args), tables)
+    torch.library.opcheck(torch.ops.espnx.maxsim.default, (integers(*shape), *records.args, 2), tables)
 
 
 def test_opcheck_crc32c() -> None:

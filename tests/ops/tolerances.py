@@ -6,43 +6,74 @@ Algorithms, section 3.1). A maximum is off by no more than its worst candidate. 
 ``B = sum over i of max over j of sum |q_ik| |d_jk|``, which is MaxSim of the absolute values, one version is off by at most
 ``gamma(d + Lq) * B``, and two versions differ by at most twice that.
 
-MaxSim of fp16 rows on tensor cores (Triton). The hardware adds with truncation instead of rounding: ``u = 2^-23``. The query is split in
-two fp16 parts: 11 bits, then 11 of what is left, so each value is off by at most ``2^-22`` of itself, or by ``2^-36`` of its token's
-largest value where the second part is below fp16's normal range; the products of the two parts are summed apart, which adds one rounding.
+Formats with arithmetic in them. An int8 or bit1 value is a product (one rounding), which a fast version may pull out of the sum, where a
+few more are made: 4 roundings in all. A residual value is one sum, the same in every version, divided by the root of d squares: the sum of
+squares is off by ``gamma(d)`` of itself, its root by half of that, and root, reciprocal and product add 3 roundings: ``d / 2 + 4`` in all.
 
-Where inputs are small integers every sum is exact in fp32 and versions must agree bit for bit; most tests do that.
+int8 and bit1 in whole numbers (CPU with VNNI or AMX). A query value is rounded to a multiple of its token's ``peak / 32639``. That is off
+by half a step, and by the roundings of two fp32 factors, ``2^-23`` and ``2^-24`` of at most 32639 steps: by ``(0.5 + 0.006) / 32639``,
+less than ``1 / 64000``, of the peak, for each value of the document. The sums themselves are exact.
+
+MaxSim on tensor cores (Triton). The hardware adds with truncation instead of rounding: ``u = 2^-23``. For fp16, int8 and bit1 rows the
+query is split in two fp16 parts: 11 bits, then 11 of what is left, so each value is off by at most ``2^-22`` of itself, or by ``2^-36`` of
+its token's largest value where the second part is below fp16's normal range. bf16 rows are multiplied as TF32, which holds them, by a
+query in two TF32 parts: off by ``2^-21`` of each value. The products of the parts are summed apart, which adds one rounding, or two.
+
+Where inputs are small integers every sum is exact in fp32 and versions must agree bit for bit; most tests of plain formats do that.
 """
 
 from __future__ import annotations
 
 import torch
 
-from espnx.ops.maxsim import maxsim_reference, token_format
+from espnx.ops.maxsim import token_format
+from tests.ops.records import Records
+
+SPLIT_FORMATS = ("fp16", "int8", "bit1")
 
 
-def gamma(n: int, unit_roundoff: float) -> float:
+def gamma(n: float, unit_roundoff: float) -> float:
     """Relative error bound of n roundings in a row."""
     return n * unit_roundoff / (1 - n * unit_roundoff)
 
 
-def maxsim_bound(
-    query: torch.Tensor, buffer: torch.Tensor, offset_bytes: torch.Tensor, n_tokens: torch.Tensor, fmt: str, *, tensor_cores: bool = False
-) -> torch.Tensor:
-    """The largest difference allowed between the op and `maxsim_reference` for each score. Arguments are the op's; finite inputs."""
-    n_query_tokens, d = query.shape[-2:]
-    token = token_format(fmt)
-    positive = torch.zeros_like(buffer)
-    for begin, count in zip(offset_bytes.tolist(), n_tokens.tolist(), strict=True):
-        end = begin + count * token.token_row_bytes(d)
-        positive[begin:end] = token.decode(buffer[begin:end], d).abs().to(token.dtype).contiguous().view(torch.uint8).view(-1)
-    magnitude = maxsim_reference(query.abs(), positive, offset_bytes, n_tokens, fmt)
-    bound = 2 * gamma(d + n_query_tokens, 2.0**-24) * magnitude
-    if tensor_cores and fmt == "fp16":
-        peaks = query.abs().amax(dim=-1, keepdim=True).expand_as(query)
-        small = maxsim_reference(peaks.contiguous(), positive, offset_bytes, n_tokens, fmt)
-        truncated = gamma(d + n_query_tokens + 1, 2.0**-23) + gamma(d + n_query_tokens, 2.0**-24)
-        bound = (truncated + 2.0**-22) * magnitude + 2.0**-36 * small
-    return torch.where(n_tokens > 0, bound, 0.0)
+def value_roundings(fmt: str, d: int) -> float:
+    """Roundings on the way from a row's bytes to its values, and of what a fast version does instead."""
+    if fmt in ("int8", "bit1"):
+        return 4
+    return d / 2 + 4 if fmt.startswith("residual") else 0
+
+
+def maxsim_bound(query: torch.Tensor, records: Records, *, tensor_cores: bool = False) -> torch.Tensor:
+    """The largest difference allowed between the op and `maxsim_reference` for each score. Finite inputs, one query ``[Lq, d]``.
+
+    On the CPU the bound covers whole-number arithmetic where the processor's best level has it.
+    """
+    n_query_tokens, d = query.shape
+    fmt = records.format
+    magnitude = _maxsim_of_magnitudes(query.abs(), records)
+    peaks = _maxsim_of_magnitudes(query.abs().amax(dim=-1, keepdim=True).expand_as(query), records)
+    roundings = d + n_query_tokens + value_roundings(fmt, d)
+    bound = 2 * gamma(roundings, 2.0**-24) * magnitude
+    if tensor_cores and fmt in SPLIT_FORMATS:
+        truncated = gamma(roundings + 1, 2.0**-23) + gamma(roundings, 2.0**-24)
+        bound = (truncated + 2.0**-22) * magnitude + 2.0**-36 * peaks
+    elif tensor_cores and fmt == "bf16":
+        bound = (gamma(roundings + 2, 2.0**-23) + gamma(roundings, 2.0**-24) + 2.0**-21) * magnitude
+    elif fmt in ("int8", "bit1"):
+        bound = bound + peaks / 64000
+    return torch.where(records.n_tokens > 0, bound, 0.0)
+
+
+def _maxsim_of_magnitudes(query: torch.Tensor, records: Records) -> torch.Tensor:
+    """MaxSim of ``|document|``."""
+    token, d = token_format(records.format), query.shape[-1]
+    scores = torch.zeros(len(records.n_tokens))
+    for i, (begin, count) in enumerate(zip(records.offset_bytes.tolist(), records.n_tokens.tolist(), strict=True)):
+        if count:
+            rows = records.buffer[begin : begin + count * token.token_row_bytes(d)]
+            scores[i] = (query @ token.decode(rows, d, records.codebook).abs().T).amax(dim=-1).sum()
+    return scores
 
 
 def assert_scores_close(scores: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> None:

@@ -137,7 +137,7 @@ def test_resident_memory(store: Path) -> None:
 
 @pytest.mark.parametrize("candidates", [5, 50, 1000])
 def test_nprobe_is_the_least_that_finds_enough(folder: Path, monkeypatch: pytest.MonkeyPatch, candidates: int) -> None:
-    """A power of two of lists, or all: with it the documents find 98 % of their exhaustive candidates."""
+    """The least, to a sixteenth, with which the documents find 98 % of their exhaustive candidates."""
     monkeypatch.setattr("espnx.retrieval.build._NPROBE_CANDIDATES", candidates)
     count = 600
     build(folder / "s", corpus(count, tokens=(1, 1)), nlist=32)
@@ -147,14 +147,13 @@ def test_nprobe_is_the_least_that_finds_enough(folder: Path, monkeypatch: pytest
         vectors = [document.vectors.cls.numpy() for document in np.array(corpus(count, tokens=(1, 1)), dtype=object)[sample]]
 
         def found(lists: int) -> list[set[int]]:
-            return [set(stage.start(vector, min(candidates, count), lists, 1.0).complete()[0].tolist()) for vector in vectors]
+            return [set(stage.start(vector[None], min(candidates, count), lists).complete()[0][0].tolist()) for vector in vectors]
 
         exhaustive = found(32)
         wanted = 0.98 * sum(map(len, exhaustive))
-        assert nprobe in (1, 2, 4, 8, 16, 32)
         assert sum(len(a & b) for a, b in zip(found(nprobe), exhaustive, strict=True)) >= wanted
         if nprobe > 1:
-            assert sum(len(a & b) for a, b in zip(found(nprobe // 2), exhaustive, strict=True)) < wanted
+            assert sum(len(a & b) for a, b in zip(found(nprobe - max(1, nprobe // 16)), exhaustive, strict=True)) < wanted
         if candidates == 50:
             assert 1 < nprobe < 32, "the case decides nothing"
 
@@ -165,7 +164,7 @@ def test_lists_lie_together(store: Path, documents: list[espnx.Document]) -> Non
         ivf = index.first_stage.index
         members = [sorted(ivf.invlists.get_ids(i) and _ids(ivf, i)) for i in range(ivf.nlist)]
         assert [number for numbers in members for number in numbers] == list(range(300))
-        segment, offset, size = (part.numpy() for part in index.store.locate(np.arange(300)))
+        segment, offset, size = (part.numpy() for part in index.store.full.locate(np.arange(300)))
         assert np.all(np.diff(segment) >= 0)
         assert np.all(np.diff(offset)[np.diff(segment) == 0] > 0)
         assert np.all((offset + size - 1) // BLOCK - offset // BLOCK + 1 <= -(-size // BLOCK))

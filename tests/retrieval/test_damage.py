@@ -153,7 +153,7 @@ def regions(path: Path, store: Path, engine: NativeEngine) -> tuple[list[tuple[i
     """(begin, after the header, after CLS, end) of each record with tokens in a data file, and the bytes that belong to no record."""
     with EmbeddingStore(store, engine) as opened:
         number = next(i for i, segment in enumerate(opened.segments) if segment.path.endswith(path.name))
-        segment, offset, size = opened.locate(range(opened.count))  # type: ignore[arg-type]
+        segment, offset, size = opened.full.locate(range(opened.count))  # type: ignore[arg-type]
         mine = [(int(at), int(at) + int(length)) for which, at, length in zip(segment, offset, size, strict=True) if which == number]
         fixed = opened.schema.fixed_bytes
     dead = set(range(4096, path.stat().st_size))
@@ -285,7 +285,7 @@ def test_a_data_file_of_another_number(victim: Path, engine: NativeEngine) -> No
 def twins(store: Path, engine: NativeEngine) -> tuple[Path, list[tuple[int, int, int]]]:
     """Two records of one length in the first data file: (number, offset, size)."""
     with EmbeddingStore(store, engine) as opened:
-        _, offset, size = (part.tolist() for part in opened.locate(range(opened.segments[0].records)))  # type: ignore[arg-type]
+        _, offset, size = (part.tolist() for part in opened.full.locate(range(opened.segments[0].records)))  # type: ignore[arg-type]
         by_size: dict[int, list[tuple[int, int, int]]] = {}
         for number, (at, length) in enumerate(zip(offset, size, strict=True)):
             by_size.setdefault(length, []).append((number, at, length))

@@ -78,7 +78,7 @@ def test_a_full_disk(tmp_path: Path, kind: str, room: str) -> None:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("place", ["assign", "measure_nprobe", "copy_texts", "save_safetensors"])
+@pytest.mark.parametrize("place", ["assign", "measure_probing", "copy_texts", "save_safetensors"])
 def test_a_disk_that_fills_up_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_segments: Callable[[int, int], None], place: str
 ) -> None:

@@ -120,6 +120,23 @@ def test_wrong_number_of_results(result, says):
         FunctionEncoder(lambda texts: result, "mine@1", d_cls=D_CLS, dim=DIM).encode_queries(["a", "b"])
 
 
+@pytest.mark.parametrize("cls", [None, [], np.zeros(0), torch.zeros(0)], ids=["none", "list", "numpy", "tensor"])
+def test_no_first_stage_vector(cls):
+    encoder = FunctionEncoder(lambda texts: [(cls, np.ones((2, DIM)))] * len(texts), "mine@1", d_cls=0, dim=DIM)
+    result = encoder.encode_documents(["a"])[0]
+    assert result.cls.shape == (0,)
+    assert result.cls.dtype == torch.float32
+    assert result.tokens.shape == (2, DIM)
+
+
+@pytest.mark.parametrize(
+    ("d_cls", "cls", "says"), [(0, [1.0], r"cls; got shape \[1\]; expected \[0\]"), (3, None, "cls; got dtype object")]
+)
+def test_first_stage_vector_where_there_is_none_and_none_where_there_is_one(d_cls, cls, says):
+    with pytest.raises(InvalidInputError, match=says):
+        FunctionEncoder(lambda texts: [(cls, np.ones((2, DIM)))], "mine@1", d_cls=d_cls, dim=DIM).encode_queries(["a"])
+
+
 def test_what_the_function_raises_passes_through():
     error = KeyError("mine")
 
@@ -147,7 +164,19 @@ def test_wrong_texts(texts, says):
 
 
 @pytest.mark.parametrize(
-    "change", [{"fn": None}, {"query_fn": 3}, {"name": ""}, {"name": 3}, {"d_cls": 0}, {"dim": -1}, {"dim": 2.0}, {"dim": True}]
+    "change",
+    [
+        {"fn": None},
+        {"query_fn": 3},
+        {"name": ""},
+        {"name": 3},
+        {"d_cls": -1},
+        {"d_cls": False},
+        {"dim": 0},
+        {"dim": -1},
+        {"dim": 2.0},
+        {"dim": True},
+    ],
 )
 def test_wrong_arguments(change):
     with pytest.raises(InvalidInputError):

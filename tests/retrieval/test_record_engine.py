@@ -10,7 +10,7 @@ import torch
 
 import espnx
 from espnx import errors
-from espnx.retrieval.rerank import QueryVectors, score_arrivals
+from espnx.retrieval.rerank import Pairs, QueryVectors, score_arrivals
 from espnx.retrieval.search import Index
 from espnx.retrieval.store import EmbeddingStore
 from espnx.storage import NativeEngine
@@ -27,8 +27,10 @@ def test_records_arrive_checked_and_score_as_they_should(tmp_path: Path, make: M
     numbers = np.arange(150)
     with NativeEngine() as native, make() as engine, EmbeddingStore(tmp_path / "store", native, engine) as store:
         assert store.effective_path == "gds-compat"
-        vectors = QueryVectors(query.cls.reshape(1, -1), query.tokens, 2.0)
-        scored = score_arrivals(store, store.read(numbers, gap_bytes=0), numbers, vectors, torch.device("cpu"))
+        vectors = QueryVectors(query.cls.reshape(1, -1), query.tokens, 2.0, query.cls.numpy())
+        scored = score_arrivals(
+            store.full, store.full.read(numbers, gap_bytes=0), numbers, Pairs(numbers, 0 * numbers), [vectors], torch.device("cpu")
+        )
         wanted, bounds = exact_scores(documents, query, 2.0, "fp16")
         for (identifier, _), score in zip(store.texts.get(numbers.tolist()), scored.scores.tolist(), strict=True):
             assert score == wanted[identifier] or abs(score - wanted[identifier]) <= bounds[identifier]
@@ -43,9 +45,9 @@ def test_damage_is_found_there_too(tmp_path: Path, make: MakeEngine) -> None:
             byte = file.read(1)
             file.seek(4096 + 40)
             file.write(bytes([byte[0] ^ 1]))
-        future = store.read(np.arange(20), gap_bytes=0)
+        future = store.full.read(np.arange(20), gap_bytes=0)
         with pytest.raises(errors.ChecksumError, match="record 0"):
-            store.check(future.wait(), future.position_bytes, np.arange(20))
+            store.full.check(future.wait(), future.position_bytes, np.arange(20))
         assert not stub_of(engine).violations
 
 

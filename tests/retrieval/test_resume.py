@@ -50,7 +50,7 @@ PLACES: dict[str, tuple[tuple[Any, str], int]] = {
     "end of the spool": ((module.SpoolWriter, "close"), 1),
     "training": ((module.arrange, "train"), 1),
     "assigning": ((module.arrange, "assign"), 1),
-    "measuring": ((module.arrange, "measure_nprobe"), 1),
+    "measuring": ((module.arrange, "measure_probing"), 1),
     "first records": ((module.SegmentWriter, "append"), 1),
     "some records": ((module.SegmentWriter, "append"), 30),
     "first data file": ((module.SegmentWriter, "finish_segment"), 1),

@@ -39,7 +39,7 @@ def test_every_combination_of_options(index: Index, reference: InMemoryReference
         scores, bounds = exact_scores(documents, query, weight, "fp16")
         result = index.search(query, k=1000, candidates=candidates, rerank=rerank, nprobe=nprobe, prefetch_step=step, cls_weight=weight)
         lists = index.default_nprobe if nprobe == "auto" else nprobe
-        found, similarity = index.first_stage.start(query.cls.numpy(), min(candidates, 300), lists, 1.0).complete()
+        found, similarity = index.first_stage.start(query.cls.numpy()[None], min(candidates, 300), lists).complete()[0]
         depth = len(found) if rerank is None else min(rerank, len(found))
         head, tail = result.hits[:depth], result.hits[depth:]
         assert (result.candidates, result.reranked, len(result.hits)) == (len(found), depth, len(found))
@@ -131,16 +131,16 @@ def test_hit_rate_and_two_steps_equal_faiss(folder: Path, code: str, step: float
             vector = query.cls.numpy().reshape(1, -1)
             scores, numbers = (row[0] for row in ivf.search(vector, count, params=faiss.SearchParametersIVF(nprobe=nprobe)))
             scores, numbers = scores[numbers >= 0], numbers[numbers >= 0]
-            stage = index.first_stage.start(query.cls.numpy(), count, nprobe, step)
-            early = stage.partial()[0]
-            ours, similarity = stage.complete()
+            stage = index.first_stage.start(vector, count, nprobe)
+            early, known = stage.advance(step)[0]
+            ours, similarity = stage.complete()[0]
             assert np.array_equal(similarity, scores)
             settled = scores > scores[-1]  # equal codes have equal scores: at the last place which one stays is anyone's choice
             assert set(ours[settled].tolist()) == set(numbers[settled].tolist())
             assert len(set(ours.tolist())) == len(ours)
             delta = max(1, round(step * nprobe))
             first, _ = (row[0] for row in ivf.search(vector, count, params=faiss.SearchParametersIVF(nprobe=delta)))
-            assert np.array_equal(np.sort(stage.found[1]), np.sort(first[first > -3e38]))
+            assert np.array_equal(np.sort(known), np.sort(first[first > -3e38]))
             result = index.search(query, k=1, candidates=count, nprobe=nprobe, prefetch_step=step)
             assert abs(result.hit_rate - len(set(ours.tolist()) & set(early.tolist())) / len(ours)) < 1e-3
 
@@ -188,7 +188,7 @@ def test_bytes_and_times_add_up(index: Index) -> None:
     """Without a prefetch exactly the candidates are read; with one, at least those."""
     query = queries(1)[0]
     result = index.search(query, k=5, candidates=60, prefetch_step=0, nprobe=EVERYTHING)
-    numbers = index.first_stage.start(query.cls.numpy(), 60, EVERYTHING, 1.0).complete()[0]
+    numbers = index.first_stage.start(query.cls.numpy()[None], 60, EVERYTHING).complete()[0][0]
     wanted = int(index.store.schema.sizes(index.store.n_tokens[numbers]).sum())
     assert result.bytes_asked == wanted
     assert index.search(query, k=5, candidates=60, prefetch_step=0.3, nprobe=EVERYTHING).bytes_asked >= wanted

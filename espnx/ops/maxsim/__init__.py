@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .api import maxsim
+from .codebook import Codebook
 from .formats import FORMATS, TokenFormat, token_format, token_row_bytes
 from .reference import maxsim_reference
 
-__all__ = ["FORMATS", "TokenFormat", "maxsim", "maxsim_reference", "token_format", "token_row_bytes"]
+__all__ = ["FORMATS", "Codebook", "TokenFormat", "maxsim", "maxsim_reference", "token_format", "token_row_bytes"]

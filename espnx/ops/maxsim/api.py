@@ -6,8 +6,12 @@ import torch
 
 from ...errors import InvalidInputError
 from .._native import load_ops
-from .checks import check_arguments, outside_error
+from .checks import check_arguments, check_codebook, outside_error
+from .codebook import Codebook
 from .formats import token_format
+from .residual import centroid_error
+
+UNKNOWN_CENTROID = " names a centroid that is not in the codebook"  # in csrc/ops.cpp too
 
 
 def maxsim(
@@ -17,6 +21,7 @@ def maxsim(
     n_tokens: torch.Tensor,
     format: str = "fp16",  # noqa: A002
     threads: int | None = None,
+    codebook: Codebook | None = None,
 ) -> torch.Tensor:
     """Scores documents whose token rows lie in place in an I/O buffer: ``sum over query tokens of max over document tokens of <q, d>``.
 
@@ -32,9 +37,11 @@ def maxsim(
             multiple of the element's size (16 is fastest).
         n_tokens: int64 ``[n]``, token rows of each document, 0 to 65535. This and ``offset_bytes`` may stay on the CPU for a CUDA
             query: their bounds are then checked without waiting for the device.
-        format: of the rows, a key of `FORMATS`: ``"fp16"`` or ``"fp32"``.
+        format: of the rows, a key of `FORMATS`: ``fp16``, ``fp32``, ``bf16``, ``int8``, ``bit1``, ``residual1``, ``residual2``,
+            ``residual4``.
         threads: at most so many CPU threads; by default as many as torch uses, fewer where the work does not pay for them. No meaning
             on CUDA.
+        codebook: of the residual formats, on the query's device; None for all others.
 
     Returns:
         float32 ``[n]``, or ``[Q, n]`` for a batch, on the query's device. A document without tokens scores ``-inf``; otherwise ``Lq = 0``
@@ -47,15 +54,22 @@ def maxsim(
 
     Raises:
         InvalidInputError: a wrong dtype, shape, device, format or ``d``; a record that does not lie inside the buffer (checked before any
-            is read); on CUDA a row that is not aligned to its element.
+            is read); on CUDA a row that is not aligned to its element; a codebook that is missing, unwanted or of another shape; on the CPU
+            a row that names a centroid which the codebook has not (on CUDA such a document scores NaN: nothing outside is read, and
+            nobody waits for the device to say so).
         MissingDependencyError: the extension is not built, or on CUDA Triton is not installed.
     """
-    token_format(format)
+    token = token_format(format)
     check_arguments(query, buffer, offset_bytes, n_tokens)
+    check_codebook(token, query, codebook)
     if threads is not None and threads < 1:
         raise InvalidInputError("maxsim threads", got=threads, expected="1 or more, or None to leave it to the op")
     load_ops()
+    tables = (None, None) if codebook is None else (codebook.centroids, codebook.bucket_weights)
     try:
-        return torch.ops.espnx.maxsim(query, buffer, offset_bytes, n_tokens, format, threads or 0)
-    except IndexError as error:  # how C++ says that a record lies outside; it has looked at each already, so Python does not
-        raise outside_error(str(error).split(" does not lie")[0], buffer.numel()) from None
+        return torch.ops.espnx.maxsim(query, buffer, offset_bytes, n_tokens, format, threads or 0, *tables)
+    except IndexError as error:  # how C++ says what it finds while it looks at the records; Python does not look at them twice
+        got = str(error).splitlines()[0]
+        if codebook is not None and UNKNOWN_CENTROID in got:
+            raise centroid_error(got.split(UNKNOWN_CENTROID)[0], codebook.n_centroids) from None
+        raise outside_error(got.split(" does not lie")[0], buffer.numel()) from None

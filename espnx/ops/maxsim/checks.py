@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from ...errors import InvalidInputError
-from .formats import TOKENS_MAX, TokenFormat, check_dim
+from .codebook import Codebook
+from .limits import TOKENS_MAX, check_dim
+from .token import TokenFormat
 
 
 def check_arguments(query: torch.Tensor, buffer: torch.Tensor, offset_bytes: torch.Tensor, n_tokens: torch.Tensor) -> None:
@@ -35,6 +37,18 @@ def check_arguments(query: torch.Tensor, buffer: torch.Tensor, offset_bytes: tor
             )
     if buffer.device != query.device:
         raise InvalidInputError("maxsim buffer", got=f"on {buffer.device}", expected=f"on {query.device}, where the query is")
+
+
+def check_codebook(token: TokenFormat, query: torch.Tensor, codebook: Codebook | None) -> None:
+    """Raises InvalidInputError unless there is a codebook exactly where the format needs one, it fits, and lies where the query does."""
+    token.check_codebook(query.shape[-1], codebook)
+    if codebook is not None and codebook.centroids.device != query.device:
+        raise InvalidInputError(
+            "maxsim codebook",
+            got=f"on {codebook.centroids.device}",
+            expected=f"on {query.device}, where the query is",
+            fix="codebook.to(device)",
+        )
 
 
 def check_inside(buffer_bytes: int, offset_bytes: torch.Tensor, n_tokens: torch.Tensor, row_bytes: int) -> None:

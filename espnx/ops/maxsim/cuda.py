@@ -10,8 +10,12 @@ import torch
 from ...errors import InvalidInputError
 from .._native import load_kernel
 from .checks import check_aligned, check_arguments, check_inside
-from .formats import token_format
+from .formats import TokenFormat, token_format
+from .residual import ResidualFormat
 
+# Values of a row taken at a time: less where they are multiplied in fp32 or in parts of it.
+_BLOCK_D = {"fp16": 128, "int8": 128, "bit1": 128, "bf16": 64}
+_BLOCK_D_OF_FP32 = 32
 _PROGRAMS_MAX = 2**31 - 1  # the largest CUDA grid
 
 
@@ -24,19 +28,32 @@ def launch_shape(n_query_tokens: int, d: int, tokens_max: int, fmt: str) -> dict
     return {
         "BLOCK_Q": min(max(16, 1 << (n_query_tokens - 1).bit_length()), 64),
         "BLOCK_T": 16 if tokens_max <= 16 else 64,
-        "BLOCK_D": min(max(16, power_in_d), 128 if fmt == "fp16" else 32),
+        "BLOCK_D": min(max(16, power_in_d), _BLOCK_D.get(fmt, _BLOCK_D_OF_FP32)),
     }
 
 
+def row_constants(token: TokenFormat, d: int) -> dict[str, Any]:
+    """What the kernel is told about rows of a format."""
+    return {"D": d, "FORMAT": token.name, "ROW_BYTES": token.token_row_bytes(d), "SIGN_VALUE": d**-0.5}
+
+
 def maxsim_triton(
-    query: torch.Tensor, buffer: torch.Tensor, offset_bytes: torch.Tensor, n_tokens: torch.Tensor, fmt: str, threads: int = 0
+    query: torch.Tensor,
+    buffer: torch.Tensor,
+    offset_bytes: torch.Tensor,
+    n_tokens: torch.Tensor,
+    fmt: str,
+    threads: int = 0,
+    centroids: torch.Tensor | None = None,
+    bucket_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`espnx.ops.maxsim` by Triton: CUDA tensors, or CPU tensors in Triton's interpreter. ``threads`` has no meaning here."""
     token = token_format(fmt)
     check_arguments(query, buffer, offset_bytes, n_tokens)
-    check_inside(buffer.numel(), offset_bytes, n_tokens, token.token_row_bytes(query.shape[-1]))
-    is_aligned = check_aligned(buffer.data_ptr(), offset_bytes, token)
     n_query_tokens, d = query.shape[-2:]
+    tables = _tables(token, query, centroids, bucket_weights)
+    check_inside(buffer.numel(), offset_bytes, n_tokens, token.token_row_bytes(d))
+    is_aligned = check_aligned(buffer.data_ptr(), offset_bytes, token)
     n, n_queries = offset_bytes.numel(), query.shape[0] if query.dim() == 3 else 1
     if n * n_queries > _PROGRAMS_MAX:
         raise InvalidInputError(
@@ -55,14 +72,33 @@ def maxsim_triton(
             buffer,
             offset_bytes.to(query.device, non_blocking=True).contiguous(),
             counts.contiguous(),
+            *tables,
             scores,
             n,
             n_queries,
             n_query_tokens,
-            D=d,
-            FORMAT=fmt,
+            len(tables[0]),
             ALIGN_BYTES=16 if is_aligned else token.alignment_bytes,
             enable_fp_fusion=True,
+            **row_constants(token, d),
             **launch_shape(n_query_tokens, d, int(n_tokens.max()), fmt),
         )
     return scores
+
+
+def _tables(
+    token: TokenFormat, query: torch.Tensor, centroids: torch.Tensor | None, bucket_weights: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Centroids and weights for the kernel, shapes checked; for other formats two tensors that it does not look at."""
+    if not isinstance(token, ResidualFormat) and centroids is None and bucket_weights is None:
+        unused = query.new_empty(1)
+        return unused, unused
+    expected = "float32 [K, d] and [2^N], contiguous, with the residual formats, and with them alone"
+    if not isinstance(token, ResidualFormat) or centroids is None or bucket_weights is None:
+        raise InvalidInputError("maxsim centroids and bucket_weights", got=f"format {token.name}", expected=expected)
+    tables = (centroids, bucket_weights)
+    shapes_fit = centroids.dim() == 2 and centroids.shape[1] == query.shape[-1] and bucket_weights.shape == (2**token.nbits,)
+    if not shapes_fit or any(table.dtype != torch.float32 or not table.is_contiguous() or table.device != query.device for table in tables):
+        got = ", ".join(f"{table.dtype} {list(table.shape)} on {table.device}" for table in tables)
+        raise InvalidInputError("maxsim centroids and bucket_weights", got=got, expected=f"{expected}, on {query.device}")
+    return tables

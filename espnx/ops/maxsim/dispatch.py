@@ -11,6 +11,13 @@ torch.library.impl("espnx::maxsim", "CUDA")(maxsim_triton)
 
 @torch.library.register_fake("espnx::maxsim")
 def _(
-    query: torch.Tensor, buffer: torch.Tensor, offset_bytes: torch.Tensor, n_tokens: torch.Tensor, fmt: str, threads: int = 0
+    query: torch.Tensor,
+    buffer: torch.Tensor,
+    offset_bytes: torch.Tensor,
+    n_tokens: torch.Tensor,
+    fmt: str,
+    threads: int = 0,
+    centroids: torch.Tensor | None = None,
+    bucket_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return query.new_empty((*query.shape[:-2], offset_bytes.shape[0]))

@@ -1,7 +1,18 @@
-"""What a token format is: the one place in Python. ``csrc/cpu/maxsim_format.hpp`` says the same for C++.
+"""The token formats by name: the one place in Python. ``csrc/cpu/maxsim_format.hpp`` says the same for C++.
 
-A format turns a token embedding of d values into one row of bytes. Rows of a document are contiguous. To add a format: an entry here, one
-in the C++ header with a decoder per instruction set, and a branch in ``kernels/maxsim.py``; callers pass the name and do not change.
+To add a format: a class (or an instance of one) here, an entry in the C++ header with a decoder per instruction set, and a branch in
+``kernels/maxsim.py``; callers pass the name and do not change.
+
+=========  ============  ================================================================================================
+name       bytes (d=128) row, little-endian
+=========  ============  ================================================================================================
+fp32       512           d values
+fp16       256           d values
+bf16       256           d values
+int8       132           float32 scale, then d int8 codes: value = scale * code
+bit1       16            d sign bits, lowest bit first: value = +-1 / sqrt(d)
+residualN  4 + 16 N      int32 centroid number, then d codes of N bits as ColBERTv2 packs them: value = centroid + weight, normalised
+=========  ============  ================================================================================================
 """
 
 from __future__ import annotations
@@ -11,36 +22,35 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import InvalidInputError
+from .codebook import Codebook
+from .limits import DIM_MAX, DIM_MULTIPLE, TOKENS_MAX, check_dim
+from .quantised import Bit1Format, Int8Format
+from .residual import ResidualFormat
+from .token import TokenFormat
 
-DIM_MULTIPLE = 8
-DIM_MAX = 65536
-TOKENS_MAX = 65535
+__all__ = ["DIM_MAX", "DIM_MULTIPLE", "FORMATS", "TOKENS_MAX", "FloatFormat", "TokenFormat", "check_dim", "token_format", "token_row_bytes"]
 
 
 @dataclass(frozen=True)
-class TokenFormat:
-    """How the values of one token lie in a record.
+class FloatFormat(TokenFormat):
+    """Plain floating-point values.
 
     Attributes:
-        name: as it appears in a store's manifest.
         dtype: of the stored values.
-        alignment_bytes: what a row's address must be a multiple of for CUDA; the CPU takes any address.
     """
 
-    name: str
     dtype: torch.dtype
-    alignment_bytes: int
+
+    @property
+    def is_lossless_float(self) -> bool:
+        return True
 
     def token_row_bytes(self, d: int) -> int:
-        """Bytes of one token of ``d`` values."""
         return d * self.dtype.itemsize
 
-    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
-        """``[n, d]`` floating-point values to their bytes, uint8 ``[n * token_row_bytes(d)]``.
-
-        Raises:
-            InvalidInputError: a finite value is too large for the format.
-        """
+    def encode(self, tokens: torch.Tensor, codebook: Codebook | None = None) -> torch.Tensor:
+        """As `TokenFormat.encode`; a finite value that is too large for the format is refused, infinities and NaNs are kept."""
+        self.check_codebook(tokens.shape[-1], codebook)
         stored = tokens.to(self.dtype).contiguous()
         if torch.isinf(stored).sum() != torch.isinf(tokens).sum():
             largest = tokens[torch.isfinite(tokens)].abs().max().item()
@@ -49,17 +59,23 @@ class TokenFormat:
             )
         return stored.view(torch.uint8).reshape(-1)
 
-    def decode(self, rows: torch.Tensor, d: int) -> torch.Tensor:
-        """Bytes of whole rows, uint8 at any address, to float32 ``[n, d]``."""
+    def decode(self, rows: torch.Tensor, d: int, codebook: Codebook | None = None) -> torch.Tensor:
+        self.check_codebook(d, codebook)
         # The copy is aligned, which a view of another dtype requires and a record need not be.
         return rows.clone().view(self.dtype).view(-1, d).float()
 
 
-FORMATS = {
+FORMATS: dict[str, TokenFormat] = {
     known.name: known
     for known in (
-        TokenFormat("fp32", torch.float32, alignment_bytes=4),
-        TokenFormat("fp16", torch.float16, alignment_bytes=2),
+        FloatFormat("fp32", 4, torch.float32),
+        FloatFormat("fp16", 2, torch.float16),
+        FloatFormat("bf16", 2, torch.bfloat16),
+        Int8Format("int8", 4),
+        Bit1Format("bit1", 1),
+        ResidualFormat("residual1", 1, nbits=1),
+        ResidualFormat("residual2", 1, nbits=2),
+        ResidualFormat("residual4", 1, nbits=4),
     )
 }
 
@@ -76,9 +92,3 @@ def token_row_bytes(name: str, d: int) -> int:
     """Bytes of one token of ``d`` values in the format of that name. Raises InvalidInputError for an unknown format or a bad ``d``."""
     check_dim(d)
     return token_format(name).token_row_bytes(d)
-
-
-def check_dim(d: int) -> None:
-    """Raises InvalidInputError unless ``d`` is a multiple of 8 from 8 to 65536."""
-    if d % DIM_MULTIPLE or not DIM_MULTIPLE <= d <= DIM_MAX:
-        raise InvalidInputError("token dimension", got=d, expected=f"a multiple of {DIM_MULTIPLE} from {DIM_MULTIPLE} to {DIM_MAX}")

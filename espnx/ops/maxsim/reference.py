@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .checks import check_arguments, check_inside
+from .checks import check_arguments, check_codebook, check_inside
+from .codebook import Codebook
 from .formats import token_format
 
 
@@ -14,6 +15,7 @@ def maxsim_reference(
     offset_bytes: torch.Tensor,
     n_tokens: torch.Tensor,
     format: str = "fp16",  # noqa: A002
+    codebook: Codebook | None = None,
 ) -> torch.Tensor:
     """One document after the other: decode to fp32, multiply, take the maximum over its tokens, sum over the query's.
 
@@ -23,6 +25,7 @@ def maxsim_reference(
     check_arguments(query, buffer, offset_bytes, n_tokens)
     token = token_format(format)
     d = query.shape[-1]
+    check_codebook(token, query, codebook)
     row_bytes = token.token_row_bytes(d)
     check_inside(buffer.numel(), offset_bytes, n_tokens, row_bytes)
     scores = query.new_empty((*query.shape[:-2], offset_bytes.numel()))
@@ -30,6 +33,6 @@ def maxsim_reference(
         if count == 0:
             scores[..., i] = -torch.inf
             continue
-        tokens = token.decode(buffer[begin : begin + count * row_bytes], d)
+        tokens = token.decode(buffer[begin : begin + count * row_bytes], d, codebook)
         scores[..., i] = (query @ tokens.T).amax(dim=-1).sum(dim=-1)
     return scores
