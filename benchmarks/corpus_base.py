@@ -29,7 +29,7 @@ from .render import source_root
 
 NOISE = 0.05
 D_CLS, DIM = 128, 32
-SLICE_TOKENS = 100
+SLICE_TOKENS = 86  # 68 word pieces in the mean
 LEAST_PUBLISHED = 50_000
 _AT_ONCE, _FIT_DOCUMENTS = 1024, 4096
 _COPIES = 17  # a stream of its own, see corpus.py

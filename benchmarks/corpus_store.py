@@ -15,9 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import espnx
-from espnx.errors import DiskFullError
+from espnx.errors import DiskFullError, InvalidInputError
 from espnx.retrieval.encoder import Encoded
 from espnx.retrieval.record import RecordSchema
+from espnx.retrieval.store import MAGIC, VERSION
+from espnx.storage import NativeEngine
+from espnx.storage.manifest import read_manifest
 
 from .corpus import Corpus, Documents, make_queries
 from .registry import Say
@@ -63,6 +66,16 @@ def ensure_store(root: Path, name: str, corpus: Corpus, options: Mapping[str, An
     (folder / _NOTE_NAME).write_text(json.dumps({"corpus": corpus.key, "options": dict(options), "nprobe": report.nprobe}, indent=1))
     say(f"built in {time.perf_counter() - begun:.0f} s: {report.record_bytes / 1e9:.2f} GB of records, nprobe {report.nprobe}")
     return prepared
+
+
+def found_store(folder: Path) -> Prepared:
+    """A folder that an earlier run left (it holds ``store`` and ``queries.safetensors``). Raises InvalidInputError."""
+    store, queries = folder / _STORE_NAME, folder / _QUERIES_NAME
+    if not (store / "MANIFEST.json").exists() or not queries.exists():
+        raise InvalidInputError("corpus folder", got=str(folder), expected=f"one with {_STORE_NAME}/ and {_QUERIES_NAME}")
+    with NativeEngine() as engine:
+        count = read_manifest(engine, store, MAGIC, VERSION)["records"]["count"]
+    return Prepared(folder.name.split("-")[0], store, queries, count)
 
 
 def _check_disk(folder: Path, corpus: Corpus, fmt: str) -> None:

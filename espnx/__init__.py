@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .retrieval.build import BuildReport, build
     from .retrieval.documents import Document
     from .retrieval.encoder import Encoded, FunctionEncoder
+    from .retrieval.evaluate import evaluate
+    from .retrieval.mutate import CompactReport, add, compact, delete
     from .retrieval.result import Hit, SearchResult
     from .retrieval.search import Index
     from .storage import open_engine
@@ -30,13 +32,18 @@ if TYPE_CHECKING:
 
 _HOME = {
     "BuildReport": ("retrieval.build", "BuildReport"),
+    "CompactReport": ("retrieval.mutate", "CompactReport"),
     "Document": ("retrieval.documents", "Document"),
     "Encoded": ("retrieval.encoder", "Encoded"),
     "FunctionEncoder": ("retrieval.encoder", "FunctionEncoder"),
     "Hit": ("retrieval.result", "Hit"),
     "Index": ("retrieval.search", "Index"),
     "SearchResult": ("retrieval.result", "SearchResult"),
+    "add": ("retrieval.mutate", "add"),
     "build": ("retrieval.build", "build"),
+    "compact": ("retrieval.mutate", "compact"),
+    "delete": ("retrieval.mutate", "delete"),
+    "evaluate": ("retrieval.evaluate", "evaluate"),
     "load_encoder": ("integrations", "load_encoder"),
     "open": ("retrieval.search", "Index"),
     "open_engine": ("storage", "open_engine"),
@@ -44,6 +51,7 @@ _HOME = {
 
 __all__ = [
     "BuildReport",
+    "CompactReport",
     "Document",
     "Encoded",
     "FunctionEncoder",
@@ -51,8 +59,12 @@ __all__ = [
     "Index",
     "SearchResult",
     "__version__",
+    "add",
     "build",
+    "compact",
+    "delete",
     "errors",
+    "evaluate",
     "load_encoder",
     "open",
     "open_engine",

@@ -68,6 +68,86 @@ def _prefix(rows, is_token):
     return word
 
 
+@triton.jit
+def _plain_tile(rows, k, in_doc, query_tile, FORMAT: tl.constexpr):
+    """Products ``[Q, T]`` of a query tile with values k of rows of any format but the residual ones; without scales."""
+    if FORMAT == "fp32":
+        doc_tile = tl.load(rows.to(tl.pointer_type(tl.float32))[:, None] + k[None, :], mask=in_doc, other=0.0)
+        products = tl.dot(query_tile, tl.trans(doc_tile), input_precision="ieee")
+    elif FORMAT == "fp16":
+        doc_tile = tl.load(rows.to(tl.pointer_type(tl.float16))[:, None] + k[None, :], mask=in_doc, other=0.0)
+        products = _dot_split(query_tile, tl.trans(doc_tile))
+    elif FORMAT == "bf16":
+        high = tl.load(rows.to(tl.pointer_type(tl.int16))[:, None] + k[None, :], mask=in_doc, other=0).to(tl.int32)
+        doc_tile = (high << 16).to(tl.float32, bitcast=True)
+        # TF32 holds bf16 exactly, with fp32's range, and the query in two parts of 11 bits.
+        products = tl.dot(query_tile, tl.trans(doc_tile), input_precision="tf32x3")
+    elif FORMAT == "int8":
+        # Whole numbers up to 128 are exact in fp16.
+        codes = tl.load((rows + 4).to(tl.pointer_type(tl.int8))[:, None] + k[None, :], mask=in_doc, other=0)
+        products = _dot_split(query_tile, tl.trans(codes.to(tl.float16)))
+    else:
+        tl.static_assert(FORMAT == "bit1")
+        packed = tl.load(rows[:, None] + (k // 8)[None, :], mask=in_doc, other=0).to(tl.int32)
+        signs = 2 * ((packed >> (k % 8)[None, :]) & 1) - 1
+        products = _dot_split(query_tile, tl.trans(signs.to(tl.float16)))
+    return products
+
+
+@triton.jit
+def _residual_values(rows, k, in_doc, centroids, is_known, weight_ptr, NBITS: tl.constexpr):
+    """Values k, not yet normalised, of residual rows, float32 ``[T, K]``. A row that names no centroid becomes NaN."""
+    codes = _bits_turned(_code_tile((rows + 4)[:, None], k, in_doc, NBITS), NBITS)
+    known = tl.load(centroids + k[None, :], mask=in_doc & is_known[:, None], other=0.0)
+    values = tl.where(is_known[:, None], known + tl.load(weight_ptr + codes), float("nan"))
+    return tl.where(in_doc, values, 0.0)
+
+
+@triton.jit
+def _products(
+    query_rows,
+    is_query,
+    rows,
+    is_token,
+    centroid_ptr,
+    weight_ptr,
+    n_centroids,
+    D: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SIGN_VALUE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Products ``[Q, T]`` of query tokens with document tokens, whole rows."""
+    NBITS: tl.constexpr = 4 if FORMAT == "residual4" else (2 if FORMAT == "residual2" else 1)
+    IS_RESIDUAL: tl.constexpr = FORMAT == "residual1" or FORMAT == "residual2" or FORMAT == "residual4"
+    products = tl.zeros([BLOCK_Q, BLOCK_T], dtype=tl.float32)
+    if IS_RESIDUAL:
+        number = _prefix(rows, is_token)
+        is_known = (number >= 0) & (number < n_centroids)
+        centroids = centroid_ptr + number.to(tl.int64)[:, None] * D
+        squares = tl.zeros([BLOCK_T], dtype=tl.float32)
+    for k_begin in range(0, D, BLOCK_D):
+        k = k_begin + tl.arange(0, BLOCK_D)
+        is_value = k < D
+        query_tile = tl.load(query_rows + k[None, :], mask=is_query[:, None] & is_value[None, :], other=0.0)
+        in_doc = is_token[:, None] & is_value[None, :]
+        if IS_RESIDUAL:
+            values = _residual_values(rows, k, in_doc, centroids, is_known, weight_ptr, NBITS)
+            squares += tl.sum(values * values, axis=1)
+            products += tl.dot(query_tile, tl.trans(values), input_precision="ieee")
+        else:
+            products += _plain_tile(rows, k, in_doc, query_tile, FORMAT)
+    if FORMAT == "int8":
+        products *= tl.load(rows.to(tl.pointer_type(tl.float32)), mask=is_token, other=0.0)[None, :]
+    elif FORMAT == "bit1":
+        products *= SIGN_VALUE
+    elif IS_RESIDUAL:
+        products /= tl.maximum(tl.sqrt(squares), 1e-12)[None, :]
+    return products
+
+
 @triton.jit(do_not_specialize=["n_docs", "n_queries", "Lq", "n_centroids"])
 def maxsim_kernel(
     query_ptr,
@@ -90,8 +170,6 @@ def maxsim_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    NBITS: tl.constexpr = 4 if FORMAT == "residual4" else (2 if FORMAT == "residual2" else 1)
-    IS_RESIDUAL: tl.constexpr = FORMAT == "residual1" or FORMAT == "residual2" or FORMAT == "residual4"
     program = tl.program_id(0).to(tl.int64)
     doc = program // n_queries
     query_index = program % n_queries
@@ -109,51 +187,21 @@ def maxsim_kernel(
             t = t_begin + tl.arange(0, BLOCK_T)
             is_token = t < n_tokens
             rows = first_row + t.to(tl.int64) * ROW_BYTES
-            if IS_RESIDUAL:
-                number = _prefix(rows, is_token)
-                is_known = (number >= 0) & (number < n_centroids)
-                centroids = centroid_ptr + number.to(tl.int64)[:, None] * D
-                squares = tl.zeros([BLOCK_T], dtype=tl.float32)
-            products = tl.zeros([BLOCK_Q, BLOCK_T], dtype=tl.float32)
-            for k_begin in range(0, D, BLOCK_D):
-                k = k_begin + tl.arange(0, BLOCK_D)
-                is_value = k < D
-                query_tile = tl.load(query_rows + k[None, :], mask=is_query[:, None] & is_value[None, :], other=0.0)
-                in_doc = is_token[:, None] & is_value[None, :]
-                if FORMAT == "fp32":
-                    doc_tile = tl.load(rows.to(tl.pointer_type(tl.float32))[:, None] + k[None, :], mask=in_doc, other=0.0)
-                    products += tl.dot(query_tile, tl.trans(doc_tile), input_precision="ieee")
-                elif FORMAT == "fp16":
-                    doc_tile = tl.load(rows.to(tl.pointer_type(tl.float16))[:, None] + k[None, :], mask=in_doc, other=0.0)
-                    products += _dot_split(query_tile, tl.trans(doc_tile))
-                elif FORMAT == "bf16":
-                    high = tl.load(rows.to(tl.pointer_type(tl.int16))[:, None] + k[None, :], mask=in_doc, other=0).to(tl.int32)
-                    doc_tile = (high << 16).to(tl.float32, bitcast=True)
-                    # TF32 holds bf16 exactly, with fp32's range, and the query in two parts of 11 bits.
-                    products += tl.dot(query_tile, tl.trans(doc_tile), input_precision="tf32x3")
-                elif FORMAT == "int8":
-                    # Whole numbers up to 128 are exact in fp16.
-                    codes = tl.load((rows + 4).to(tl.pointer_type(tl.int8))[:, None] + k[None, :], mask=in_doc, other=0)
-                    products += _dot_split(query_tile, tl.trans(codes.to(tl.float16)))
-                elif FORMAT == "bit1":
-                    packed = tl.load(rows[:, None] + (k // 8)[None, :], mask=in_doc, other=0).to(tl.int32)
-                    signs = 2 * ((packed >> (k % 8)[None, :]) & 1) - 1
-                    products += _dot_split(query_tile, tl.trans(signs.to(tl.float16)))
-                else:
-                    tl.static_assert(IS_RESIDUAL)
-                    codes = _bits_turned(_code_tile((rows + 4)[:, None], k, in_doc, NBITS), NBITS)
-                    # A row that names no centroid becomes NaN, and its document's score with it.
-                    known = tl.load(centroids + k[None, :], mask=in_doc & is_known[:, None], other=0.0)
-                    values = tl.where(is_known[:, None], known + tl.load(weight_ptr + codes), float("nan"))
-                    values = tl.where(in_doc, values, 0.0)
-                    squares += tl.sum(values * values, axis=1)
-                    products += tl.dot(query_tile, tl.trans(values), input_precision="ieee")
-            if FORMAT == "int8":
-                products *= tl.load(rows.to(tl.pointer_type(tl.float32)), mask=is_token, other=0.0)[None, :]
-            elif FORMAT == "bit1":
-                products *= SIGN_VALUE
-            elif IS_RESIDUAL:
-                products /= tl.maximum(tl.sqrt(squares), 1e-12)[None, :]
+            products = _products(
+                query_rows,
+                is_query,
+                rows,
+                is_token,
+                centroid_ptr,
+                weight_ptr,
+                n_centroids,
+                D,
+                FORMAT,
+                SIGN_VALUE,
+                BLOCK_Q,
+                BLOCK_T,
+                BLOCK_D,
+            )
             is_product = is_query[:, None] & is_token[None, :]
             # The maximum drops NaNs, so they are counted beside it.
             nan_tiles += (is_product & (products != products)).to(tl.int32)

@@ -5,8 +5,8 @@
     python scripts/make_late_interaction_fixtures.py fast-plaid     # fast-plaid 1.7.0 and the torch that it pins
     python scripts/make_late_interaction_fixtures.py pylate-index   # pylate 1.6.0 with fast-plaid 1.4.6, and the torch that that pins
 
-Writes under tests/integrations/data. Models have two layers and weights made from their names (tests/integrations/tiny.py), so the folders are
-kept without them. What names the machine or the time (paths, host, git state) is taken out of the packages' JSON files.
+Writes under tests/integrations/data. Models have two layers and weights made from their names (tests/integrations/tiny.py), so the folders
+are kept without them. What names the machine or the time (paths, host, git state) is taken out of the packages' JSON files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 NBITS = (1, 2, 4)
-PRIVATE = {"meta", "_name_or_path", "root", "checkpoint", "collection", "index_root", "index_path", "name", "rank", "nranks", "gpus", "queries", "triples"}
+PRIVATE = {"meta", "_name_or_path", "root", "checkpoint", "collection", "index_root", "index_path", "name", "rank", "nranks", "gpus"}
+PRIVATE |= {"queries", "triples"}
 INDEX_QUERIES = 4
 
 

@@ -17,14 +17,6 @@ const PartKernels* part_kernels_in_force() {
   return nullptr;
 }
 
-int64_t parts_of(TokenFormat format) {
-  switch (format) {
-    case TokenFormat::kBf16: return 1;
-    case TokenFormat::kFp16: return 2;
-    default: return 3;
-  }
-}
-
 // To the nearest bf16, ties to even; `value` is finite and far from overflow.
 uint16_t nearest_bf16(float value) {
   uint32_t bits;
@@ -49,10 +41,10 @@ PartQueries::PartQueries(const MaxsimQueries& queries, TokenFormat format)
     : source(queries),
       format(format),
       strips((queries.n_tokens + kLanes - 1) / kLanes),
-      document_parts(parts_of(format)),
+      document_parts(format == TokenFormat::kFp16 ? 2 : 1),
       kernels(part_kernels_in_force()),
       packed_(0) {
-  if (format != TokenFormat::kFp32 && format != TokenFormat::kFp16 && format != TokenFormat::kBf16) return;
+  if (format != TokenFormat::kFp16 && format != TokenFormat::kBf16) return;
   if (kernels == nullptr || source.d > kPartDimMax || source.n_tokens < kMinStripTokens) return;
   const int64_t d = source.d, n_rows = source.n_queries * source.n_tokens;
   for (int64_t row = 0; row < n_rows; ++row) {
@@ -91,11 +83,8 @@ bool PartScorer::split(const uint8_t* rows, int64_t n_tokens) {
   const PartKernels& kernels = *queries_.kernels;
   const int64_t d = queries_.source.d;
   uint16_t* parts = halves_of(parts_);
-  switch (queries_.format) {
-    case TokenFormat::kBf16: return kernels.split_bf16(rows, n_tokens, d, parts);
-    case TokenFormat::kFp16: return kernels.split_fp16(rows, n_tokens, d, parts);
-    default: return kernels.split_fp32(rows, n_tokens, d, parts);
-  }
+  const auto split_rows = queries_.format == TokenFormat::kFp16 ? kernels.split_fp16 : kernels.split_bf16;
+  return split_rows(rows, n_tokens, d, parts);
 }
 
 bool PartScorer::fold(const uint8_t* rows, int64_t n_tokens, const uint8_t* ahead, float* running) {

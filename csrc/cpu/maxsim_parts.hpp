@@ -1,10 +1,10 @@
-// MaxSim of floating-point rows on AMX, which multiplies bf16 and adds in fp32.
+// MaxSim of fp16 and bf16 rows on AMX, which multiplies bf16 and adds in fp32.
 //
-// A value is a sum of bf16 parts, 8 bits each: a bf16 value is one, fp16 two, fp32 three, and each query value
-// three, all exactly. Products of parts are exact in fp32, and those below 2^-23 of the whole are left out
+// A value is a sum of bf16 parts, 8 bits each: a bf16 value is one, fp16 two, and a query value three, all
+// exactly. Products of parts are exact in fp32; the one below 2^-24 of the whole is left out
 // (docs/tolerances.md).
 //
-// Residual rows stay with the fp32 kernels: decoding them costs more than splitting gains.
+// fp32 and residual rows stay with the fp32 kernels: three parts cost nearly what they gain.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ struct PartKernels {
   // Splits n_tokens rows, any address, into parts[token][part][part_row_values(d)]. False where a value is not
   // finite, or so large that sums might not be.
   using Split = bool (*)(const uint8_t* rows, int64_t n_tokens, int64_t d, uint16_t* parts);
-  Split split_fp32, split_fp16, split_bf16;
+  Split split_fp16, split_bf16;
   // Packs one part of 16 query tokens, bf16 [16, d], into a strip whose bytes are zero.
   void (*pack_part)(const uint16_t* rows, int64_t d, int64_t part, uint16_t* strip);
   // running[s * 16 + lane] = max(itself, max over n_tokens <= kPartChunk) for n_strips (1 or 2) adjacent

@@ -51,7 +51,7 @@ ESPNX_AMX inline void store_parts(__m512 first, __m512 second, int64_t row_value
                                           _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)));
   *peaks = _mm512_max_epu32(*peaks, _mm512_and_si512(_mm512_castps_si512(first), magnitude));
   *peaks = _mm512_max_epu32(*peaks, _mm512_and_si512(_mm512_castps_si512(second), magnitude));
-#pragma GCC unroll 3
+#pragma GCC unroll 2
   for (int part = 0; part < kParts; ++part) {
     const __m512i a = _mm512_castps_si512(first), b = _mm512_castps_si512(second);
     _mm512_storeu_si512(out + part * row_values, _mm512_permutex2var_epi16(a, odd, b));
@@ -62,18 +62,6 @@ ESPNX_AMX inline void store_parts(__m512 first, __m512 second, int64_t row_value
 
 ESPNX_AMX inline __m512 load_fp16(__mmask16 lanes, const uint8_t* values) {
   return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes, values));
-}
-
-ESPNX_AMX bool split_fp32(const uint8_t* rows, int64_t n_tokens, int64_t d, uint16_t* parts) {
-  const int64_t row_values = part_row_values(d);
-  __m512i peaks = _mm512_setzero_si512();
-  for (int64_t t = 0; t < n_tokens; ++t, rows += 4 * d, parts += 3 * row_values) {
-    for (int64_t k = 0; k < d; k += kPartBlock) {
-      store_parts<3>(_mm512_maskz_loadu_ps(lanes_from(d - k), rows + 4 * k),
-                     _mm512_maskz_loadu_ps(lanes_from(d - k - 16), rows + 4 * k + 64), row_values, parts + k, &peaks);
-    }
-  }
-  return is_below_largest(peaks);
 }
 
 ESPNX_AMX bool split_fp16(const uint8_t* rows, int64_t n_tokens, int64_t d, uint16_t* parts) {
@@ -162,11 +150,6 @@ ESPNX_AMX void multiply(const uint16_t* strips, const uint16_t* parts, int64_t d
       _tile_dpbf16ps(1, 4, 7);
       if (kParts > 1) _tile_dpbf16ps(3, 5, 7);
     }
-    if (kParts > 2) {
-      _tile_loadd(5, tokens + 2 * row_values, pitch_bytes);
-      _tile_dpbf16ps(0, 5, 6);
-      if (kStrips == 2) _tile_dpbf16ps(1, 5, 7);
-    }
   }
   constexpr int64_t kValues = kTileRows * kLanes;
   _tile_stored(0, sums, kTileBytes);
@@ -188,8 +171,7 @@ ESPNX_AMX void fold(const float* large, const float* small, int64_t n_tokens, fl
 }
 
 using Multiply = void (*)(const uint16_t*, const uint16_t*, int64_t, const Ahead&, float*);
-constexpr Multiply kMultiply[3][2] = {
-    {multiply<1, 1>, multiply<1, 2>}, {multiply<2, 1>, multiply<2, 2>}, {multiply<3, 1>, multiply<3, 2>}};
+constexpr Multiply kMultiply[2][2] = {{multiply<1, 1>, multiply<1, 2>}, {multiply<2, 1>, multiply<2, 2>}};
 
 ESPNX_AMX void block_max(const uint16_t* strips, int64_t n_strips, const uint16_t* parts, int64_t n_parts,
                          int64_t n_tokens, int64_t d, float* running, const uint8_t* ahead, int64_t ahead_bytes) {
@@ -216,7 +198,7 @@ ESPNX_AMX void leave() { _tile_release(); }
 
 }  // namespace
 
-const PartKernels kPartsAmx = {split_fp32, split_fp16, split_bf16, pack_part, block_max, enter, leave};
+const PartKernels kPartsAmx = {split_fp16, split_bf16, pack_part, block_max, enter, leave};
 
 }  // namespace espnx
 #endif  // __x86_64__

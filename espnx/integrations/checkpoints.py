@@ -79,7 +79,10 @@ def load_transformer(folder: Path, dtype: torch.dtype, *, pickled: bool = False)
         raise MissingDependencyError(
             "Hugging Face encoder", got=str(error), expected="transformers", fix="pip install transformers"
         ) from error
-    safe = weight_files(folder, pickled=pickled)[0].suffix == ".safetensors"
+    files = weight_files(folder, pickled=pickled)
+    safe = files[0].suffix == ".safetensors"
+    for path in () if safe else files:
+        load_torch(path)  # maps it, reads little: damage and refused contents get an error of ours
     bar, level = transformers.utils.logging.is_progress_bar_enabled(), transformers.utils.logging.get_verbosity()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # it reports weights of heads that we read ourselves, and poolers that nobody uses

@@ -73,8 +73,8 @@ class PyLateEncoder(LateInteractionEncoder):
     """Token vectors of a PyLate model, L2-normalised, d_cls = 0.
 
     A query is ``[CLS] prefix words [SEP]``, filled up with ``[MASK]`` to `query_length` positions if the model expands queries; every
-    position gives a vector. A document is ``[CLS] prefix words [SEP]``, cut at `document_length` positions, and gives a vector for each but the
-    words of the skip list. What is longer is cut.
+    position gives a vector. A document is ``[CLS] prefix words [SEP]``, cut at `document_length` positions, and gives a vector for each
+    but the words of the skip list. What is longer is cut.
 
     Args:
         folder: as PyLate saves it.

@@ -28,5 +28,12 @@ def load_torch(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # pickle.UnpicklingError, RuntimeError, KeyError, EOFError, ValueError, ...: whatever the bytes provoke
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise FormatError("read tensors", path=path, got=first, expected="tensors that torch.save wrote, and nothing else") from error
+        raise FormatError(
+            "read tensors", path=path, got=_reason(error), expected="tensors that torch.save wrote, and nothing else"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """One line; of torch's advice on refused files, which is to run what is in them, the part that says what was refused."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return next((line.partition(". Please use")[0] for line in lines if line.startswith("WeightsUnpickler error")), lines[0])

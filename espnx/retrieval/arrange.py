@@ -28,14 +28,14 @@ def train(spool: Spool, code: str, nlist: int | None, work_bytes: int) -> Any:
     if count == 0:
         return None
     lists = min(nlist or choose_nlist(count), count)
-    row_bytes = 4 * spool.schema.d_cls
+    row_bytes = 4 * spool.vector_dim
     wanted = min(count, max(64 * lists, 256), max(256, work_bytes // 4 // row_bytes))
     chosen = np.sort(np.random.default_rng(0).choice(count, size=wanted, replace=False)).astype(np.int64)
-    return train_index(spool.cls_sample(chosen), lists, code)
+    return train_index(spool.vector_sample(chosen), lists, code)
 
 
-def assign(engine: NativeEngine, directory: str, spool: Spool, index: Any, work_bytes: int) -> list[int]:
-    """Fills the index; ids are record numbers. Writes every document's list, in arrival order, to `directory`/lists.i32.
+def assign(engine: NativeEngine, directory: str, spool: Spool, index: Any, work_bytes: int, first_number: int = 0) -> list[int]:
+    """Fills the index; ids are record numbers, from `first_number` on. Writes every document's list, in arrival order, to `directory`/lists.i32.
 
     Returns the checksums of that file's windows, which `record_order` needs.
     Raises InvalidInputError where the filled index cannot fit the memory budget.
@@ -49,7 +49,7 @@ def assign(engine: NativeEngine, directory: str, spool: Spool, index: Any, work_
     counts = np.zeros(index.nlist, dtype=np.int64)
     path = os.path.join(directory, LISTS)
     with StreamWriter(engine, path, sums=()) as writer:
-        for _, vectors in spool.cls_windows(_ROWS):
+        for _, vectors in spool.vector_windows(_ROWS):
             lists = index.quantizer.search(vectors, 1)[1].reshape(-1)
             counts += np.bincount(lists, minlength=index.nlist)
             writer.write(lists.astype("<i4").view(np.uint8))
@@ -57,7 +57,7 @@ def assign(engine: NativeEngine, directory: str, spool: Spool, index: Any, work_
     sums = writer.sums or []
     pointer = load_faiss().swig_ptr
     free = np.concatenate([[0], np.cumsum(counts)[:-1]])
-    for (_, vectors), lists in zip(spool.cls_windows(_ROWS), _list_windows(engine, path, _ROWS, sums), strict=True):
+    for (_, vectors), lists in zip(spool.vector_windows(_ROWS), _list_windows(engine, path, _ROWS, sums), strict=True):
         order = np.argsort(lists, kind="stable")
         sorted_lists = lists[order]
         starts = np.flatnonzero(np.r_[True, sorted_lists[1:] != sorted_lists[:-1]])
@@ -66,6 +66,7 @@ def assign(engine: NativeEngine, directory: str, spool: Spool, index: Any, work_
         numbers[order] = free[sorted_lists] + rank
         free += np.bincount(lists, minlength=index.nlist)
         listed = lists.astype(np.int64)
+        numbers += first_number
         index.add_core(len(lists), pointer(np.ascontiguousarray(vectors)), pointer(numbers), pointer(listed))
     return sums
 
@@ -104,4 +105,4 @@ def record_order(
 def measure_probing(index: Any, spool: Spool, candidates: int, recall: float) -> tuple[int, dict[str, float]]:
     """See `probing.measure`. Queries: a sample of the documents."""
     sample = np.sort(np.random.default_rng(1).choice(len(spool), size=min(64, len(spool)), replace=False)).astype(np.int64)
-    return measure(IvfFirstStage(index), spool.cls_sample(sample), min(candidates, len(spool)), recall)
+    return measure(IvfFirstStage(index), spool.vector_sample(sample), min(candidates, len(spool)), recall)

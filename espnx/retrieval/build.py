@@ -7,81 +7,49 @@ After a crash at any point, the same call goes on from the last checkpoint; the 
 
 from __future__ import annotations
 
-import difflib
 import os
-import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
 from .. import errors
+from ..ops.maxsim import Codebook, token_format
 from ..storage import NativeEngine
 from ..storage.lock import DirectoryLock
-from ..storage.manifest import write_manifest
 from ..storage.native import load_native
-from ..storage.stream import StreamWriter, crc32c, file_sums, make_directory, read_file, read_windows, write_file
+from ..storage.stream import StreamWriter, crc32c, make_directory, read_file, write_file
 from . import arrange, generations
+from .adding import Base
 from .budget import MemoryBudget
-from .documents import Document, batches, encode
+from .codebooks import TokenSource, codebook_tensors, train_codebooks
+from .documents import Document, batches, decode_rows, encode
 from .encoder import Encoder
-from .first_stage import CODES, load_faiss
+from .encoding import Target, fills, tokens_of
+from .first_stage import load_faiss
+from .options import BuildOptions, build_options
+from .pooling import make_pooling
 from .projection import Projection
+from .publish import Written, finish_part, publish
 from .record import RecordSchema
-from .segments import SegmentWriter, copier, copy_texts, pieces
+from .segments import SegmentWriter, copy_texts, pieces
 from .spool import DISCARD, Spool, SpoolWriter, spool_salt, write_state
-from .store import FIRST_STAGE_NAME, MAGIC, META_NAME, TEXTS_NAME, VERSION, Segment, store_salt
+from .store import FIRST_STAGE_NAME, TEXTS_NAME, Segment, codebook_of, store_salt
 from .texts import TextReader, TextWriter
 
 CHECKPOINT_S = 5.0
 PROJECTION = "projection.f32"
+CODEBOOKS = "codebooks.safetensors"
 _PCA_DOCUMENTS = 4096
 _NPROBE_CANDIDATES, _NPROBE_RECALL = 1000, 0.98
 
 #: Called with (phase, done, total or None): ``spool``, ``arrange``, ``write``.
 Progress = Callable[[str, int, int | None], None]
-
-
-@dataclass(frozen=True)
-class BuildOptions:
-    """How a store is built.
-
-    Attributes:
-        format: of the vectors in the records: ``fp16`` or ``fp32``.
-        first_stage: code of the IVF lists: ``flat``, ``sq8`` or ``pqM``.
-        nlist: number of lists; None chooses from the number of documents.
-        pca: dimensions to project token vectors to; None keeps them.
-        cls_weight: weight of the CLS similarity in the score, beside MaxSim.
-        memory: what the process may use, as bytes or ``1GiB``.
-        directories: where data segments go, one per SSD; empty keeps them in the store's directory.
-    """
-
-    format: str = "fp16"
-    first_stage: str = "sq8"
-    nlist: int | None = None
-    pca: int | None = None
-    cls_weight: float = 1.0
-    memory: int | str = "1GiB"
-    directories: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        code = self.first_stage
-        if code not in CODES and not (code.startswith("pq") and code[2:].isdigit()):
-            raise errors.InvalidInputError("first-stage code", got=repr(code), expected="flat, sq8 or pqM")
-        if self.nlist is not None and self.nlist < 1:
-            raise errors.InvalidInputError("nlist", got=self.nlist, expected="at least 1")
-        if isinstance(self.directories, (str, bytes)):
-            raise errors.InvalidInputError(
-                "directories", got=repr(self.directories), expected="a sequence of them", fix=f"pass [{self.directories!r}]"
-            )
-        # Absolute from here on: a build may be resumed, and its store opened, from anywhere.
-        object.__setattr__(self, "directories", [os.path.abspath(directory) for directory in self.directories])
-        if not np.isfinite(self.cls_weight):
-            raise errors.InvalidInputError("cls_weight", got=self.cls_weight, expected="a finite number")
 
 
 @dataclass(frozen=True)
@@ -102,15 +70,36 @@ class BuildReport:
     write_s: float
 
 
+def segment_bytes(total_bytes: int, devices: int) -> int:
+    """One file per GiB on one SSD; on several, enough files that they share the load."""
+    return 1 << 30 if devices <= 1 else int(np.clip(total_bytes // (8 * devices), 16 << 20, 1 << 30))
+
+
 class Builder:
     """One build, from lock to publication. Use `build`."""
 
     def __init__(
-        self, path: str, encoder: Encoder | None, options: BuildOptions, engine: NativeEngine, dims: tuple[int, int], progress: Progress
+        self,
+        path: str,
+        encoder: Encoder | None,
+        options: BuildOptions,
+        engine: NativeEngine,
+        dims: tuple[int, int],
+        progress: Progress,
+        codebook: Codebook | None = None,
+        base: Base | None = None,
     ):
+        self.base, self.first_number = base, 0 if base is None else base.first_number
         self.path, self.encoder, self.options, self.engine, self.progress = path, encoder, options, engine, progress
-        self.spool_schema = RecordSchema(options.format, *dims)
+        self.codebook = codebook  # of rows that documents bring
+        spooled = options.format if codebook is not None or token_format(options.format).is_lossless_float else "fp16"
+        self.spool_schema = RecordSchema(spooled, *dims)
         self.schema = RecordSchema(options.format, dims[0], dims[1] if options.pca is None else options.pca)
+        self.compact = None if options.compact is None else RecordSchema(options.compact, 0, self.schema.dim)
+        vector = options.pooling or ("cls" if dims[0] else "mean")
+        if vector == "cls" and not dims[0]:
+            raise errors.InvalidInputError("pooling", got="'cls'", expected="mean or muvera, for an encoder without a CLS vector")
+        self.pooling = None if vector == "cls" else make_pooling(vector, dims[1]) if base is None else base.pooling
         if self.schema.dim > self.spool_schema.dim:
             raise errors.InvalidInputError("dimensions to project to", got=self.schema.dim, expected=f"at most {self.spool_schema.dim}")
         self.budget = MemoryBudget(options.memory)
@@ -122,7 +111,13 @@ class Builder:
         options = asdict(self.options)
         del options["memory"]
         name = self.encoder.name if self.encoder else None
-        return {"encoder": name, "d_cls": self.spool_schema.d_cls, "dim": self.spool_schema.dim, **options}
+        return {
+            "kind": "build" if self.base is None else "add",
+            "encoder": name,
+            "d_cls": self.spool_schema.d_cls,
+            "dim": self.spool_schema.dim,
+            **options,
+        }
 
     def run(self, documents: Iterable[Any], restart: bool, replace: bool) -> BuildReport:
         published = generations.published(self.engine, self.path, replace)
@@ -131,16 +126,18 @@ class Builder:
         if self.state["phase"] == "spool":
             self._spool(documents)
         spooled = time.perf_counter()
-        spool = Spool(self.engine, self.building, self.spool_schema, self.state)
+        vector_dim = None if self.pooling is None else self.pooling.dim
+        spool = Spool(self.engine, self.building, self.spool_schema, self.state, vector_dim, self.codebook)
         try:
             self._check_disk(spool)
             self._arrange(spool)
             arranged = time.perf_counter()
-            writer = self._write(spool)
+            writers = self._write(spool)
         finally:
             spool.close()
-        self._publish(writer, published)
+        self._publish(writers, published)
         written = time.perf_counter()
+        writer = writers[0]
         meta = writer.metadata()
         return BuildReport(
             path=self.path,
@@ -148,7 +145,7 @@ class Builder:
             tokens=int(meta["n_tokens"].sum(dtype=np.int64)),
             generation=self.state["generation"],
             resumed_documents=resumed,
-            record_bytes=sum(segment.size_bytes for segment in writer.segments),
+            record_bytes=sum(segment.size_bytes for each in writers for segment in each.segments),
             resident_bytes_per_document=sum(array.nbytes for array in meta.values()) / max(writer.count, 1),
             nlist=self.state["nlist"],
             nprobe=self.state["nprobe"],
@@ -161,14 +158,17 @@ class Builder:
         limit_bytes = self.budget.left() // 12
         total = len(documents) if isinstance(documents, Sized) else None
         kept = self.state["documents"]
-        spool = SpoolWriter(self.engine, self.building, self.spool_schema, self.state)
+        spool = SpoolWriter(self.engine, self.building, self.spool_schema, self.state, self.pooling)
         try:
             seen, last = 0, time.monotonic()
             for batch in batches(documents, kept, 256, limit_bytes, self.spool_schema.dim):
                 if seen < kept:
                     self._compare(spool.texts, batch, seen)
                 else:
-                    spool.append([d.id for d in batch], [d.text for d in batch], encode(batch, self.encoder))
+                    schema = self.spool_schema
+                    batch = [decode_rows(d, seen + i, schema.format, schema.dim, self.codebook) for i, d in enumerate(batch)]
+                    vectors = encode(batch, self.encoder)
+                    spool.append([d.id for d in batch], [d.text for d in batch], vectors, [d.rows for d in batch])
                 seen += len(batch)
                 self.budget.trim()
                 self.progress("spool", seen, total)
@@ -201,7 +201,8 @@ class Builder:
         """Says now, not in an hour, that the store will not fit."""
         if self.state.get("segments"):
             return
-        need = int(self.schema.sizes(spool.n_tokens).sum()) * 21 // 20 + (16 << 20)
+        tiers = [self.schema] if self.compact is None else [self.schema, self.compact]
+        need = sum(int(schema.sizes(spool.n_tokens).sum()) for schema in tiers) * 21 // 20 + (16 << 20)
         roots = [os.path.join(self.path, root) for root in generations.data_directories(self.path, self.options.directories, self.state)]
         devices = [os.stat(root).st_dev for root in roots]
         for root, device in zip(roots, devices, strict=True):
@@ -213,22 +214,28 @@ class Builder:
         if self.state["phase"] != "arrange":
             return
         self.progress("arrange", 0, len(spool))
-        index = arrange.train(spool, self.options.first_stage, self.options.nlist, self.budget.left())
+        if self.base is None:
+            index = arrange.train(spool, self.options.first_stage, self.options.nlist, self.budget.left())
+        else:
+            index = self.base.empty_index()
         sizes: list[int] = []
         sums: list[int] = []
         nprobe, steps = 0, dict[str, float]()
         if index is not None:
-            sums = arrange.assign(self.engine, self.building, spool, index, self.budget.left())
+            sums = arrange.assign(self.engine, self.building, spool, index, self.budget.left(), self.first_number)
             sizes = [index.invlists.list_size(i) for i in range(index.nlist)]
-            nprobe, steps = arrange.measure_probing(index, spool, _NPROBE_CANDIDATES, _NPROBE_RECALL)
+            if self.base is None:
+                nprobe, steps = arrange.measure_probing(index, spool, _NPROBE_CANDIDATES, _NPROBE_RECALL)
             faiss = load_faiss()
             with StreamWriter(self.engine, os.path.join(self.directory, FIRST_STAGE_NAME)) as writer:
                 faiss.write_index(index, faiss.PyCallbackIOWriter(writer.write))
                 writer.sync()
             self.state["first_stage"] = [writer.size_bytes, writer.crc32c]
-        self._save_projection(spool)
+        if self.base is None:
+            self._save_projection(spool)
+            self._save_codebooks(spool)
         self.progress("arrange", len(spool), len(spool))
-        self.state.update(phase="write", list_sums=sums, list_sizes=sizes, nlist=len(sizes), nprobe=nprobe, steps=steps, segments=[])
+        self.state.update(phase="write", list_sums=sums, list_sizes=sizes, nlist=len(sizes), nprobe=nprobe, steps=steps, segments={})
         write_state(self.engine, self.building, self.state)
 
     def _save_projection(self, spool: Spool) -> None:
@@ -245,12 +252,37 @@ class Builder:
         schema = self.spool_schema
         limit_bytes = self.budget.left() // 16
         for part in pieces(iter([chosen]), lambda arrivals: schema.sizes(spool.n_tokens[arrivals]), limit_bytes, lambda: len(chosen)):
-            memory, positions = spool.read(part)
-            for at, n_tokens in zip((positions + schema.fixed_bytes).tolist(), spool.n_tokens[part].tolist(), strict=True):
-                values = memory[at : at + n_tokens * schema.row_bytes].view(schema.dtype).astype(np.float32)
-                yield torch.from_numpy(values.reshape(-1, schema.dim))
+            yield from tokens_of(spool, part, None)
+
+    def _save_codebooks(self, spool: Spool) -> None:
+        names = {name: schema.format for name, schema in self._tiers() if token_format(schema.format).needs_codebook}
+        if self.codebook is not None:
+            names.pop("full", None)
+        if not names or not len(spool):
+            return
+        source = TokenSource(spool, self._projection(), self.schema.dim)
+        books = train_codebooks(source, names, self.options.centroids, self.budget.left() // 8)
+        _, self.state["codebooks"] = write_file(self.engine, os.path.join(self.building, CODEBOOKS), save_safetensors(books))
+
+    def _tiers(self) -> list[tuple[str, RecordSchema]]:
+        return [("full", self.schema)] if self.compact is None else [("full", self.schema), ("compact", self.compact)]
+
+    def _codebook_tensors(self) -> dict[str, np.ndarray]:
+        """Of every tier that has one: ``full.centroids``, ..."""
+        if self.base is not None:
+            return self.base.tensors
+        tensors = {} if self.codebook is None else codebook_tensors("full", self.codebook)
+        if "codebooks" in self.state:
+            path = os.path.join(self.building, CODEBOOKS)
+            data = read_file(self.engine, path)
+            if crc32c(data) != self.state["codebooks"]:
+                raise errors.ChecksumError("the build's codebooks are damaged", path=path, fix=DISCARD)
+            tensors |= load_safetensors(data)
+        return tensors
 
     def _projection(self) -> Projection | None:
+        if self.base is not None:
+            return self.base.projection
         if "projection" not in self.state:
             return None
         path = os.path.join(self.building, PROJECTION)
@@ -264,109 +296,113 @@ class Builder:
     def directory(self) -> str:
         return os.path.join(self.path, generations.name(self.state["generation"]))
 
-    def _segment_bytes(self, total_bytes: int) -> int:
-        """One file per GiB on one SSD; on several, enough files that they share the load."""
-        devices = len(self.options.directories)
-        return 1 << 30 if devices <= 1 else int(np.clip(total_bytes // (8 * devices), 16 << 20, 1 << 30))
+    def _salt(self) -> int:
+        """Of the records and texts: every part has that of the base."""
+        return store_salt(self.state["store_id"], self.state["generation"] if self.base is None else self.base.generation)
 
-    def _write(self, spool: Spool) -> SegmentWriter:
-        directories = generations.data_directories(self.path, self.options.directories, self.state)
+    def _writers(self, spool: Spool, directories: list[str]) -> list[SegmentWriter]:
+        """One for each tier. Their segments cover the same records, so that they end, and a build resumes, together."""
         total_bytes = int(self.schema.sizes(spool.n_tokens).sum())
-        done = [Segment(**segment) for segment in self.state["segments"]]
-        writer = SegmentWriter(
-            self.engine,
-            self.path,
-            directories,
-            self.schema,
-            self.state["store_id"],
-            self.state["generation"],
-            self._segment_bytes(total_bytes),
-            done,
-        )
+        limits = [segment_bytes(total_bytes, len(self.options.directories)), 1 << 62]  # of the compact tier where the full one's ends
+        return [
+            SegmentWriter(
+                self.engine, self.path, directories, schema, self.state["store_id"], self.state["generation"], limit,
+                [Segment(**segment) for segment in self.state["segments"].get(name, [])], salt=self._salt(), first_number=self.first_number,
+                name="segment" if name == "full" else name,
+            )
+            for (name, schema), limit in zip(self._tiers(), limits, strict=False)
+        ]  # fmt: skip
+
+    def _write(self, spool: Spool) -> list[SegmentWriter]:
+        directories = generations.data_directories(self.path, self.options.directories, self.state)
+        writers = self._writers(spool, directories)
         work_bytes = self.budget.left()
-        projection = self._projection()
-        salt = store_salt(self.state["store_id"], self.state["generation"])
-        target = TextWriter(os.path.join(self.directory, TEXTS_NAME), salt, keep=sum(segment.records for segment in done))
+        kept = sum(segment.records for segment in writers[0].segments)
+        target = TextWriter(os.path.join(self.directory, TEXTS_NAME), self._salt(), keep=kept)
         source = TextReader(os.path.join(self.building, TEXTS_NAME), spool_salt(self.state))
         try:
             list_sizes = np.array(self.state["list_sizes"], dtype=np.int64)
             order = arrange.record_order(self.engine, self.building, self.state["list_sums"], list_sizes, max(65536, work_bytes // 4 // 32))
             limit_bytes = min(32 << 20, max(1 << 20, work_bytes // 8))
-            self._skip_and_write(
-                spool,
-                writer,
-                pieces(order, lambda a: self.spool_schema.sizes(spool.n_tokens[a]), limit_bytes, writer.room),
-                source,
-                target,
-                projection,
-            )
-            writer.finish_segment()
+            runs = pieces(order, lambda a: self.spool_schema.sizes(spool.n_tokens[a]), limit_bytes, writers[0].room)
+            self._skip_and_write(spool, writers, runs, source, target)
+            for writer in writers:
+                writer.finish_segment()
             target.commit()
         except BaseException:
-            writer.abandon()
+            for writer in writers:
+                writer.abandon()
             raise
         finally:
             target.close()
             source.close()
-        return writer
+        return writers
 
     def _skip_and_write(
-        self,
-        spool: Spool,
-        writer: SegmentWriter,
-        runs: Iterable[np.ndarray],
-        source: TextReader,
-        target: TextWriter,
-        projection: Projection | None,
+        self, spool: Spool, writers: list[SegmentWriter], runs: Iterable[np.ndarray], source: TextReader, target: TextWriter
     ) -> None:
-        again = [(segment.records, 4096) for segment in writer.segments]  # finished by an interrupted build
-        left, free_at = again.pop(0) if again else (0, 0)
+        first = writers[0]
+        projection, tensors = self._projection(), self._codebook_tensors()
+        targets = [Target(schema, codebook_of(tensors, name, schema)) for name, schema in self._tiers()]
+        again = [segment.records for segment in first.segments]  # finished by an interrupted build
+        left, free_at = (again.pop(0) if again else 0), [4096] * len(writers)
         for run in runs:
             while left and len(run):
                 part, run = run[:left], run[left:]
-                free_at = writer.count_again(spool.n_tokens[part], free_at)
+                free_at = [writer.count_again(spool.n_tokens[part], at) for writer, at in zip(writers, free_at, strict=True)]
                 left -= len(part)
                 if not left and again:
-                    left, free_at = again.pop(0)
+                    left, free_at = again.pop(0), [4096] * len(writers)
             if not len(run):
                 continue
-            copy_texts(source, target, run, writer.count)
-            writer.append(spool.n_tokens[run], copier(spool, self.schema, run, projection))
-            self.progress("write", writer.count, len(spool))
-            if writer.full():
-                writer.finish_segment()
+            copy_texts(source, target, run, self.first_number + first.count)
+            for writer, fill in zip(writers, fills(spool, run, projection, targets), strict=True):
+                writer.append(spool.n_tokens[run], fill)
+            self.progress("write", first.count, len(spool))
+            if first.full():
+                for writer in writers:
+                    writer.finish_segment()
                 target.commit()
-                self.state["segments"] = writer.state()
+                self.state["segments"] = self._segments_state(writers)
                 write_state(self.engine, self.building, self.state)
 
-    def _publish(self, writer: SegmentWriter, published: dict[str, Any] | None) -> None:
-        meta = writer.metadata()
-        projection = self._projection()
-        if projection is not None:
-            meta["projection"] = projection.components.numpy()
-        sizes = {META_NAME: write_file(self.engine, os.path.join(self.directory, META_NAME), save_safetensors(meta))}
-        if "first_stage" in self.state:
-            sizes[FIRST_STAGE_NAME] = self.state["first_stage"]
-        texts = os.path.join(self.directory, TEXTS_NAME)
-        whole, parts = file_sums(self.engine, texts)
-        for _ in read_windows(self.engine, texts, sums=parts):
-            pass  # SQLite wrote it, so nothing else is known of it: what two reads agree on is what is there
-        sizes[TEXTS_NAME] = (os.path.getsize(texts), whole)
-        self.engine.sync_directory(self.directory)
-        self.engine.sync_directory(self.path)
-        for directory in self.options.directories:
-            self.engine.sync_directory(directory)
-        contents = {
+    def _segments_state(self, writers: list[SegmentWriter]) -> dict[str, Any]:
+        return {name: writer.state() for (name, _), writer in zip(self._tiers(), writers, strict=True)}
+
+    def _publish(self, writers: list[SegmentWriter], published: dict[str, Any] | None) -> None:
+        extra: dict[str, np.ndarray] = {}
+        if self.base is None:
+            extra = self._codebook_tensors()
+            projection = self._projection()
+            if projection is not None:
+                extra["projection"] = projection.components.numpy()
+        names = [name for name, _ in self._tiers()]
+        written = Written(
+            generation=self.state["generation"],
+            first_number=self.first_number,
+            writers=dict(zip(names, writers, strict=True)),
+            first_stage=self.state.get("first_stage"),
+            extra=extra,
+        )
+        entry = finish_part(self.engine, self.path, written, self.options.directories)
+        contents = self._contents(entry, written.tokens) if self.base is None else self.base.extended(entry, written.tokens)
+        publish(self.engine, self.path, contents, published)
+
+    def _contents(self, entry: dict[str, Any], tokens: int) -> dict[str, Any]:
+        """The manifest of a store of one part."""
+        pooling = self.pooling
+        return {
             "store_id": self.state["store_id"],
             "generation": self.state["generation"],
-            "directory": generations.name(self.state["generation"]),
+            "base_generation": self.state["generation"],
             "records": {
-                "count": writer.count,
+                "count": entry["count"],
                 "format": self.schema.format,
                 "d_cls": self.schema.d_cls,
                 "dim": self.schema.dim,
-                "tokens": int(meta["n_tokens"].sum(dtype=np.int64)),
+                "tokens": tokens,
             },
+            "compact": None if self.compact is None else {"format": self.compact.format, "dim": self.compact.dim},
             "encoder": {
                 "name": self.encoder.name if self.encoder else None,
                 "d_cls": self.spool_schema.d_cls,
@@ -374,30 +410,18 @@ class Builder:
             },
             "first_stage": {
                 "kind": "ivf",
+                "vector": "cls" if pooling is None else pooling.name,
+                "parameters": {} if pooling is None else pooling.parameters(),
+                "dim": self.spool_schema.d_cls if pooling is None else pooling.dim,
                 "code": self.options.first_stage,
                 "nlist": self.state["nlist"],
                 "nprobe": self.state["nprobe"],
                 "steps": self.state["steps"],
             },
-            "cls_weight": self.options.cls_weight,
-            "segments": writer.state(),
-            "files": {name: {"size_bytes": size, "crc32c": crc} for name, (size, crc) in sizes.items()},
+            "cls_weight": self.options.cls_weight if self.schema.d_cls else 0.0,
+            "parts": [entry] if entry["count"] else [],
+            "deleted": None,
         }
-        write_manifest(self.engine, self.path, MAGIC, VERSION, contents)
-        shutil.rmtree(self.building, ignore_errors=True)
-        if published is not None:
-            generations.remove(self.path, published)
-
-
-def _options(given: dict[str, Any]) -> BuildOptions:
-    known = [field.name for field in fields(BuildOptions)]
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            raise errors.InvalidInputError(
-                f"unknown build option {name!r}", expected=", ".join(known), fix=f"did you mean {near[0]}?" if near else None
-            )
-    return BuildOptions(**given)
 
 
 def build(
@@ -407,6 +431,7 @@ def build(
     *,
     dims: tuple[int, int] | None = None,
     engine: NativeEngine | None = None,
+    codebook: Codebook | None = None,
     restart: bool = False,
     replace: bool = False,
     progress: Progress = lambda phase, done, total: None,
@@ -420,10 +445,12 @@ def build(
         encoder: turns texts into vectors; needed unless every document brings its own.
         dims: (d_cls, dim) of vectors that documents bring; an encoder knows its own.
         engine: a native engine to use; default ``auto``.
+        codebook: of the token rows that documents bring already in a residual format (`Document.rows`); they are kept bit for bit.
         restart: discards an interrupted build instead of going on with it.
         replace: publishes over the store that is there. It stays readable until the new one is complete.
         progress: called often, from this thread.
-        **options: fields of `BuildOptions`: format, first_stage, nlist, pca, cls_weight, memory, directories.
+        **options: fields of `BuildOptions`: format, first_stage, nlist, pca, cls_weight, memory, directories,
+            compact, pooling, centroids.
 
     Raises:
         InvalidInputError: documents, vectors or options that do not fit; a store is there and `replace` is not set.
@@ -434,13 +461,13 @@ def build(
         if encoder is None:
             raise errors.InvalidInputError("build needs an encoder, or dims=(d_cls, dim) and documents with vectors")
         dims = (encoder.d_cls, encoder.dim)
-    chosen = _options(options)
+    chosen = build_options(options)
     where = os.fspath(path)
     make_directory(where)
     owned = NativeEngine(pool_bytes=64 << 20) if engine is None else engine
     try:
         with DirectoryLock(where):
-            return Builder(where, encoder, chosen, owned, dims, progress).run(documents, restart, replace)
+            return Builder(where, encoder, chosen, owned, dims, progress, codebook).run(documents, restart, replace)
     finally:
         if engine is None:
             owned.close()

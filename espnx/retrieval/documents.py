@@ -6,18 +6,29 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+
 from .. import errors
+from ..ops.maxsim import Codebook, token_format, token_row_bytes
 from .encoder import Encoded, Encoder
 from .texts import DocumentId
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Document:
-    """A text and its id, an int (64 bits) or a str. `vectors` replaces the encoder's work where they are known."""
+    """A text and its id, an int (64 bits) or a str.
+
+    Attributes:
+        vectors: replace the encoder's work where they are known.
+        rows: uint8 [n, row bytes], token rows in the store's residual format already, kept bit for bit; `build` then takes the codebook.
+            Of `vectors`, only `cls` counts beside them.
+    """
 
     id: DocumentId
     text: str
     vectors: Encoded | None = None
+    rows: np.ndarray | None = None
 
 
 def to_document(item: Any, number: int) -> Document:
@@ -58,7 +69,7 @@ def batches(items: Iterable[Any], skip: int, limit: int, limit_bytes: int, dim: 
         document = to_document(item, number)
         if number < skip:
             batch.append(Document(document.id, ""))  # a resumed build compares ids
-        tokens = len(document.vectors.tokens) if document.vectors else len(document.text) // 4 + 8
+        tokens = _expected_tokens(document)
         if number >= skip:
             if batch and (expected_bytes + tokens * dim * 4 > limit_bytes or number == skip):
                 yield batch
@@ -70,6 +81,29 @@ def batches(items: Iterable[Any], skip: int, limit: int, limit_bytes: int, dim: 
             batch, expected_bytes = [], 0
     if batch:
         yield batch
+
+
+def _expected_tokens(document: Document) -> int:
+    if document.rows is not None:
+        return len(document.rows)
+    return len(document.vectors.tokens) if document.vectors else len(document.text) // 4 + 8
+
+
+def decode_rows(document: Document, number: int, fmt: str, dim: int, codebook: Codebook | None) -> Document:
+    """A document that brings token rows, with the vectors that they stand for. Raises InvalidInputError for rows that do not fit."""
+    if document.rows is None:
+        return document
+    size = token_row_bytes(fmt, dim)
+    if codebook is None or document.rows.dtype != np.uint8 or document.rows.ndim != 2 or document.rows.shape[1] != size:
+        raise errors.InvalidInputError(
+            f"rows of document {document.id!r} ({number})",
+            got=f"{document.rows.dtype} {list(document.rows.shape)}" + ("" if codebook else ", and no codebook"),
+            expected=f"uint8 [n, {size}], and build(codebook=...)",
+        )
+    flat = torch.from_numpy(np.ascontiguousarray(document.rows).reshape(-1))
+    tokens = token_format(fmt).decode(flat, dim, codebook)
+    cls = torch.empty(0) if document.vectors is None else document.vectors.cls
+    return Document(document.id, document.text, Encoded(cls, tokens), document.rows)
 
 
 def encode(batch: list[Document], encoder: Encoder | None) -> list[Encoded]:

@@ -12,7 +12,7 @@ import glob
 import os
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import errors
@@ -70,13 +70,13 @@ def begin(
             expected=", ".join(f"{key}={state['settings'].get(key)!r}" for key in changed),
             fix="use the same settings to resume it, or restart (--restart) to discard it",
         )
-    keep = {name(live["generation"])} if live else set()
+    keep = directories_of(live) if live else set()
     if state is None:
         _discard(engine, path, keep)
         known = [int(entry[4:]) for entry in os.listdir(path) if entry.startswith("gen-") and entry[4:].isdigit()]
         state = {
             "settings": settings,
-            "store_id": uuid.uuid4().hex,
+            "store_id": live["store_id"] if live and settings["kind"] == "add" else uuid.uuid4().hex,
             "generation": max([live["generation"] if live else 0, *known]) + 1,
             "phase": "spool",
             "documents": 0,
@@ -125,10 +125,31 @@ def data_directories(path: str, directories: Sequence[str], state: dict[str, Any
     return result
 
 
-def remove(path: str, manifest: dict[str, Any]) -> None:
-    """Deletes the files of a generation that is no longer live. Readers that have it open keep it until they close."""
-    shutil.rmtree(os.path.join(path, manifest["directory"]), ignore_errors=True)
-    for segment in manifest["segments"]:
-        if os.path.isabs(segment["path"]):
-            for leftover in glob.glob(glob.escape(os.path.dirname(segment["path"]))):
-                shutil.rmtree(leftover, ignore_errors=True)
+def directories_of(manifest: Mapping[str, Any]) -> set[str]:
+    """The generation directories that a manifest refers to."""
+    deleted = manifest.get("deleted")
+    return {part["directory"] for part in manifest["parts"]} | ({os.path.dirname(deleted["path"])} if deleted else set())
+
+
+def data_paths(manifest: Mapping[str, Any]) -> set[str]:
+    """Directories on other devices that a manifest refers to."""
+    segments = [segment for part in manifest["parts"] for tier in part["segments"].values() for segment in tier]
+    return {os.path.dirname(segment["path"]) for segment in segments if os.path.isabs(segment["path"])}
+
+
+def clean(path: str, live: Mapping[str, Any], replaced: Mapping[str, Any] | None = None) -> None:
+    """Removes what no manifest refers to: builds that ended or crashed, parts that were compacted away. Readers that have such files open
+    keep them until they close."""
+    shutil.rmtree(os.path.join(path, BUILDING), ignore_errors=True)
+    keep = directories_of(live)
+    for entry in os.listdir(path):
+        if entry.startswith("gen-") and entry not in keep:
+            shutil.rmtree(os.path.join(path, entry), ignore_errors=True)
+    used = data_paths(live)
+    known = used | (data_paths(replaced) if replaced else set())
+    for parent in {os.path.dirname(directory) for directory in known}:
+        for found in glob.glob(os.path.join(glob.escape(parent), f"espnx-{live['store_id'][:12]}-gen-*")):
+            if found not in used:
+                shutil.rmtree(found, ignore_errors=True)
+    for found in known - used:  # of a store that was here before, under another id
+        shutil.rmtree(found, ignore_errors=True)

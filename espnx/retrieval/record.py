@@ -26,14 +26,18 @@ import torch
 
 from .. import errors
 from ..ops.crc32c import crc32c_ranges
+from ..ops.maxsim import token_format, token_row_bytes
 from ..storage.native import load_native
 from .encoder import Encoded
 
 HEADER_BYTES = 16
 ALIGN_BYTES = 16
 MAX_TOKENS = 65535
+_ROWS_AT_ONCE = 4096  # encoded: bounds the memory that a batch takes beside its vectors
 _MAGIC = 0xE5
-_FORMATS: dict[str, tuple[int, np.dtype]] = {"fp32": (1, np.dtype("<f4")), "fp16": (2, np.dtype("<f2"))}
+#: The byte in the header. Numbers are never used again.
+FORMAT_NUMBERS = {"fp32": 1, "fp16": 2, "bf16": 3, "int8": 4, "bit1": 5, "residual1": 6, "residual2": 7, "residual4": 8}
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _HEADER = np.dtype([("crc32c", "<u4"), ("n_tokens", "<u2"), ("format", "u1"), ("magic", "u1"), ("number", "<u8")])
 
 
@@ -42,8 +46,8 @@ class RecordSchema:
     """What all records of a store have in common.
 
     Args:
-        format: ``fp16`` or ``fp32``: how vectors are kept.
-        d_cls: length of the CLS vector, a multiple of 8.
+        format: how token vectors are kept, a name of `espnx.ops.maxsim.FORMATS`.
+        d_cls: length of the CLS vector, a multiple of 8; 0: records hold none.
         dim: length of a token vector, a multiple of 8.
     """
 
@@ -52,36 +56,36 @@ class RecordSchema:
     dim: int
 
     def __post_init__(self) -> None:
-        if self.format not in _FORMATS:
-            raise errors.InvalidInputError("unknown record format", got=repr(self.format), expected=" or ".join(_FORMATS))
-        for name, value in (("d_cls", self.d_cls), ("dim", self.dim)):
-            if value <= 0 or value % 8 or value > 65536:
-                raise errors.InvalidInputError(
-                    f"{name} of a record", got=value, expected="a positive multiple of 8", fix="pad the vectors with zeros"
-                )
+        if self.format not in FORMAT_NUMBERS:
+            raise errors.InvalidInputError("unknown record format", got=repr(self.format), expected=" or ".join(FORMAT_NUMBERS))
+        for name, value, least in (("d_cls", self.d_cls, 0), ("dim", self.dim, 8)):
+            if value < least or value % 8 or value > 65536:
+                expected = "a multiple of 8" if least == 0 else "a positive multiple of 8"
+                raise errors.InvalidInputError(f"{name} of a record", got=value, expected=expected, fix="pad the vectors with zeros")
 
     @property
     def format_number(self) -> int:
         """As the header of a record names it."""
-        return _FORMATS[self.format][0]
+        return FORMAT_NUMBERS[self.format]
 
     @property
     def cls_format(self) -> str:
-        """Of the CLS vector."""
-        return self.format
-
-    @property
-    def dtype(self) -> np.dtype:
-        return _FORMATS[self.format][1]
+        """Of the CLS vector: that of the tokens where it is a plain number, else fp16, since one exact CLS vector costs little."""
+        return self.format if token_format(self.format).is_lossless_float else "fp16"
 
     @property
     def cls_bytes(self) -> int:
-        return self.d_cls * self.dtype.itemsize
+        return token_row_bytes(self.cls_format, self.d_cls) if self.d_cls else 0
 
     @property
     def row_bytes(self) -> int:
         """One token."""
-        return self.dim * self.dtype.itemsize
+        return token_row_bytes(self.format, self.dim)
+
+    @property
+    def largest(self) -> float:
+        """The largest value that the format can hold; codes are scaled, so they hold what fp32 does."""
+        return float(torch.finfo(_DTYPES[self.cls_format]).max)
 
     @property
     def fixed_bytes(self) -> int:
@@ -125,7 +129,7 @@ def check_document(document: Encoded, schema: RecordSchema, name: object) -> Non
             expected=f"at most {MAX_TOKENS}",
             fix="split it into passages",
         )
-    limit = float(np.finfo(schema.dtype).max)
+    limit = schema.largest
     for part in (document.cls, document.tokens):
         # abs().max() is NaN where there is one, and the comparison then fails as it should.
         if part.numel() and not bool(part.abs().max() <= limit):
@@ -134,13 +138,50 @@ def check_document(document: Encoded, schema: RecordSchema, name: object) -> Non
             )
 
 
-def pack(documents: Sequence[Encoded], schema: RecordSchema, out: np.ndarray, offsets: np.ndarray) -> None:
-    """Writes the vectors of documents at `offsets` of `out` (uint8, zeroed). `seal` makes records of them."""
-    cls_end = HEADER_BYTES + schema.cls_bytes
-    for document, offset in zip(documents, offsets.tolist(), strict=True):
-        out[offset + HEADER_BYTES : offset + cls_end] = document.cls.numpy().astype(schema.dtype).view(np.uint8)
-        tokens = document.tokens.numpy().astype(schema.dtype).reshape(-1).view(np.uint8)
-        out[offset + cls_end : offset + cls_end + tokens.size] = tokens
+def pack(
+    documents: Sequence[Encoded], schema: RecordSchema, out: np.ndarray, offsets: np.ndarray, rows: Sequence[np.ndarray | None] = ()
+) -> None:
+    """Writes the vectors of documents at `offsets` of `out` (uint8, zeroed). `seal` makes records of them.
+
+    `rows`: of each document, its token rows in the schema's format already; residual formats are packed from those alone.
+    """
+    if not documents:
+        return
+    given = list(rows) or [None] * len(documents)
+    fresh = [document.tokens for document, has in zip(documents, given, strict=True) if has is None]
+    encoded = _encode_together(fresh, schema)
+    cls = torch.stack([document.cls for document in documents]).to(_DTYPES[schema.cls_format]).view(torch.uint8).numpy()
+    cls_end, begin = HEADER_BYTES + schema.cls_bytes, 0
+    for i, offset in enumerate(offsets.tolist()):
+        out[offset + HEADER_BYTES : offset + cls_end] = cls[i]
+        size = len(documents[i].tokens) * schema.row_bytes
+        known = given[i]
+        if known is None:
+            part = encoded[begin : begin + size]
+            begin += size
+        else:
+            part = known.reshape(-1)
+        out[offset + cls_end : offset + cls_end + size] = part
+
+
+def _encode_together(tokens: Sequence[torch.Tensor], schema: RecordSchema) -> np.ndarray:
+    """Rows of several documents, one after another: a document alone costs more in calls than in bytes."""
+    out = np.empty(sum(map(len, tokens)) * schema.row_bytes, dtype=np.uint8)
+    begin, group, held = 0, list[torch.Tensor](), 0
+    for part in (piece for each in tokens for piece in each.split(_ROWS_AT_ONCE)):
+        group.append(part)
+        held += len(part)
+        if held >= _ROWS_AT_ONCE:
+            begin, group, held = _encode_group(group, schema, out, begin), [], 0
+    if group:
+        _encode_group(group, schema, out, begin)
+    return out
+
+
+def _encode_group(group: Sequence[torch.Tensor], schema: RecordSchema, out: np.ndarray, begin: int) -> int:
+    rows = token_format(schema.format).encode(torch.cat(list(group))).numpy()
+    out[begin : begin + len(rows)] = rows
+    return begin + len(rows)
 
 
 def _headers(memory: np.ndarray, offsets: np.ndarray) -> np.ndarray:
@@ -152,7 +193,7 @@ def seal(memory: np.ndarray, schema: RecordSchema, offsets: np.ndarray, n_tokens
     if not offsets.size:
         return
     header = np.zeros(offsets.size, dtype=_HEADER)
-    header["n_tokens"], header["format"], header["magic"] = n_tokens, _FORMATS[schema.format][0], _MAGIC
+    header["n_tokens"], header["format"], header["magic"] = n_tokens, schema.format_number, _MAGIC
     header["number"] = first_number + np.arange(offsets.size)
     where = offsets[:, None] + np.arange(HEADER_BYTES)
     memory[where] = header.view(np.uint8).reshape(-1, HEADER_BYTES)
@@ -178,7 +219,7 @@ def damage(
     found = _checksums(memory, positions, schema.sizes(n_tokens), salt)
     intact = found == header["crc32c"]
     right = (header["number"] == numbers) & (header["n_tokens"] == n_tokens) & (header["magic"] == _MAGIC)
-    right &= header["format"] == _FORMATS[schema.format][0]
+    right &= header["format"] == schema.format_number
     bad = np.flatnonzero(~(intact & right)).tolist()
     reasons = []
     for i in bad:

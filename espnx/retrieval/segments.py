@@ -7,17 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 import numpy as np
-import torch
 
 from ..storage import NativeEngine, Plan
 from ..storage.stream import StreamWriter, aligned_empty
-from .projection import Projection
-from .record import HEADER_BYTES, RecordSchema, seal
-from .spool import Spool
-from .store import GROUP_RECORDS, SEGMENT_HEADER_BYTES, Segment, segment_header, store_salt
+from .record import RecordSchema, seal
+from .store import GROUP_RECORDS, SEGMENT_HEADER_BYTES, Segment, segment_header
 from .texts import TextReader, TextWriter
-
-_PROJECT_ROWS = 4096
 
 
 class SegmentWriter:
@@ -27,6 +22,9 @@ class SegmentWriter:
         directories: where segments go, in turn; relative ones are inside `root`.
         segment_bytes: a segment is closed at the first multiple of 64 records after this size.
         done: segments that an interrupted build finished; their records are only counted again.
+        salt: seeds the records' checksums.
+        first_number: of the first record, a multiple of 64.
+        name: what the files' names begin with.
     """
 
     def __init__(
@@ -39,10 +37,15 @@ class SegmentWriter:
         generation: int,
         segment_bytes: int,
         done: list[Segment],
+        *,
+        salt: int,
+        first_number: int = 0,
+        name: str = "segment",
     ):
         self._engine, self._root, self._directories, self.schema = engine, root, directories, schema
         self._store_id, self._generation = store_id, generation
-        self._segment_bytes = segment_bytes
+        self._segment_bytes, self._name = segment_bytes, name
+        self._salt, self._first_number = salt, first_number
         self.segments = list(done)
         self.count = 0
         self.n_tokens: list[np.ndarray] = []
@@ -69,7 +72,7 @@ class SegmentWriter:
         offsets, end = self.schema.lay_out(n_tokens, begin)
         block = np.zeros(end - begin, dtype=np.uint8)
         fill(block, offsets - begin)
-        seal(block, self.schema, offsets - begin, n_tokens, self.count, store_salt(self._store_id, self._generation))
+        seal(block, self.schema, offsets - begin, n_tokens, self._first_number + self.count, self._salt)
         writer.write(block)
         self._note(n_tokens, offsets)
 
@@ -83,7 +86,7 @@ class SegmentWriter:
 
     def _open(self) -> StreamWriter:
         number = len(self.segments)
-        self._path = os.path.join(self._directories[number % len(self._directories)], f"segment-{number:05d}.bin")
+        self._path = os.path.join(self._directories[number % len(self._directories)], f"{self._name}-{number:05d}.bin")
         self._writer = StreamWriter(self._engine, os.path.join(self._root, self._path))
         self._writer.write(bytes(SEGMENT_HEADER_BYTES))
         self._first_record = self.count
@@ -97,7 +100,7 @@ class SegmentWriter:
         with writer:
             writer.pad(SEGMENT_HEADER_BYTES)
             writer.sync()
-        segment = Segment(self._path, self._first_record, self.count - self._first_record, writer.size_bytes)
+        segment = Segment(self._path, self._first_number + self._first_record, self.count - self._first_record, writer.size_bytes)
         header = aligned_empty(SEGMENT_HEADER_BYTES)
         header.numpy()[:] = np.frombuffer(segment_header(self._store_id, self._generation, len(self.segments), segment), dtype=np.uint8)
         path = os.path.join(self._root, self._path)
@@ -127,33 +130,6 @@ class SegmentWriter:
     def state(self) -> list[dict[str, object]]:
         """The finished segments, for the build's state file."""
         return [asdict(segment) for segment in self.segments]
-
-
-def copier(
-    spool: Spool, schema: RecordSchema, arrivals: np.ndarray, projection: Projection | None
-) -> Callable[[np.ndarray, np.ndarray], None]:
-    """Reads the spooled records now; returns the function that fills a block with their vectors, projected if asked."""
-    memory, positions = spool.read(arrivals)
-    old = spool.schema
-    used = old.fixed_bytes + spool.n_tokens[arrivals].astype(np.int64) * old.row_bytes
-
-    def copy(block: np.ndarray, offsets: np.ndarray) -> None:
-        for source, target, size in zip(positions.tolist(), offsets.tolist(), used.tolist(), strict=True):
-            block[target : target + size] = memory[source : source + size]
-
-    def project(block: np.ndarray, offsets: np.ndarray) -> None:
-        # Document by document, so that neither the memory taken nor a stored bit depends on which documents happen to come together.
-        for source, target, size in zip(positions.tolist(), offsets.tolist(), used.tolist(), strict=True):
-            block[target + HEADER_BYTES : target + schema.fixed_bytes] = memory[source + HEADER_BYTES : source + old.fixed_bytes]
-            rows = memory[source + old.fixed_bytes : source + size].view(old.dtype).reshape(-1, old.dim)
-            at = target + schema.fixed_bytes
-            for first in range(0, len(rows), _PROJECT_ROWS):
-                part = torch.from_numpy(rows[first : first + _PROJECT_ROWS].astype(np.float32))
-                projected = projection(part).numpy().astype(schema.dtype).reshape(-1).view(np.uint8)  # type: ignore[misc]
-                block[at : at + projected.size] = projected
-                at += projected.size
-
-    return copy if projection is None else project
 
 
 def copy_texts(source: TextReader, target: TextWriter, arrivals: np.ndarray, first_number: int) -> None:

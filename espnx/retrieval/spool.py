@@ -3,7 +3,7 @@
 A spool is a directory that is never published:
 
     records.bin     the vectors, as records numbered in arrival order, in the encoder's own dimension
-    cls.f32         CLS vectors, float32, for training and filling the first stage
+    vectors.f32     first-stage vectors (CLS, or pooled tokens), float32, for training and filling the first stage
     n_tokens.u16    token counts
     texts.sqlite    ids and texts
     STATE.json      how far everything above is known to be on disk; replaced atomically at every checkpoint
@@ -20,18 +20,20 @@ import numpy as np
 import torch
 
 from .. import errors
+from ..ops.maxsim import Codebook
 from ..storage import NativeEngine, Plan
 from ..storage.native import load_native
 from ..storage.stream import StreamWriter, crc32c, read_file, read_windows, regroup, replace_file
 from .encoder import Encoded
+from .pooling import Pooling
 from .record import RecordSchema, check_document, damage, pack, seal
 from .store import GROUP_RECORDS
 from .texts import DocumentId, TextWriter
 
 STATE_NAME = "STATE.json"
-RECORDS, CLS, N_TOKENS, TEXTS = "records.bin", "cls.f32", "n_tokens.u16", "texts.sqlite"
+RECORDS, VECTORS, N_TOKENS, TEXTS = "records.bin", "vectors.f32", "n_tokens.u16", "texts.sqlite"
 DISCARD = "check the device; run the same build again, and if that does not help, discard it with restart"
-_SUMMED = (CLS, N_TOKENS)  # records and texts carry their own checksums
+_SUMMED = (VECTORS, N_TOKENS)  # records and texts carry their own checksums
 
 
 def read_state(engine: NativeEngine, directory: str) -> dict[str, Any] | None:
@@ -75,14 +77,22 @@ def spool_salt(state: dict[str, Any]) -> int:
 class SpoolWriter:
     """Appends documents to a spool, new or from its last checkpoint on."""
 
-    def __init__(self, engine: NativeEngine, directory: str, schema: RecordSchema, state: dict[str, Any]):
+    def __init__(
+        self,
+        engine: NativeEngine,
+        directory: str,
+        schema: RecordSchema,
+        state: dict[str, Any],
+        pooling: Pooling | None = None,
+    ):
         self._engine, self._directory, self._schema, self._state = engine, directory, schema, state
+        self._pooling = pooling
         self._salt = spool_salt(state)
         self.count: int = state["documents"]
         sizes, sums = state["spool_bytes"], state["spool_sums"]
         self._writers: dict[str, StreamWriter] = {}
         try:
-            for name, size in ((RECORDS, 4 << 20), (CLS, 1 << 20), (N_TOKENS, 64 << 10)):
+            for name, size in ((RECORDS, 4 << 20), (VECTORS, 1 << 20), (N_TOKENS, 64 << 10)):
                 known = sums.get(name, ()) if name in _SUMMED else None
                 self._writers[name] = StreamWriter(
                     engine, os.path.join(directory, name), at_bytes=sizes.get(name, 0), buffer_bytes=size, sums=known
@@ -93,8 +103,14 @@ class SpoolWriter:
                 writer.close()
             raise
 
-    def append(self, identifiers: Sequence[DocumentId], texts: Sequence[str], documents: Sequence[Encoded]) -> None:
-        """Raises InvalidInputError for vectors that do not fit or an id that came before; then nothing of the batch counts."""
+    def append(
+        self,
+        identifiers: Sequence[DocumentId],
+        texts: Sequence[str],
+        documents: Sequence[Encoded],
+        rows: Sequence[np.ndarray | None] = (),
+    ) -> None:
+        """`rows`: token rows that are kept as they are, in place of encoded tokens. Raises InvalidInputError for vectors that do not fit or an id that came before; then nothing of the batch counts."""
         for identifier, document in zip(identifiers, documents, strict=True):
             check_document(document, self._schema, identifier)
         self.texts.add([(self.count + i, *pair) for i, pair in enumerate(zip(identifiers, texts, strict=True))])
@@ -103,15 +119,17 @@ class SpoolWriter:
         offsets, end = self._schema.lay_out(counts, records.size_bytes)
         block = np.zeros(end - records.size_bytes, dtype=np.uint8)
         offsets = offsets - records.size_bytes
-        pack(documents, self._schema, block, offsets)
+        pack(documents, self._schema, block, offsets, rows=rows)
         seal(block, self._schema, offsets, counts, self.count, self._salt)
         records.write(block)
         if documents:
-            self._writers[CLS].write(
-                np.ascontiguousarray(np.stack([document.cls.numpy() for document in documents]), "<f4").view(np.uint8).reshape(-1)
-            )
+            vectors = torch.stack([self._vector(document) for document in documents])
+            self._writers[VECTORS].write(np.ascontiguousarray(vectors.numpy(), "<f4").view(np.uint8).reshape(-1))
         self._writers[N_TOKENS].write(counts.view(np.uint8))
         self.count += len(documents)
+
+    def _vector(self, document: Encoded) -> torch.Tensor:
+        return document.cls if self._pooling is None else self._pooling.documents(document.tokens)
 
     def checkpoint(self, **changes: Any) -> None:
         """Everything appended so far survives a crash from here on."""
@@ -142,10 +160,20 @@ class SpoolWriter:
 class Spool:
     """A finished spool, for the passes that follow. Resident: 2.125 bytes a document."""
 
-    def __init__(self, engine: NativeEngine, directory: str, schema: RecordSchema, state: dict[str, Any]):
+    def __init__(
+        self,
+        engine: NativeEngine,
+        directory: str,
+        schema: RecordSchema,
+        state: dict[str, Any],
+        vector_dim: int | None = None,
+        codebook: Codebook | None = None,
+    ):
         self._engine, self._directory, self.schema = engine, directory, schema
+        self.vector_dim = schema.d_cls if vector_dim is None else vector_dim
+        self.codebook = codebook
         self._salt = spool_salt(state)
-        self._cls_sums = state["spool_sums"][CLS]
+        self._vector_sums = state["spool_sums"][VECTORS]
         windows = spool_windows(engine, os.path.join(directory, N_TOKENS), state["spool_sums"][N_TOKENS])
         self.n_tokens = np.frombuffer(bytearray().join(window.tobytes() for window in windows), dtype=np.uint16)
         self._groups = torch.empty(-(-len(self.n_tokens) // GROUP_RECORDS), dtype=torch.int64)
@@ -159,19 +187,19 @@ class Spool:
     def __len__(self) -> int:
         return len(self.n_tokens)
 
-    def cls_windows(self, rows: int) -> Iterator[tuple[int, np.ndarray]]:
-        """(first, float32 [m, d_cls]) over all documents, in arrival order, m <= rows. Checked; raises ChecksumError."""
+    def vector_windows(self, rows: int) -> Iterator[tuple[int, np.ndarray]]:
+        """(first, first-stage vectors float32 [m, vector_dim]) over all documents, in arrival order, m <= rows. Checked; raises ChecksumError."""
         first = 0
-        windows = spool_windows(self._engine, os.path.join(self._directory, CLS), self._cls_sums)
-        for block in regroup(windows, 4 * self.schema.d_cls * rows):
-            vectors = block.view("<f4").reshape(-1, self.schema.d_cls)
+        windows = spool_windows(self._engine, os.path.join(self._directory, VECTORS), self._vector_sums)
+        for block in regroup(windows, 4 * self.vector_dim * rows):
+            vectors = block.view("<f4").reshape(-1, self.vector_dim)
             yield first, vectors
             first += len(vectors)
 
-    def cls_sample(self, wanted: np.ndarray) -> np.ndarray:
-        """CLS vectors of some documents (ascending arrival numbers), float32 [m, d_cls]. One pass over all, because that can be checked."""
-        out = np.empty((len(wanted), self.schema.d_cls), dtype=np.float32)
-        for first, vectors in self.cls_windows(8192):
+    def vector_sample(self, wanted: np.ndarray) -> np.ndarray:
+        """First-stage vectors of some documents (ascending arrival numbers), float32 [m, vector_dim]. One pass over all, because that can be checked."""
+        out = np.empty((len(wanted), self.vector_dim), dtype=np.float32)
+        for first, vectors in self.vector_windows(8192):
             begin, end = np.searchsorted(wanted, (first, first + len(vectors)))
             out[begin:end] = vectors[wanted[begin:end] - first]
         return out

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any
 
@@ -18,18 +18,20 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_safetensors
 
 from .. import errors
+from ..ops.maxsim import Codebook, token_format
 from ..storage import Engine, NativeEngine
 from ..storage.engine import FileHandle
 from ..storage.manifest import read_manifest
-from ..storage.stream import crc32c, file_sums, read_range, read_windows
+from ..storage.stream import crc32c, file_sums, read_file, read_range, read_windows
 from .first_stage import load_faiss
+from .pooling import make_pooling
 from .projection import Projection
 from .record import RecordSchema
-from .texts import TextReader
+from .texts import TextReader, TextReaders
 from .tier import Placement, Tier
 
 MAGIC = "espnx-embedding-store"
-VERSION = 1
+VERSION = 2
 GROUP_RECORDS = 64  # as in csrc/cpu/records.hpp
 SEGMENT_HEADER_BYTES = 4096
 META_NAME, FIRST_STAGE_NAME, TEXTS_NAME = "meta.safetensors", "first_stage.faiss", "texts.sqlite"
@@ -48,8 +50,28 @@ class Segment:
     size_bytes: int
 
 
+class Part:
+    """What one build or one `add` published: a directory with records, metadata, lists and texts. The first part is the base: projection
+    and codebooks are its.
+
+    Attributes:
+        first_number: of its records, a multiple of 64. count: of them, deleted ones too.
+        files: name -> size_bytes and crc32c. meta: tensors of meta.safetensors.
+    """
+
+    def __init__(self, path: str, entry: dict[str, Any]):
+        self.directory = os.path.join(path, entry["directory"])
+        self.generation, self.first_number, self.count = entry["generation"], entry["first_number"], entry["count"]
+        self.files: dict[str, dict[str, int]] = entry["files"]
+        self._segments = {name: [Segment(**segment) for segment in entry["segments"][name]] for name in entry["segments"]}
+        self.meta: dict[str, np.ndarray] = {}
+
+    def segments(self, tier: str) -> list[Segment]:
+        return self._segments.get(tier, [])
+
+
 def store_salt(store_id: str, generation: int) -> int:
-    """What seeds the records' checksums: different for every store and every generation of one."""
+    """What seeds the records' checksums: different for every store and every base generation of one."""
     return crc32c(bytes.fromhex(store_id) + generation.to_bytes(8, "little"))
 
 
@@ -113,35 +135,36 @@ class EmbeddingStore:
         self.path, self.engine = os.fspath(path), engine
         self.record_engine: Engine = engine if record_engine is None else record_engine
         self.manifest = read_manifest(engine, path, MAGIC, VERSION)
-        records = self.manifest["records"]
-        self.schema = RecordSchema(records["format"], records["d_cls"], records["dim"])
-        self.count: int = records["count"]
-        self.salt = store_salt(self.manifest["store_id"], self.manifest["generation"])
-        self.segments = [Segment(**segment) for segment in self.manifest["segments"]]
-        self._load_meta()
-        self.texts = TextReader(self._checked_path(TEXTS_NAME), self.salt)
+        self.parts = [Part(self.path, entry) for entry in self.manifest["parts"]]
+        self.count: int = self.manifest["records"]["count"]
+        self.salt = store_salt(self.manifest["store_id"], self.manifest["base_generation"])
         self._files: list[FileHandle] = []
+        self.texts = TextReaders([])
         try:
-            for number, segment in enumerate(self.segments):
-                self._files.append(self._open_segment(number, segment))
-            placement = Placement(self._groups, self._segment_begin, self._files)
-            self.full = Tier(self.record_engine, self.schema, self.n_tokens, placement, self.salt)
+            self._load_meta()
+            self.deleted = self._load_deleted()
+            readers = [(part.first_number, TextReader(self._checked_path(part, TEXTS_NAME), self.salt)) for part in self.parts]
+            self.texts = TextReaders(readers, self.deleted)
+            self.full = self._open_tier("full")
+            self.compact = self._open_tier("compact") if self.manifest["compact"] else None
         except BaseException:
             self.close()
             raise
 
-    compact: Tier | None = None
-    deleted: np.ndarray | None = None
-    pooling: Any = None
+    @property
+    def schema(self) -> RecordSchema:
+        """Of the full records."""
+        return self.full.schema
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The data files of the full records."""
+        return [segment for part in self.parts for segment in part.segments("full")]
 
     @property
     def end_number(self) -> int:
-        return self.count
-
-    @property
-    def directory(self) -> str:
-        """Where this generation's files lie."""
-        return os.path.join(self.path, self.manifest["directory"])
+        """Record numbers lie below it. Each part begins at a multiple of 64; numbers left out between parts are nobody's."""
+        return len(self.n_tokens)
 
     @property
     def effective_path(self) -> str:
@@ -152,14 +175,87 @@ class EmbeddingStore:
     def resident_bytes(self) -> int:
         """Memory that the store itself holds (the first stage's index is not part of it)."""
         fixed = 0 if self.projection is None else self.projection.components.nbytes
-        return self.n_tokens.nbytes + self._groups.nbytes + self._segment_begin.nbytes + fixed
+        fixed += 0 if self.deleted is None else self.deleted.nbytes
+        books = [tier.codebook for tier in (self.full, self.compact) if tier is not None and tier.codebook is not None]
+        fixed += sum(book.centroids.nbytes for book in books)
+        return self.n_tokens.nbytes + sum(tier.resident_bytes for tier in (self.full, self.compact) if tier is not None) + fixed
 
-    def _checked_path(self, name: str) -> str:
-        """Path of a file of this generation whose size is what the manifest says."""
-        path = os.path.join(self.directory, name)
-        if name not in self.manifest["files"]:
+    def _load_meta(self) -> None:
+        counts: list[np.ndarray] = []
+        at = 0
+        for part in self.parts:
+            part.meta = self._part_meta(part)
+            counts += [np.zeros(part.first_number - at, dtype=np.uint16), part.meta["n_tokens"]]
+            at = part.first_number + part.count
+        self.n_tokens: np.ndarray = np.concatenate(counts) if counts else np.empty(0, np.uint16)
+        meta = self.parts[0].meta if self.parts else {}
+        self.projection = Projection(torch.from_numpy(meta["projection"])) if "projection" in meta else None
+        stage = self.manifest["first_stage"]
+        vector, dim = stage["vector"], self.manifest["encoder"]["dim"]
+        self.pooling = None if vector == "cls" else make_pooling(vector, dim, **stage["parameters"])
+
+    def _part_meta(self, part: Part) -> dict[str, np.ndarray]:
+        path = os.path.join(part.directory, META_NAME)
+        try:
+            meta = load_safetensors(b"".join(window.tobytes() for window in self.checked_windows(part, META_NAME)))
+        except SafetensorError as error:
+            raise errors.FormatError("damaged metadata", path=path, got=str(error), fix=_REBUILD) from error
+        groups = -(-part.count // GROUP_RECORDS)
+        shapes = {
+            "n_tokens": (np.uint16, part.count),
+            "group_offset_bytes": (np.int64, groups),
+            "segment_begin": (np.int64, len(part.segments("full"))),
+        }
+        if self.manifest["compact"]:
+            shapes["compact_group_offset_bytes"] = (np.int64, groups)
+        for name, (dtype, length) in shapes.items():
+            if name not in meta or meta[name].dtype != dtype or meta[name].shape != (length,):
+                raise errors.FormatError(
+                    f"metadata {name} does not fit the manifest", path=path, expected=f"{np.dtype(dtype)} [{length}]", fix=_REBUILD
+                )
+        return meta
+
+    def _load_deleted(self) -> np.ndarray | None:
+        entry = self.manifest["deleted"]
+        if entry is None:
+            return None
+        path = os.path.join(self.path, entry["path"])
+        try:
+            data = read_file(self.engine, path)
+        except errors.StoreNotFoundError as error:
+            raise errors.FormatError("file of the store missing", path=path, fix=_REBUILD) from error
+        if crc32c(data) != entry["crc32c"] or len(data) != entry["size_bytes"]:
+            raise errors.ChecksumError("damaged file of the store", path=path, expected=f"CRC32C {entry['crc32c']:08x}", fix=_REBUILD)
+        bitmap = np.zeros(-(-self.end_number // 8), dtype=np.uint8)  # what was added since is alive
+        bitmap[: len(data)] = np.frombuffer(data, dtype=np.uint8)
+        return bitmap
+
+    def _open_tier(self, name: str) -> Tier:
+        records = self.manifest["records"]
+        if name == "full":
+            schema = RecordSchema(records["format"], records["d_cls"], records["dim"])
+        else:
+            schema = RecordSchema(self.manifest["compact"]["format"], 0, self.manifest["compact"]["dim"])
+        files: list[FileHandle] = []
+        for part in self.parts:
+            for number, segment in enumerate(part.segments(name)):
+                files.append(self._open_segment(part, number, segment))
+                self._files.append(files[-1])
+        key = "group_offset_bytes" if name == "full" else "compact_group_offset_bytes"
+        groups = [part.meta[key] for part in self.parts]
+        begins = [segment.first_record for part in self.parts for segment in part.segments(name)]
+        placement = Placement(
+            torch.from_numpy(np.concatenate(groups) if groups else np.empty(0, np.int64)), torch.tensor(begins, dtype=torch.int64), files
+        )
+        book = codebook_of(self.parts[0].meta if self.parts else {}, name, schema)
+        return Tier(self.record_engine, schema, self.n_tokens, placement, self.salt, book)
+
+    def _checked_path(self, part: Part, name: str) -> str:
+        """Path of a file of a part whose size is what the manifest says."""
+        path = os.path.join(part.directory, name)
+        if name not in part.files:
             raise errors.FormatError(f"manifest does not name {name}", path=self.path, fix=_REBUILD)
-        want = self.manifest["files"][name]["size_bytes"]
+        want = part.files[name]["size_bytes"]
         if not os.path.exists(path):
             raise errors.FormatError("file of the store missing", path=path, expected=f"{want} bytes", fix=_REBUILD)
         if os.path.getsize(path) != want:
@@ -168,44 +264,22 @@ class EmbeddingStore:
             )
         return path
 
-    def check_file(self, name: str) -> list[int]:
+    def check_file(self, part: Part, name: str) -> list[int]:
         """Compares size and CRC32C of a metadata file with the manifest's. Returns the CRC32C of each of its windows."""
-        path = self._checked_path(name)
-        (found, sums), want = file_sums(self.engine, path), self.manifest["files"][name]["crc32c"]
+        path = self._checked_path(part, name)
+        (found, sums), want = file_sums(self.engine, path), part.files[name]["crc32c"]
         if found != want:
             raise errors.ChecksumError(
                 "damaged file of the store", path=path, got=f"CRC32C {found:08x}", expected=f"{want:08x}", fix=_REBUILD
             )
         return sums
 
-    def checked_windows(self, name: str) -> Iterator[np.ndarray]:
+    def checked_windows(self, part: Part, name: str) -> Iterator[np.ndarray]:
         """A metadata file in windows. It is read twice, so that not one byte is handed out before the whole was found right."""
-        sums = self.check_file(name)
-        return read_windows(self.engine, os.path.join(self.directory, name), sums=sums)
+        sums = self.check_file(part, name)
+        return read_windows(self.engine, os.path.join(part.directory, name), sums=sums)
 
-    def _load_meta(self) -> None:
-        path = os.path.join(self.directory, META_NAME)
-        try:
-            meta = load_safetensors(b"".join(window.tobytes() for window in self.checked_windows(META_NAME)))
-        except SafetensorError as error:
-            raise errors.FormatError("damaged metadata", path=path, got=str(error), fix=_REBUILD) from error
-        groups = -(-self.count // GROUP_RECORDS)
-        shapes = {
-            "n_tokens": (np.uint16, self.count),
-            "group_offset_bytes": (np.int64, groups),
-            "segment_begin": (np.int64, len(self.segments)),
-        }
-        for name, (dtype, length) in shapes.items():
-            if name not in meta or meta[name].dtype != dtype or meta[name].shape != (length,):
-                raise errors.FormatError(
-                    f"metadata {name} does not fit the manifest", path=path, expected=f"{np.dtype(dtype)} [{length}]", fix=_REBUILD
-                )
-        self.n_tokens: np.ndarray = meta["n_tokens"]
-        self._groups = torch.from_numpy(meta["group_offset_bytes"])
-        self._segment_begin = torch.from_numpy(meta["segment_begin"])
-        self.projection = Projection(torch.from_numpy(meta["projection"])) if "projection" in meta else None
-
-    def _open_segment(self, number: int, segment: Segment) -> FileHandle:
+    def _open_segment(self, part: Part, number: int, segment: Segment) -> FileHandle:
         path = os.path.join(self.path, segment.path)
         try:
             file = self.engine.open(path)
@@ -216,7 +290,7 @@ class EmbeddingStore:
                 raise errors.TruncatedFileError(
                     "data file has another size", path=path, got=file.size_bytes, expected=segment.size_bytes, fix=_REBUILD
                 )
-            expected = segment_header(self.manifest["store_id"], self.manifest["generation"], number, segment)
+            expected = segment_header(self.manifest["store_id"], part.generation, number, segment)
             check_segment_header(read_range(self.engine, file, 0, SEGMENT_HEADER_BYTES).tobytes(), expected, path)
         except BaseException:
             self.engine.close_file(file)
@@ -227,29 +301,53 @@ class EmbeddingStore:
         return self.record_engine.open(path)
 
     def load_index(self) -> Any:
-        """The IVF index over first-stage vectors, checked before FAISS sees a byte of it; None for an empty store."""
-        return load_index(self) if self.count else None
+        """The IVF index of all parts, its ids record numbers, checked before FAISS sees a byte of it; None for an empty store.
+
+        Raises what reading it raises, and FormatError where lists do not fit the store.
+        """
+        faiss, stage, merged = load_faiss(), self.manifest["first_stage"], None
+        for part in self.parts:
+            source = _Bytes(self.checked_windows(part, FIRST_STAGE_NAME))
+            index = faiss.read_index(faiss.PyCallbackIOReader(source.read))
+            got, expected = (index.ntotal, index.d, index.nlist), (part.count, stage["dim"], stage["nlist"])
+            if got != expected:
+                path = os.path.join(part.directory, FIRST_STAGE_NAME)
+                raise errors.FormatError("first stage does not fit the store", path=path, got=got, expected=expected, fix=_REBUILD)
+            if merged is None:
+                merged = index
+            else:
+                merged.merge_from(index, 0)  # ids are record numbers already
+        return merged
 
     def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
-        """Reads and checks every byte that means anything. Returns the number of records. Raises what it finds."""
-        for name in self.manifest["files"]:
-            self.check_file(name)
-        if self.texts.count() != self.count:
+        """Reads and checks every byte that means anything. Returns the number of live records. Raises what it finds."""
+        for part in self.parts:
+            for name in part.files:
+                self.check_file(part, name)
+        total = sum(part.count for part in self.parts)
+        if self.texts.count() != total:
             raise errors.FormatError(
-                "texts and records differ in number", path=self.texts.path, got=self.texts.count(), expected=self.count, fix=_REBUILD
+                "texts and records differ in number", path=self.path, got=self.texts.count(), expected=total, fix=_REBUILD
             )
-        step = 1024
-        for first in range(0, self.count, step):
-            numbers = np.arange(first, min(first + step, self.count))
-            future = self.full.read(numbers, gap_bytes=1 << 20)
-            self.full.check(future.wait(), future.position_bytes, numbers)
-            for _ in self.texts.scan(first, len(numbers)):
-                pass
-            progress(first + len(numbers), self.count)
+        gone = 0 if self.deleted is None else int(np.unpackbits(self.deleted).sum())
+        if total - gone != self.count:
+            raise errors.FormatError("records do not add up", path=self.path, got=total - gone, expected=self.count, fix=_REBUILD)
+        done = 0
+        for part in self.parts:
+            end = part.first_number + part.count
+            for first in range(part.first_number, end, 1024):
+                numbers = np.arange(first, min(first + 1024, end))
+                for tier in (self.full, self.compact):
+                    if tier is not None:
+                        future = tier.read(numbers, gap_bytes=1 << 20)
+                        tier.check(future.wait(), future.position_bytes, numbers)
+                self.texts.get(numbers.tolist())
+                done += len(numbers)
+                progress(done, total)
         return self.count
 
     def close(self) -> None:
-        """Closes the data files and the text database. Reads under way finish."""
+        """Closes the data files and the text databases. Reads under way finish."""
         for file in self._files:
             self.record_engine.close_file(file)
         self._files = []
@@ -262,20 +360,14 @@ class EmbeddingStore:
         self.close()
 
 
-def load_index(store: EmbeddingStore) -> Any:
-    """See `EmbeddingStore.load_index`. Raises FormatError where the index does not fit the store."""
-    faiss = load_faiss()
-    path = os.path.join(store.directory, FIRST_STAGE_NAME)
-    source = _Bytes(store.checked_windows(FIRST_STAGE_NAME))
-    index = faiss.read_index(faiss.PyCallbackIOReader(source.read))
-    if index.ntotal != store.count or index.d != store.schema.d_cls:
-        raise errors.FormatError(
-            "first stage does not fit the store",
-            path=path,
-            got=f"{index.ntotal} x {index.d}",
-            expected=f"{store.count} x {store.schema.d_cls}",
-        )
-    return index
+def codebook_of(meta: dict[str, np.ndarray], tier: str, schema: RecordSchema) -> Codebook | None:
+    """The codebook of a tier among the tensors of the base part's metadata; None where its format has none."""
+    if not token_format(schema.format).needs_codebook or not meta:
+        return None
+    tensors = {field.name: meta.get(f"{tier}.{field.name}") for field in fields(Codebook)}
+    if any(tensor is None for tensor in tensors.values()):
+        raise errors.FormatError(f"codebook of the {tier} records missing", fix=_REBUILD)
+    return Codebook(**{name: torch.from_numpy(tensor) for name, tensor in tensors.items()})
 
 
 class _Bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -155,3 +156,45 @@ class TextReader:
 
     def close(self) -> None:
         self._db.close()
+
+
+class TextReaders:
+    """The text databases of a store's parts as one. What was deleted is not found by id.
+
+    Args:
+        parts: (first record number, reader) of each part, ascending.
+        deleted: bitmap of deleted records, or None.
+    """
+
+    def __init__(self, parts: Sequence[tuple[int, TextReader]], deleted: np.ndarray | None = None):
+        self._parts, self._deleted = list(parts), deleted
+        self._begins = [first for first, _ in self._parts]
+
+    def get(self, numbers: Sequence[int]) -> list[tuple[DocumentId, str]]:
+        """See `TextReader.get`."""
+        if len(self._parts) == 1:
+            return self._parts[0][1].get(numbers)
+        of_part = [bisect.bisect_right(self._begins, number) - 1 for number in numbers]
+        found: dict[int, tuple[DocumentId, str]] = {}
+        for part in set(of_part):
+            mine = [number for number, which in zip(numbers, of_part, strict=True) if which == part]
+            found.update(zip(mine, self._parts[part][1].get(mine), strict=True))
+        return [found[number] for number in numbers]
+
+    def numbers(self, ids: Sequence[DocumentId]) -> np.ndarray:
+        """int64 [m]: the record number of each id, -1 where there is none alive."""
+        result = np.full(len(ids), -1, dtype=np.int64)
+        for _, reader in self._parts:
+            found = reader.numbers(ids)
+            if self._deleted is not None:
+                known = np.maximum(found, 0)
+                found[(self._deleted[known >> 3] >> (known & 7).astype(np.uint8)) & 1 == 1] = -1
+            result = np.where(found >= 0, found, result)
+        return result
+
+    def count(self) -> int:
+        return sum(reader.count() for _, reader in self._parts)
+
+    def close(self) -> None:
+        for _, reader in self._parts:
+            reader.close()

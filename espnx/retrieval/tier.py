@@ -59,6 +59,12 @@ class Tier:
         """On disk."""
         return sum(file.size_bytes for file in self._placement.files)
 
+    @property
+    def resident_bytes(self) -> int:
+        """Offsets and file numbers, beside the token counts that all tiers share."""
+        place = self._placement
+        return place.group_offset_bytes.nbytes + place.segment_begin.nbytes + self._handles.nbytes
+
     def locate(self, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(data file, offset_bytes, size_bytes), int64 [m] each, of record numbers int64 [m]. Raises InvalidInputError outside the store."""
         wanted = torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64))

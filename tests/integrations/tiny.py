@@ -16,6 +16,7 @@ import numpy as np
 DATA = Path(__file__).parent / "data"
 SHAPES = "shapes.json"  # {file of weights: {name: shape}}
 
+# ruff: noqa: SIM905 (a list of words reads better as text)
 WORDS = """the of and in to a is for with on by from at as wing flow heat shock wave jet plate layer speed sound body nose cone drag lift
 theory test data method results pressure supersonic boundary temperature measured angle attack transfer ratio number mach""".split()
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 from espnx.errors import InvalidInputError
 from espnx.ops import maxsim, maxsim_reference, token_row_bytes
 from espnx.ops._native import load_ops
-from tests.ops.records import integers, normals, scatter
+from tests.ops.records import Records, integers, normals, scatter
 from tests.ops.tolerances import assert_scores_close, maxsim_bound
 
 FORMATS = ("fp16", "fp32", "bf16")  # that hold small integers exactly
@@ -34,7 +36,7 @@ def test_stays_within_the_derived_bound(cpu_level: str, fmt: str, n_query_tokens
     query = normals(n_query_tokens, d, seed=99)
     scores = maxsim(query, *records.args, codebook=records.codebook)
     expected = maxsim_reference(query, *records.args, codebook=records.codebook)
-    assert_scores_close(scores, expected, maxsim_bound(query, records))
+    assert_scores_close(scores, expected, maxsim_bound(query, records, cpu_level=cpu_level))
 
 
 def test_every_token_count_up_to_two_tiles_of_every_kernel(cpu_level: str) -> None:
@@ -62,7 +64,9 @@ def test_coded_rows_of_every_token_count(cpu_level: str, fmt: str) -> None:
     for n_query_tokens in (3, 16, 24):
         query = normals(n_query_tokens, 40, seed=99)
         expected = maxsim_reference(query, *records.args, codebook=records.codebook)
-        assert_scores_close(maxsim(query, *records.args, codebook=records.codebook), expected, maxsim_bound(query, records))
+        assert_scores_close(
+            maxsim(query, *records.args, codebook=records.codebook), expected, maxsim_bound(query, records, cpu_level=cpu_level)
+        )
 
 
 @pytest.mark.parametrize("fmt", CODED)
@@ -184,13 +188,20 @@ def test_16_bit_values_of_every_kind_are_decoded_exactly(cpu_level: str) -> None
     assert torch.equal(scores.nan_to_num(nan=1e9), expected.nan_to_num(nan=1e9))
 
 
+@functools.cache
+def many_records(fmt: str) -> Records:
+    """Enough for several threads to be worth their start."""
+    return scatter([normals(60, 32, seed=seed) for seed in range(1500)], fmt)
+
+
 @pytest.mark.parametrize("fmt", ["fp16", "int8", "residual2"])
 @pytest.mark.parametrize("threads", [2, 5])
 def test_threads_change_nothing(cpu_level: str, threads: int, fmt: str) -> None:
-    records = scatter([normals(60, 32, seed=seed) for seed in range(1500)], fmt)
+    records = many_records(fmt)
     query = normals(32, 32, seed=2000)
     alone = maxsim(query, *records.args, threads=1, codebook=records.codebook)
     assert torch.equal(maxsim(query, *records.args, threads=threads, codebook=records.codebook), alone)
+    torch.set_num_threads(threads)  # the op's default; the fixture puts it back
     assert torch.equal(maxsim(query, *records.args, codebook=records.codebook), alone)
 
 
@@ -274,3 +285,28 @@ def test_a_centroid_that_does_not_exist(cpu_level: str, fmt: str, number: int, r
         assert raised.value.expected == "0 to 12"
         with pytest.raises(InvalidInputError, match=f"number {number} in row {row}"):
             maxsim_reference(query, *records.args, codebook=records.codebook)
+
+
+@pytest.mark.parametrize("value", [1e14, 1e20, 3e38, 1e-30, 0.0])
+@pytest.mark.parametrize("fmt", ["bf16", "fp32"])
+def test_values_far_from_one(cpu_level: str, fmt: str, value: float) -> None:
+    """Values beyond what the fast paths take, in one row of one of three documents."""
+    documents = [integers(70, 16, seed=seed).abs() + 1 for seed in range(3)]
+    documents[1][69, 3] = value
+    records = scatter(documents, fmt)
+    query = integers(5, 16, seed=9).abs() / 16 + 0.5
+    scores, expected = maxsim(query, *records.args), maxsim_reference(query, *records.args)
+    assert torch.allclose(scores, expected, rtol=2**-20)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(
+    ("query_value", "document_value"), [(1 + 2.0**-9 + 2.0**-20, 1.0), (1 + 2.0**-13, 1 + 2.0**-10), (1 + 2.0**-9, 1 + 2.0**-10)]
+)
+def test_the_last_bits_of_a_query_count(cpu_level: str, fmt: str, query_value: float, document_value: float) -> None:
+    """The large parts cancel between two query tokens, and what the last bits make is left, exactly."""
+    query, document = torch.zeros(3, 8), torch.zeros(1, 8)
+    query[:2, 5] = torch.tensor([query_value, -1.0])
+    document[0, 5] = document_value
+    records = scatter([document], fmt)
+    assert torch.equal(maxsim(query, *records.args), maxsim_reference(query, *records.args))

@@ -14,6 +14,10 @@ int8 and bit1 in whole numbers (CPU with VNNI or AMX). A query value is rounded 
 by half a step, and by the roundings of two fp32 factors, ``2^-23`` and ``2^-24`` of at most 32639 steps: by ``(0.5 + 0.006) / 32639``,
 less than ``1 / 64000``, of the peak, for each value of the document. The sums themselves are exact.
 
+fp16 and bf16 in bf16 parts (CPU with AMX). The parts hold every bit, and products of parts are exact in fp32. Large products and small
+ones (below ``2^-7`` of B) are summed apart: 2 d and 3 d additions, then one more, so ``2.1 d + Lq + 1`` roundings of B. The product left
+out, of the second part of an fp16 value and the third of the query's, is below ``2^-7 * 2^-17``. AMX takes values below ``2^-126`` for 0.
+
 MaxSim on tensor cores (Triton). The hardware adds with truncation instead of rounding: ``u = 2^-23``. For fp16, int8 and bit1 rows the
 query is split in two fp16 parts: 11 bits, then 11 of what is left, so each value is off by at most ``2^-22`` of itself, or by ``2^-36`` of
 its token's largest value where the second part is below fp16's normal range. bf16 rows are multiplied as TF32, which holds them, by a
@@ -44,11 +48,8 @@ def value_roundings(fmt: str, d: int) -> float:
     return d / 2 + 4 if fmt.startswith("residual") else 0
 
 
-def maxsim_bound(query: torch.Tensor, records: Records, *, tensor_cores: bool = False) -> torch.Tensor:
-    """The largest difference allowed between the op and `maxsim_reference` for each score. Finite inputs, one query ``[Lq, d]``.
-
-    On the CPU the bound covers whole-number arithmetic where the processor's best level has it.
-    """
+def maxsim_bound(query: torch.Tensor, records: Records, *, tensor_cores: bool = False, cpu_level: str = "portable") -> torch.Tensor:
+    """The largest difference allowed between the op and `maxsim_reference` for each score. Finite inputs, one query ``[Lq, d]``."""
     n_query_tokens, d = query.shape
     fmt = records.format
     magnitude = _maxsim_of_magnitudes(query.abs(), records)
@@ -60,8 +61,10 @@ def maxsim_bound(query: torch.Tensor, records: Records, *, tensor_cores: bool = 
         bound = (truncated + 2.0**-22) * magnitude + 2.0**-36 * peaks
     elif tensor_cores and fmt == "bf16":
         bound = (gamma(roundings + 2, 2.0**-23) + gamma(roundings, 2.0**-24) + 2.0**-21) * magnitude
-    elif fmt in ("int8", "bit1"):
+    elif fmt in ("int8", "bit1") and cpu_level in ("vnni", "amx"):
         bound = bound + peaks / 64000
+    elif fmt in ("fp16", "bf16") and cpu_level == "amx":
+        bound = (gamma(roundings, 2.0**-24) + gamma(2.1 * d + n_query_tokens + 1, 2.0**-24) + 2.0**-24) * magnitude
     return torch.where(records.n_tokens > 0, bound, 0.0)
 
 

@@ -49,7 +49,7 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None
     from espnx.retrieval import build as module
 
     def cut(segment_bytes: int, run_bytes: int = 4096) -> None:
-        monkeypatch.setattr(module.Builder, "_segment_bytes", lambda self, total_bytes: segment_bytes)
+        monkeypatch.setattr(module, "segment_bytes", lambda total_bytes, devices: segment_bytes)
         whole = module.pieces
         monkeypatch.setattr(module, "pieces", lambda order, sizes, limit_bytes, room: whole(order, sizes, run_bytes, room))
 

@@ -74,7 +74,7 @@ POINTS = [
     ("arrange", "assign", 1),
     ("writer", "append", 3),
     ("writer", "finish_segment", 2),
-    ("build", "write_manifest", 1),
+    ("publish", "write_manifest", 1),
     *[("remove", "rmtree", nth) for nth in (1, 2, 3)],
 ]
 

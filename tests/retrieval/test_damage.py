@@ -15,6 +15,7 @@ import pytest
 
 import espnx
 from espnx import errors
+from espnx.retrieval import publish
 from espnx.retrieval import store as module
 from espnx.retrieval.store import EmbeddingStore
 from espnx.storage import NativeEngine, manifest
@@ -44,8 +45,8 @@ def whole() -> Iterator[Path]:
     """A projected store of three data files, and beside it another one ("other") and the one before it ("older")."""
     from espnx.retrieval import build as building
 
-    cut, pieces = building.Builder._segment_bytes, building.pieces
-    building.Builder._segment_bytes = lambda self, total_bytes: 1  # type: ignore[method-assign]
+    cut, pieces = building.segment_bytes, building.pieces
+    building.segment_bytes = lambda total_bytes, devices: 1
     building.pieces = lambda order, sizes, limit_bytes, room: pieces(order, sizes, 4096, room)  # type: ignore[assignment]
     options: dict[str, Any] = {"dims": (D_CLS, DIM), "pca": 8}
     try:
@@ -57,7 +58,7 @@ def whole() -> Iterator[Path]:
             build(folder / "other", documents, **options)
             yield folder
     finally:
-        building.Builder._segment_bytes, building.pieces = cut, pieces  # type: ignore[method-assign]
+        building.segment_bytes, building.pieces = cut, pieces
 
 
 @pytest.fixture
@@ -241,7 +242,6 @@ def test_two_rows_exchanged(victim: Path, engine: NativeEngine) -> None:
 
 def test_a_row_bent_before_its_file_was_summed(folder: Path, engine: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum of the whole file was taken of damaged bytes and says nothing: verifying looks at every row."""
-    from espnx.retrieval import build as building
 
     def bend(meta: Any) -> bytes:
         database = sqlite3.connect(find(folder / "s", "texts.sqlite"))
@@ -250,8 +250,8 @@ def test_a_row_bent_before_its_file_was_summed(folder: Path, engine: NativeEngin
         database.close()
         return save(meta)
 
-    save = building.save_safetensors
-    monkeypatch.setattr(building, "save_safetensors", bend)
+    save = publish.save_safetensors
+    monkeypatch.setattr(publish, "save_safetensors", bend)
     build(folder / "s", corpus(20))
     with pytest.raises(errors.ChecksumError, match="damaged text of record 7") as caught:
         verify(folder / "s", engine)
@@ -324,11 +324,10 @@ def test_a_record_of_another_store(victim: Path, whole: Path, engine: NativeEngi
     [
         ("magic", "espnx-kv-cache", "not a manifest of this kind"),
         ("magic", None, "not a manifest of this kind"),
-        ("version", 2, "another version"),
+        ("version", 3, "another version"),
         ("version", "1", "another version"),
         ("byte_order", "big", "byte order"),
         ("store_id", "0" * 32, "another store"),
-        ("generation", 7, "another store"),
     ],
 )
 def test_a_signed_manifest_of_another_kind(victim: Path, engine: NativeEngine, field: str, value: object, said: str) -> None:

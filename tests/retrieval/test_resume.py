@@ -14,7 +14,7 @@ import pytest
 import espnx
 from espnx import errors
 from espnx.retrieval import build as module
-from espnx.retrieval import generations
+from espnx.retrieval import generations, publish
 from espnx.storage.lock import DirectoryLock
 from tests.retrieval.common import EVERYTHING, assert_ranks_as_written, build, check_store, corpus, leftovers, queries
 from tests.storage.common import in_child, open_descriptors
@@ -56,8 +56,8 @@ PLACES: dict[str, tuple[tuple[Any, str], int]] = {
     "first data file": ((module.SegmentWriter, "finish_segment"), 1),
     "third data file": ((module.SegmentWriter, "finish_segment"), 3),
     "texts": ((module.TextWriter, "commit"), 6),
-    "metadata": ((module, "save_safetensors"), 1),
-    "manifest": ((module, "write_manifest"), 1),
+    "metadata": ((publish, "save_safetensors"), 1),
+    "manifest": ((publish, "write_manifest"), 1),
 }
 
 
@@ -161,7 +161,7 @@ def test_published_but_not_tidied_up(folder: Path, monkeypatch: pytest.MonkeyPat
     """Killed right after publication: the state of that build must not become the next one's, which would write into the live files."""
     build(folder / "s", DOCUMENTS[:50])
     with monkeypatch.context() as patch:
-        patch.setattr(module.shutil, "rmtree", lambda *args, **options: None)
+        patch.setattr(generations.shutil, "rmtree", lambda *args, **options: None)
         build(folder / "s", DOCUMENTS[:80], replace=True)
     assert leftovers(folder / "s") == {"building", "gen-000001", "gen-000002"}
     with espnx.open(folder / "s") as reader:

@@ -21,7 +21,7 @@ import faiss
 import espnx
 from espnx.cli import main as cli
 from espnx.retrieval import build as module
-from espnx.retrieval import generations
+from espnx.retrieval import generations, publish
 from espnx.retrieval.texts import TextWriter
 from espnx.storage import NativeEngine
 from tests.retrieval.common import build, corpus, toy_encoder
@@ -32,8 +32,9 @@ OWNERS: dict[str, Any] = {
     "texts": TextWriter,
     "build": module,
     "generations": generations,
+    "publish": publish,
     "arrange": module.arrange,
-    "remove": module.shutil,
+    "remove": generations.shutil,
     "writer": module.SegmentWriter,
 }
 
@@ -60,7 +61,7 @@ def small_pieces() -> None:
     """Frequent checkpoints, and data files of some kilobytes."""
     whole = module.pieces
     module.CHECKPOINT_S = 0.01
-    module.Builder._segment_bytes = lambda self, total_bytes: 16_384  # type: ignore[method-assign]
+    module.segment_bytes = lambda total_bytes, devices: 16_384
     module.pieces = lambda order, sizes, limit_bytes, room: whole(order, sizes, 8192, room)  # type: ignore[assignment]
 
 

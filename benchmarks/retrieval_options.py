@@ -1,0 +1,123 @@
+"""The options of ``espnx bench retrieval``, read and checked."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from espnx.errors import InvalidInputError
+from espnx.sizes import parse_size
+
+from .corpus import MIXTURES, Mixture
+from .corpus_base import Expanded, ensure_base
+from .corpus_store import QUERIES, Prepared, ensure_store, found_store
+from .registry import Say
+from .retrieval_case import SHOWS
+from .retrieval_fleet import System, check_limit_possible
+from .retrieval_point import baseline_system, espnx_systems
+
+NLIST, NLIST_LEAST = 4096, 16
+QUICK_DOCUMENTS, QUICK_BASE, QUICK_QUERIES = 20_000, 200, 6
+BATCHES = (1, 4, 12, 48, 192)
+
+
+@dataclass(frozen=True)
+class Options:
+    """See the case's help."""
+
+    path: Path
+    shows: list[str]
+    corpora: list[str]
+    documents: int
+    base: int
+    dataset: Path | None
+    limits: list[int | None]
+    baselines: list[System]
+    systems: list[System]
+    nprobe: str
+    candidates: int
+    reranks: list[int | None]
+    batches: list[int]
+    threads: int | None
+    first_stage: str
+    formats: list[str]
+    layouts: list[str]
+    queries: int
+    engine: str
+    seed: int
+    quick: bool
+
+    @property
+    def nlist(self) -> int:
+        """4096 for a million documents, in proportion for fewer."""
+        return max(NLIST_LEAST, min(NLIST, self.documents * NLIST // 1_000_000))
+
+    def build_options(self, **more: Any) -> Mapping[str, Any]:
+        return {"format": self.formats[0], "first_stage": self.first_stage, "nlist": self.nlist, **more}
+
+    def prepare(self, name: str, say: Say, **more: Any) -> Prepared:
+        """The store of a corpus, built if need be. `more`: build options."""
+        if name in MIXTURES:
+            return ensure_store(self.path, name, Mixture(name, self.documents, MIXTURES[name]), self.build_options(**more), say)
+        if name == "A":
+            base = ensure_base(self.path, self.base, say)
+            return ensure_store(self.path, name, Expanded(base, self.documents), self.build_options(**more), say)
+        return found_store(Path(name))
+
+
+def read_options(args: Namespace) -> Options:
+    """Raises InvalidInputError, and PathUnavailableError where memory should be limited and cannot be."""
+    path = Path(args.path)
+    if not path.is_dir():
+        raise InvalidInputError("bench retrieval needs a directory", got=repr(args.path), expected="an existing one", fix="--path DIR")
+    shows, quick = _words(args.show), args.quick
+    if unknown := [show for show in shows if show not in SHOWS]:
+        raise InvalidInputError("unknown --show", got=", ".join(unknown), expected=", ".join(SHOWS))
+    corpora = _words(args.corpus)
+    for name in corpora:
+        if name not in ("A", *MIXTURES) and not Path(name).is_dir():
+            raise InvalidInputError("corpus", got=repr(name), expected="A, B, C, or the folder of a store")
+    limits = [None if word == "ample" else parse_size(word) for word in _words(args.memory)]
+    for limit in limits:
+        if limit is not None:
+            check_limit_possible(limit)
+    queries = min(args.queries, QUICK_QUERIES) if quick else args.queries
+    if not 1 <= queries <= QUERIES // 2:
+        raise InvalidInputError("queries", got=queries, expected=f"1 to {QUERIES // 2}")
+    return Options(
+        path=path.resolve(),
+        shows=shows,
+        corpora=corpora,
+        documents=_positive("docs", min(args.docs, QUICK_DOCUMENTS) if quick else args.docs),
+        base=_positive("base", min(args.base, QUICK_BASE) if quick else args.base),
+        dataset=Path(args.dataset) if args.dataset else None,
+        limits=limits,
+        baselines=[baseline_system(name) for name in _words(args.baseline)],
+        systems=espnx_systems(_words(args.prefetch_step)),
+        nprobe=args.nprobe,
+        candidates=_positive("candidates", args.candidates),
+        reranks=[None if word == "all" else _positive("rerank", word) for word in _words(args.rerank)],
+        batches=[_positive("batch", word) for word in _words(args.batch)],
+        threads=args.threads,
+        first_stage=args.first_stage,
+        formats=_words(args.format or "fp16"),
+        layouts=_words(args.layout),
+        queries=queries,
+        engine=args.engine,
+        seed=args.seed,
+        quick=quick,
+    )
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _positive(name: str, value: object) -> int:
+    text = str(value)
+    if not text.isdigit() or int(text) < 1:
+        raise InvalidInputError(name, got=repr(value), expected="a whole number, at least 1")
+    return int(text)

@@ -1,0 +1,255 @@
+"""What a process of the retrieval benchmark can be asked to do; see retrieval_worker.py."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from espnx.errors import InvalidInputError
+from espnx.retrieval.cost import DeviceCost
+from espnx.retrieval.encoder import Encoded
+from espnx.retrieval.probing import measure as measure_probing
+from espnx.retrieval.result import SearchResult
+from espnx.retrieval.search import Index
+
+from .baselines.whole_store import WHOLE_STORE, WholeStoreRanker, query_vectors
+from .corpus_store import load_queries
+from .counters import read_counters
+
+#: Options of a search that every system understands, with k.
+SHARED = ("k", "candidates", "rerank", "nprobe")
+ESPNX = "espnx"
+
+
+def rss_bytes() -> int:
+    """Memory of this process, mapped files not counted."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    return 1024 * sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+
+
+class Session:
+    """One open store and one way of re-ranking. `handle` runs one command, a mapping with ``do`` and arguments."""
+
+    def __init__(self) -> None:
+        self._index: Index | None = None
+        self._ranker: WholeStoreRanker | None = None
+        self._queries: list[Encoded] = []
+
+    def handle(self, command: dict[str, Any]) -> dict[str, Any]:
+        arguments = {key: value for key, value in command.items() if key != "do"}
+        known = {
+            "open": self.open, "search": self.search, "reference": self.reference, "pieces": self.pieces, "maxsim": self.maxsim,
+            "candidates": self.candidates, "nprobe_for": self.nprobe_for, "callers": self.callers,
+        }  # fmt: skip
+        if command.get("do") not in known:
+            raise InvalidInputError("command", got=command.get("do"), expected=", ".join(known))
+        return known[command["do"]](**arguments)
+
+    @property
+    def index(self) -> Index:
+        if self._index is None:
+            raise InvalidInputError("no store is open", fix="send `open` first")
+        return self._index
+
+    @property
+    def ranker(self) -> WholeStoreRanker:
+        if self._ranker is None:
+            raise InvalidInputError("this process does not hold the whole store", expected=", ".join(WHOLE_STORE))
+        return self._ranker
+
+    def open(
+        self,
+        store: str,
+        queries: str,
+        system: str,
+        threads: int | None = None,
+        gather_threads: int = 1,
+        engine: str = "auto",
+        compact: str = "ssd",
+        hot: int = 0,
+    ) -> dict[str, Any]:
+        """Opens a store. `system`: ``espnx``, or one of `WHOLE_STORE`."""
+        before = rss_bytes()
+        self._queries = load_queries(Path(queries))
+        if system in WHOLE_STORE:
+            self._index = Index(store, engine=engine, threads=threads, cost=DeviceCost())
+            self._ranker = WholeStoreRanker(self._index, system, gather_threads)
+        else:
+            self._index = Index(store, engine=engine, threads=threads, compact=compact, hot=hot)
+        index = self._index
+        manifest = index.store.manifest
+        return {
+            "rss_growth_bytes": rss_bytes() - before,
+            "effective_path": index.store.effective_path if self._ranker is None else system,
+            "default_nprobe": index.default_nprobe,
+            "count": index.store.count,
+            "record_bytes": index.store.full.size_bytes,
+            "resident_bytes": index.resident_bytes,
+            "cost": asdict(index.cost),
+            "gap_bytes": index.cost.gap_bytes,
+            "first_stage": {key: value for key, value in manifest["first_stage"].items() if key != "steps"},
+            "format": manifest["records"]["format"],
+        }
+
+    def search(self, queries: Sequence[int], options: dict[str, Any]) -> dict[str, Any]:
+        """One batch, timed. `queries`: their numbers."""
+        chosen = [self._queries[number] for number in queries]
+        before = read_counters()
+        if self._ranker is not None:
+            shared = {name: options[name] for name in SHARED}
+            begun = time.perf_counter()
+            rankings = self._ranker.search(chosen, **shared)
+            seconds = time.perf_counter() - begun
+            spent = read_counters() - before
+            asked = sum(ranking.bytes_asked for ranking in rankings)
+            timings = _medians([ranking.timings for ranking in rankings])
+            return _measured(seconds, spent, asked, spent.device_read_bytes or 0, [r.hits for r in rankings], timings)
+        begun = time.perf_counter()
+        results = self.index.search(chosen if len(chosen) > 1 else chosen[0], **options)  # type: ignore[call-overload]
+        seconds = time.perf_counter() - begun
+        spent = read_counters() - before
+        found: list[SearchResult] = results if isinstance(results, list) else [results]
+        metrics = _medians([vars(result.timings) for result in found])
+        metrics |= {
+            "requests": sum(result.requests for result in found) / len(found),
+            "hit_rate": sum(result.hit_rate for result in found) / len(found),
+            "hot_documents": sum(result.hot for result in found) / len(found),
+            "prefetch_step": found[-1].prefetch_steps[0] if found[-1].prefetch_steps else 0.0,
+            "prefetch_steps": float(len(found[-1].prefetch_steps)),
+        }
+        hits = [[(hit.number, hit.score) for hit in result.hits] for result in found]
+        asked, moved = sum(result.bytes_asked for result in found), sum(result.bytes_moved for result in found)
+        return {**_measured(seconds, spent, asked, moved, hits, metrics), "steps": found[-1].prefetch_steps}
+
+    def reference(self, query: int, options: dict[str, Any]) -> dict[str, Any]:
+        """The ranking to compare with, and how far scores may be off (docs/tolerances.md), for documents' vectors of norm about 1."""
+        shared = {name: options[name] for name in SHARED}
+        return {
+            "hits": self.ranker.reference(self._queries[query], **shared),
+            "tolerance": tolerance(query_vectors(self.index, self._queries[query])),
+        }
+
+    def pieces(self, query: int, options: dict[str, Any], steps: Sequence[float]) -> dict[str, Any]:
+        """The parts of a search one by one, nothing else running: the first stage up to its first step and after it, then the reads.
+
+        Without steps nothing is read ahead: all reads begin when the first stage is complete.
+        """
+        vector = query_vectors(self.index, self._queries[query]).vector[None]
+        rerank = options["rerank"]
+        begun = stepped = time.perf_counter()
+        search = self.index.first_stage.start(vector, options["candidates"], options["nprobe"])
+        ahead = np.empty(0, np.int64)
+        for number, step in enumerate(steps):
+            early = search.advance(step)[0][0][:rerank]
+            if number == 0:
+                stepped = time.perf_counter()
+            ahead = np.union1d(ahead, early)
+        final = search.complete()[0][0][:rerank]
+        complete = time.perf_counter()
+        missed = np.setdiff1d(final, ahead)
+        if not steps:
+            ahead, missed, stepped = np.sort(final), missed[:0], complete
+        return {
+            "delta_s": stepped - begun,
+            "rest_s": complete - stepped,
+            "prefetch": self._read(ahead),
+            "misses": self._read(missed),
+            "numbers": final.tolist(),
+        }
+
+    def _read(self, numbers: np.ndarray) -> dict[str, float]:
+        """Reads records and nothing else: no check, no score."""
+        if not len(numbers):
+            return {"seconds": 0.0, "bytes_asked": 0, "bytes_moved": 0, "requests": 0}
+        begun = time.perf_counter()
+        future = self.index.store.full.read(numbers, gap_bytes=self.index.cost.gap_bytes)
+        future.wait()
+        return {
+            "seconds": time.perf_counter() - begun,
+            "bytes_asked": future.bytes_asked,
+            "bytes_moved": future.bytes_moved,
+            "requests": future.request_count,
+        }
+
+    def maxsim(self, query: int, numbers: Sequence[int]) -> dict[str, float]:
+        """Seconds that MaxSim takes for those records in memory."""
+        return {"seconds": self.ranker.maxsim_s(self._queries[query], np.array(numbers, dtype=np.int64))}
+
+    def candidates(self, queries: Sequence[int], candidates: int, nprobe: int) -> dict[str, Any]:
+        """Record numbers that the first stage finds, per query."""
+        vectors = np.stack([query_vectors(self.index, self._queries[number]).vector for number in queries])
+        found = self.index.first_stage.start(vectors, candidates, nprobe).complete()
+        return {"numbers": [numbers.tolist() for numbers, _ in found]}
+
+    def nprobe_for(self, queries: Sequence[int], candidates: int, recall: float) -> dict[str, Any]:
+        """The smallest number of lists with that share of the exhaustive candidates, and hit rates of prefetch steps there."""
+        vectors = np.stack([query_vectors(self.index, self._queries[number]).vector for number in queries])
+        nprobe, steps = measure_probing(self.index.first_stage, vectors, candidates, recall)
+        return {"nprobe": nprobe, "steps": steps}
+
+    def callers(self, queries: Sequence[int], options: dict[str, Any], callers: int) -> dict[str, Any]:
+        """All queries, one by one, by so many threads: each query's latency in seconds, and the time of all."""
+        waiting = list(queries)
+        latencies: list[float] = []
+        lock = threading.Lock()
+
+        def work() -> None:
+            while True:
+                with lock:
+                    if not waiting:
+                        return
+                    number = waiting.pop()
+                seconds = self.search([number], options)["seconds"]
+                with lock:
+                    latencies.append(seconds)
+
+        threads = [threading.Thread(target=work) for _ in range(callers)]
+        begun = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return {"seconds": time.perf_counter() - begun, "latencies": latencies}
+
+    def close(self) -> None:
+        if self._ranker is not None:
+            self._ranker.close()
+        if self._index is not None:
+            self._index.close()
+
+
+def tolerance(query: Any) -> float:
+    """How far two correct scores of a document may lie apart, where its vectors have norm at most 1.01."""
+
+    def gamma(n: int) -> float:
+        return n * 2.0**-24 / (1 - n * 2.0**-24)
+
+    lq, dim = query.tokens.shape
+    maxsim = 2 * gamma(dim + lq) * float(query.tokens.norm(dim=1).sum())
+    cls = 2 * gamma(query.cls.shape[1] + 1) * abs(query.cls_weight) * float(query.cls.norm())
+    return 1.01 * (maxsim + cls) + 2.0**-23 * (lq + 1)
+
+
+def _medians(parts: list[dict[str, float]]) -> dict[str, float]:
+    return {key: statistics.median(part[key] for part in parts) for key in (parts[0] if parts else {})}
+
+
+def _measured(seconds: float, spent: Any, asked: int, moved: int, hits: Any, metrics: dict[str, float]) -> dict[str, Any]:
+    return {
+        "seconds": seconds,
+        "cpu_s": spent.cpu_s,
+        "bytes_asked": asked,
+        "bytes_moved": moved,
+        "hits": hits,
+        "metrics": metrics,
+        "rss_bytes": rss_bytes(),
+        "pid": os.getpid(),
+    }

@@ -1,0 +1,69 @@
+"""``espnx index import``: an index of ColBERT, fast-plaid or PyLate as a store, its residual codes kept as they are."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from .output import add_json_option, emit, json_document, render_table
+from .progress import ProgressLine
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", help="of the index: with centroids.pt (ColBERT), centroids.npy (fast-plaid) or fast_plaid_index (PyLate)")
+    parser.add_argument("store", help="directory to build in; an interrupted import into it is resumed")
+    parser.add_argument(
+        "--texts", metavar="FILE", help="collection.tsv or JSON lines, in the order of the index; without it texts are empty"
+    )
+    parser.add_argument(
+        "--encoder", metavar="FOLDER", help="checkpoint or model that the index was made with; the store then refuses queries of another"
+    )
+    parser.add_argument(
+        "--pooling", choices=("mean", "muvera"), help="how the first stage's vector is made of a document's tokens (default: mean)"
+    )
+    parser.add_argument("--first-stage", default="sq8", metavar="CODE", help="flat, sq8 or pqM: code of the lists (default: %(default)s)")
+    parser.add_argument("--nlist", type=int, help="number of inverted lists (default: 4 sqrt(documents))")
+    parser.add_argument("--memory", default="1GiB", metavar="SIZE", help="what the process may use (default: %(default)s)")
+    parser.add_argument(
+        "--directory", action="append", default=[], metavar="DIR", help="put data files there, one per SSD; may be repeated"
+    )
+    parser.add_argument("--replace", action="store_true", help="publish over the store that is there")
+    parser.add_argument("--restart", action="store_true", help="discard an interrupted import instead of resuming it")
+    add_json_option(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from ..integrations import load_encoder
+    from ..integrations.imports import import_index, inspect_index
+    from ..sizes import format_size
+
+    found = inspect_index(args.folder)
+    encoder = load_encoder(args.encoder) if args.encoder else None
+    options: dict[str, Any] = {"first_stage": args.first_stage, "nlist": args.nlist, "memory": args.memory}
+    if args.pooling:
+        options["pooling"] = args.pooling
+    with ProgressLine() as progress:
+        progress.say(f"importing {found.documents:,} documents of {args.folder} into {args.store}; it needs twice the store's size on disk")
+        report = import_index(
+            args.folder,
+            args.store,
+            texts=args.texts,
+            encoder=encoder,
+            directories=[os.path.abspath(directory) for directory in args.directory],
+            replace=args.replace,
+            restart=args.restart,
+            progress=progress.update,
+            **options,
+        )
+    rows = [
+        ("documents", f"{report.documents:,}"),
+        ("token vectors", f"{report.tokens:,} x {found.dim} {found.format}, {found.centroids:,} centroids"),
+        ("records on disk", format_size(report.record_bytes)),
+        ("first stage", f"{args.first_stage}, {report.nlist} lists, nprobe {report.nprobe}"),
+        ("time", f"{report.spool_s:.1f} s read and spool, {report.arrange_s:.1f} s arrange, {report.write_s:.1f} s write"),
+    ]
+    emit(args, render_table(("", ""), rows), json_document("index import", index=asdict(found), report=asdict(report)))
+    return 0

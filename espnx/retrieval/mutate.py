@@ -1,0 +1,208 @@
+"""Changes of a published store: add documents, delete them, and compact what many changes left. Each publishes a new version, atomically;
+who has an older one open keeps it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import errors
+from ..storage import NativeEngine
+from ..storage.lock import DirectoryLock
+from ..storage.stream import make_directory, write_file
+from . import generations
+from .adding import Base, contents_of
+from .build import Builder, BuildReport, Progress
+from .compacting import write_compacted
+from .documents import Document, to_document
+from .encoder import Encoder
+from .options import BuildOptions
+from .publish import finish_part, publish
+from .spool import read_state
+from .store import EmbeddingStore
+from .texts import DocumentId
+
+DELETED_NAME = "deleted.bin"
+_IDS_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class CompactReport:
+    """What compacting did. Sizes in bytes."""
+
+    path: str
+    documents: int
+    dropped: int
+    parts: int
+    generation: int
+    size_bytes_before: int
+    size_bytes: int
+
+
+def _ignore(phase: str, done: int, total: int | None) -> None:
+    """Progress that nobody wants."""
+
+
+@contextmanager
+def _writing(path: str | os.PathLike[str], engine: NativeEngine | None) -> Iterator[tuple[str, NativeEngine, EmbeddingStore]]:
+    """The store, locked for writing."""
+    where = os.fspath(path)
+    owned = NativeEngine(pool_bytes=64 << 20) if engine is None else engine
+    try:
+        with DirectoryLock(where), EmbeddingStore(where, owned) as store:
+            yield where, owned, store
+    finally:
+        if engine is None:
+            owned.close()
+
+
+def _refuse_interrupted_build(path: str, engine: NativeEngine, live_generation: int) -> None:
+    """A build that was interrupted here waits to be resumed; a change would throw its work away."""
+    state = read_state(engine, os.path.join(path, generations.BUILDING))
+    if state is not None and state["settings"]["kind"] == "build" and state["generation"] > live_generation:
+        raise errors.InvalidInputError(
+            f"an interrupted build waits in {path}", got=f"{state['documents']} documents spooled",
+            fix="finish it by the same call of build, or discard it (restart=True, --restart)",
+        )  # fmt: skip
+
+
+def add(
+    path: str | os.PathLike[str],
+    documents: Iterable[Any],
+    encoder: Encoder | None = None,
+    *,
+    memory: int | str = "1GiB",
+    engine: NativeEngine | None = None,
+    progress: Progress = _ignore,
+) -> BuildReport:
+    """Adds documents to a store. Nothing is trained again: they go into the lists that are there, with the store's own settings.
+
+    Args:
+        documents: as of `build`. Their ids must be new; the id of a deleted document may be used again.
+        encoder: the one the store was built with; needed unless every document brings its vectors.
+        memory: what the process may use.
+
+    Raises:
+        InvalidInputError: an id that the store holds, vectors that do not fit, another encoder. The store stays as it is.
+        StoreNotFoundError: there is no store. StoreBusyError: another process writes to it.
+        DiskFullError, WriteError, ReadError, ...: the store stays as it is.
+    """
+    with _writing(path, engine) as (where, owned, store):
+        manifest = store.manifest
+        _refuse_interrupted_build(where, owned, manifest["generation"])
+        built, records, stage = manifest["encoder"], manifest["records"], manifest["first_stage"]
+        if encoder is not None and built["name"] is not None and encoder.name != built["name"]:
+            raise errors.InvalidInputError("the store was built with another encoder", got=encoder.name, expected=built["name"])
+        if not store.parts:
+            raise errors.InvalidInputError(
+                "an empty store has no lists to add to", fix="build it again, with documents (replace=True, --replace)"
+            )
+        options = BuildOptions(
+            format=records["format"],
+            first_stage=stage["code"],
+            nlist=stage["nlist"],
+            pca=records["dim"] if store.projection is not None else None,
+            cls_weight=manifest["cls_weight"],
+            memory=memory,
+            directories=sorted({os.path.dirname(directory) for directory in generations.data_paths(manifest)}),
+            compact=manifest["compact"]["format"] if manifest["compact"] else None,
+            pooling=stage["vector"],
+        )
+        builder = Builder(where, encoder, options, owned, (built["d_cls"], built["dim"]), progress, base=Base.of(store))
+        return builder.run(_new_documents(store, documents), restart=True, replace=True)
+
+
+def _new_documents(store: EmbeddingStore, documents: Iterable[Any]) -> Iterator[Document]:
+    """The documents, in the order given. Raises InvalidInputError at one whose id is taken."""
+    batch: list[Document] = []
+    for number, item in enumerate(documents):
+        batch.append(to_document(item, number))
+        if len(batch) == _IDS_AT_ONCE:
+            yield from _checked_new(store, batch)
+            batch = []
+    yield from _checked_new(store, batch)
+
+
+def _checked_new(store: EmbeddingStore, batch: list[Document]) -> list[Document]:
+    known = store.texts.numbers([document.id for document in batch])
+    if (known >= 0).any():
+        taken = batch[int(np.flatnonzero(known >= 0)[0])].id
+        raise errors.InvalidInputError(
+            f"document id {taken!r} is in the store",
+            expected="new ids",
+            fix="delete it first, which replaces it, or drop it from the addition",
+        )
+    return batch
+
+
+def delete(path: str | os.PathLike[str], ids: Iterable[DocumentId], *, engine: NativeEngine | None = None) -> int:
+    """Deletes documents by id; their bytes stay until `compact`. Returns how many there were.
+
+    Raises:
+        InvalidInputError: an id that the store does not hold (then nothing is deleted), or one string in place of a collection.
+        StoreNotFoundError, StoreBusyError, DiskFullError, WriteError, ReadError, ...: the store stays as it is.
+    """
+    if isinstance(ids, (str, bytes)):
+        raise errors.InvalidInputError("ids", got=repr(ids), expected="a collection of document ids", fix=f"pass [{ids!r}]")
+    wanted = list(dict.fromkeys(ids))
+    with _writing(path, engine) as (where, owned, store):
+        _refuse_interrupted_build(where, owned, store.manifest["generation"])
+        numbers = store.texts.numbers(wanted)
+        if (numbers < 0).any():
+            missing = wanted[int(np.flatnonzero(numbers < 0)[0])]
+            raise errors.InvalidInputError("no such document", got=repr(missing), expected="ids that the store holds")
+        if not wanted:
+            return 0
+        bitmap = np.zeros(-(-store.end_number // 8), dtype=np.uint8) if store.deleted is None else store.deleted.copy()
+        np.bitwise_or.at(bitmap, numbers >> 3, (1 << (numbers & 7)).astype(np.uint8))
+        contents = contents_of(store.manifest)
+        contents["generation"] += 1
+        directory = generations.name(contents["generation"])
+        make_directory(os.path.join(where, directory))
+        _, crc = write_file(owned, os.path.join(where, directory, DELETED_NAME), bitmap.tobytes())
+        owned.sync_directory(os.path.join(where, directory))
+        owned.sync_directory(where)
+        contents["deleted"] = {"path": os.path.join(directory, DELETED_NAME), "crc32c": crc, "size_bytes": bitmap.nbytes}
+        contents["records"]["count"] -= len(wanted)
+        publish(owned, where, contents, store.manifest)
+        return len(wanted)
+
+
+def compact(
+    path: str | os.PathLike[str], *, memory: int | str = "1GiB", engine: NativeEngine | None = None, progress: Progress = _ignore
+) -> CompactReport:
+    """Writes a store anew: without what was deleted, as one part, records in list order. Vectors and lists stay what they are, bit for bit;
+    nothing is trained or encoded again. Needs the new store's size on disk beside the old one.
+
+    Raises:
+        StoreNotFoundError, StoreBusyError, DiskFullError, WriteError, ReadError, ...: the store stays as it is.
+    """
+    with _writing(path, engine) as (where, owned, store):
+        manifest = store.manifest
+        _refuse_interrupted_build(where, owned, manifest["generation"])
+        before = sum(tier.size_bytes for tier in (store.full, store.compact) if tier is not None)
+        total = sum(part.count for part in store.parts)
+        contents = contents_of(manifest)
+        contents["generation"] = contents["base_generation"] = manifest["generation"] + 1
+        contents["deleted"], contents["parts"] = None, []
+        if store.count:
+            directories = sorted({os.path.dirname(directory) for directory in generations.data_paths(manifest)})
+            written = write_compacted(owned, store, contents["generation"], directories, memory, progress)
+            contents["records"]["tokens"] = written.tokens
+            contents["parts"] = [finish_part(owned, where, written, directories)]
+        publish(owned, where, contents, manifest)
+        segments = [segment for part in contents["parts"] for tier in part["segments"].values() for segment in tier]
+        return CompactReport(
+            path=where,
+            documents=store.count,
+            dropped=total - store.count,
+            parts=len(store.parts),
+            generation=contents["generation"],
+            size_bytes_before=before,
+            size_bytes=sum(segment["size_bytes"] for segment in segments),
+        )

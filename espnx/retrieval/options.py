@@ -1,0 +1,84 @@
+"""How a store is built: the options, checked."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from .. import errors
+from .first_stage import CODES
+from .pooling import POOLINGS
+from .record import FORMAT_NUMBERS
+
+COMPACT_FORMATS = ("bit1", "residual1", "residual2", "residual4", "int8")
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """How a store is built.
+
+    Attributes:
+        format: of the token vectors in the records: ``fp16``, ``fp32``, ``bf16``, ``int8``, ``bit1``, ``residual1``, ``residual2`` or
+            ``residual4``.
+        first_stage: code of the IVF lists: ``flat``, ``sq8``, ``sq6``, ``sq4`` or ``pqM``.
+        nlist: number of lists; None chooses from the number of documents.
+        pca: dimensions to project token vectors to; None keeps them.
+        cls_weight: weight of the CLS similarity in the score, beside MaxSim.
+        memory: what the process may use, as bytes or ``1GiB``.
+        directories: where data segments go, one per SSD; empty keeps them in the store's directory.
+        compact: format of a second, small record of every document, for the cascade; None: there is none.
+        pooling: where first-stage vectors come from: ``cls``, or tokens pooled by ``mean`` or ``muvera``; None: CLS if there is one, else
+            the mean.
+        centroids: of the codebook of residual formats; None chooses from the number of tokens, as ColBERT does.
+    """
+
+    format: str = "fp16"
+    first_stage: str = "sq8"
+    nlist: int | None = None
+    pca: int | None = None
+    cls_weight: float = 1.0
+    memory: int | str = "1GiB"
+    directories: Sequence[str] = ()
+    compact: str | None = None
+    pooling: str | None = None
+    centroids: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMAT_NUMBERS:
+            raise errors.InvalidInputError("unknown record format", got=repr(self.format), expected=" or ".join(FORMAT_NUMBERS))
+        code = self.first_stage
+        if code not in CODES and not (code.startswith("pq") and code[2:].isdigit()):
+            raise errors.InvalidInputError("first-stage code", got=repr(code), expected=f"{', '.join(CODES)} or pqM")
+        if self.nlist is not None and self.nlist < 1:
+            raise errors.InvalidInputError("nlist", got=self.nlist, expected="at least 1")
+        if isinstance(self.directories, (str, bytes)):
+            raise errors.InvalidInputError(
+                "directories", got=repr(self.directories), expected="a sequence of them", fix=f"pass [{self.directories!r}]"
+            )
+        # Absolute from here on: a build may be resumed, and its store opened, from anywhere.
+        object.__setattr__(self, "directories", [os.path.abspath(directory) for directory in self.directories])
+        if self.compact is not None and self.compact not in COMPACT_FORMATS:
+            raise errors.InvalidInputError("compact format", got=repr(self.compact), expected=", ".join(COMPACT_FORMATS))
+        if self.pooling not in (None, "cls", *POOLINGS):
+            raise errors.InvalidInputError("pooling", got=repr(self.pooling), expected=f"cls, {' or '.join(POOLINGS)}")
+        if self.centroids is not None and self.centroids < 1:
+            raise errors.InvalidInputError("centroids", got=self.centroids, expected="at least 1")
+        if not np.isfinite(self.cls_weight):
+            raise errors.InvalidInputError("cls_weight", got=self.cls_weight, expected="a finite number")
+
+
+def build_options(given: dict[str, Any]) -> BuildOptions:
+    """Options by name. Raises InvalidInputError for an unknown one."""
+    known = [field.name for field in fields(BuildOptions)]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise errors.InvalidInputError(
+                f"unknown build option {name!r}", expected=", ".join(known), fix=f"did you mean {near[0]}?" if near else None
+            )
+    return BuildOptions(**given)
