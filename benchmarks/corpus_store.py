@@ -41,8 +41,8 @@ class Prepared:
 
 
 def store_key(corpus: Corpus, options: Mapping[str, Any]) -> str:
-    """A directory name that differs wherever corpus or build options differ."""
-    text = json.dumps([corpus.key, dict(options)], sort_keys=True)
+    """A directory name that differs wherever corpus, build options or the version of the store's format differ."""
+    text = json.dumps([corpus.key, VERSION, dict(options)], sort_keys=True)
     return f"{corpus.key}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 

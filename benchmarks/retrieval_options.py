@@ -44,6 +44,7 @@ class Options:
     threads: int | None
     first_stage: str
     formats: list[str]
+    compact: str | None
     layouts: list[str]
     queries: int
     engine: str
@@ -56,7 +57,7 @@ class Options:
         return max(NLIST_LEAST, min(NLIST, self.documents * NLIST // 1_000_000))
 
     def build_options(self, **more: Any) -> Mapping[str, Any]:
-        return {"format": self.formats[0], "first_stage": self.first_stage, "nlist": self.nlist, **more}
+        return {"format": self.formats[0], "first_stage": self.first_stage, "nlist": self.nlist, "compact": self.compact, **more}
 
     def prepare(self, name: str, say: Say, **more: Any) -> Prepared:
         """The store of a corpus, built if need be. `more`: build options."""
@@ -104,6 +105,7 @@ def read_options(args: Namespace) -> Options:
         threads=args.threads,
         first_stage=args.first_stage,
         formats=_words(args.format or "fp16"),
+        compact=None if args.compact == "none" else args.compact,
         layouts=_words(args.layout),
         queries=queries,
         engine=args.engine,

@@ -1,4 +1,4 @@
-"""``espnx index build | verify | info``."""
+"""``espnx index build | add | delete | compact | verify | info``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", help="directory to build in; an interrupted build in it is resumed")
     parser.add_argument("--corpus", required=True, metavar="FILE", help="JSON lines with id (or _id), text and optionally title")
     parser.add_argument("--encoder", default="minilm", help="minilm, or the folder of a Hugging Face encoder (default: %(default)s)")
-    parser.add_argument("--format", default="fp16", choices=("fp16", "fp32"), help="of the stored vectors (default: %(default)s)")
+    parser.add_argument(
+        "--format", default="fp16", metavar="F",
+        help="of the stored token vectors: fp32, fp16, bf16, int8, bit1, residual1, residual2, residual4 (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--compact", metavar="F", help="a second, small record of every document for the cascade, such as bit1")
+    parser.add_argument("--pooling", metavar="P", help="first-stage vectors: cls, mean or muvera (default: cls where the encoder has one)")
     parser.add_argument("--pca", type=int, metavar="DIM", help="project token vectors to fewer dimensions")
     parser.add_argument(
-        "--first-stage", default="sq8", metavar="CODE", help="flat, sq8 or pqM: code of the inverted lists (default: %(default)s)"
+        "--first-stage", default="sq8", metavar="CODE", help="flat, sq8, sq6, sq4 or pqM: code of the inverted lists (default: %(default)s)"
     )
     parser.add_argument("--nlist", type=int, help="number of inverted lists (default: 4 sqrt(documents))")
     parser.add_argument("--cls-weight", type=float, default=1.0, help="weight of the CLS similarity beside MaxSim (default: %(default)s)")
@@ -71,6 +76,8 @@ def run_build(args: argparse.Namespace) -> int:
             format=args.format,
             pca=args.pca,
             first_stage=args.first_stage,
+            compact=args.compact,
+            pooling=args.pooling,
             nlist=args.nlist,
             cls_weight=args.cls_weight,
             memory=args.memory,
@@ -91,6 +98,74 @@ def run_build(args: argparse.Namespace) -> int:
         ("time", f"{report.spool_s:.1f} s encode and spool, {report.arrange_s:.1f} s arrange, {report.write_s:.1f} s write"),
     ]
     emit(args, render_table(("", ""), rows), json_document("index build", report=asdict(report)))
+    return 0
+
+
+def configure_add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("store", help="directory of the store")
+    parser.add_argument("--corpus", required=True, metavar="FILE", help="JSON lines with id (or _id), text and optionally title")
+    parser.add_argument("--encoder", default="minilm", help="the one the store was built with (default: %(default)s)")
+    parser.add_argument("--memory", default="1GiB", metavar="SIZE", help="what the process may use (default: %(default)s)")
+    add_json_option(parser)
+
+
+def run_add(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from .. import add, load_encoder
+
+    with ProgressLine() as progress:
+        report = add(args.store, read_corpus(args.corpus), load_encoder(args.encoder), memory=args.memory, progress=progress.update)
+    text = f"{args.store}: {report.documents:,} documents added, version {report.generation}"
+    emit(args, text, json_document("index add", report=asdict(report)))
+    return 0
+
+
+def configure_delete(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("store", help="directory of the store")
+    parser.add_argument("id", nargs="*", help="ids of documents")
+    parser.add_argument("--ids", metavar="FILE", help="more of them, one a line")
+    parser.add_argument("--int", action="store_true", help="the ids are numbers (default: text)")
+    add_json_option(parser)
+
+
+def run_delete(args: argparse.Namespace) -> int:
+    from .. import delete
+
+    words = list(args.id)
+    if args.ids:
+        try:
+            with open(args.ids, encoding="utf-8") as file:
+                words += [line.rstrip("\n") for line in file if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidInputError(f"cannot read ids {args.ids}", got=str(error), expected="a readable text file") from error
+    try:
+        ids: list[int | str] = [int(word) for word in words] if args.int else list(words)
+    except ValueError as error:
+        raise InvalidInputError("an id", got=str(error), expected="a number (--int)") from None
+    count = delete(args.store, ids)
+    text = f"{args.store}: {count:,} documents deleted; `espnx index compact` frees their space"
+    emit(args, text, json_document("index delete", store=args.store, deleted=count))
+    return 0
+
+
+def configure_compact(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("store", help="directory of the store")
+    parser.add_argument("--memory", default="1GiB", metavar="SIZE", help="what the process may use (default: %(default)s)")
+    add_json_option(parser)
+
+
+def run_compact(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from .. import compact
+    from ..sizes import format_size
+
+    with ProgressLine() as progress:
+        report = compact(args.store, memory=args.memory, progress=progress.update)
+    sizes = f"{format_size(report.size_bytes_before)} to {format_size(report.size_bytes)}"
+    text = f"{args.store}: {report.documents:,} documents in one part ({report.parts} before), {report.dropped:,} dropped, {sizes}"
+    emit(args, text, json_document("index compact", report=asdict(report)))
     return 0
 
 
@@ -124,19 +199,25 @@ def run_info(args: argparse.Namespace) -> int:
         manifest = store.manifest
         records, stage = manifest["records"], manifest["first_stage"]
         data_bytes = sum(segment.size_bytes for segment in store.segments)
-        stage_bytes = manifest["files"].get(FIRST_STAGE_NAME, {}).get("size_bytes", 0)
+        stage_bytes = sum(part.files.get(FIRST_STAGE_NAME, {}).get("size_bytes", 0) for part in store.parts)
+        compact = "none" if store.compact is None else f"{store.compact.schema.format}, {format_size(store.compact.size_bytes)}"
+        deleted = sum(part.count for part in store.parts) - store.count
         per_document = store.resident_bytes / max(1, store.count)
         rows = [
-            ("documents", f"{records['count']:,}"),
+            ("documents", f"{records['count']:,}" + (f" ({deleted:,} deleted ones wait for compact)" if deleted else "")),
             ("token vectors", f"{records['tokens']:,} x {records['dim']} {records['format']}"),
-            ("CLS vectors", f"{records['d_cls']} dimensions, weight {manifest['cls_weight']}"),
+            ("CLS vectors", f"{records['d_cls']} dimensions, weight {manifest['cls_weight']}" if records["d_cls"] else "none"),
             ("encoder", manifest["encoder"]["name"] or "none: documents brought their vectors"),
             ("projection", f"{manifest['encoder']['dim']} to {records['dim']} dimensions" if store.projection else "none"),
-            ("first stage", f"IVF {stage['code']}, {stage['nlist']} lists, nprobe {stage['nprobe']}"),
+            (
+                "first stage",
+                f"IVF {stage['code']} over {stage['vector']} ({stage['dim']}), {stage['nlist']} lists, nprobe {stage['nprobe']}",
+            ),
             ("on disk", f"{format_size(data_bytes)} in {len(store.segments)} data files, path {store.effective_path}"),
             ("in memory: metadata", f"{format_size(store.resident_bytes)}, {per_document:.3f} bytes a document"),
             ("in memory: first stage", format_size(stage_bytes)),
-            ("generation", str(manifest["generation"])),
+            ("compact tier", compact),
+            ("version", f"{manifest['generation']}, {len(store.parts)} parts"),
         ]
         document = json_document(
             "index info",

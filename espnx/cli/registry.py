@@ -41,10 +41,13 @@ COMMANDS = {
     "doctor": Command("espnx.cli.doctor", "check this machine and a directory: what works, what is slow, and what to do about it"),
     "env": Command("espnx.cli.env", "everything a bug report needs to say about this machine"),
     "index build": Command("espnx.cli.index:build", "build an index whose token embeddings live on SSD"),
+    "index add": Command("espnx.cli.index:add", "add documents to an index"),
+    "index delete": Command("espnx.cli.index:delete", "delete documents of an index by id"),
+    "index compact": Command("espnx.cli.index:compact", "write an index anew: without what was deleted, in list order"),
     "index import": Command("espnx.cli.import_", "make a store of an index of ColBERT, fast-plaid or PyLate"),
     "index verify": Command("espnx.cli.index:verify", "read a whole index and check every record's checksum"),
     "index info": Command("espnx.cli.index:info", "show what an index holds, and its sizes on disk and in memory"),
     "search": Command("espnx.cli.search", "search an index"),
     "bench": Command("espnx.cli.bench", "measure, beside baselines, in the same run"),
 }
-GROUPS = {"index": "build, import, verify and inspect an index"}
+GROUPS = {"index": "build, change, import, verify and inspect an index"}

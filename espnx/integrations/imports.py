@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from espnx.errors import InvalidInputError
 from espnx.integrations.collection import Texts, text_for, texts_of
 from espnx.integrations.plaid import IndexFolder, open_index
@@ -80,7 +78,7 @@ class _Documents:
     """The documents of an index, one at a time; its length is known for the sake of progress."""
 
     def __init__(self, index: IndexFolder, texts: Texts, ids: Iterable[DocumentId] | None):
-        if isinstance(ids, Sized) and len(ids) != index.documents:
+        if ids is not None and isinstance(ids, Sized) and len(ids) != index.documents:
             raise InvalidInputError("import: ids", got=len(ids), expected=f"{index.documents}, one for each document")
         self.index, self.texts, self.ids = index, texts, ids
 
@@ -94,7 +92,9 @@ class _Documents:
         for number, rows in enumerate(self.index.rows()):
             named, line = next(lines)
             identifier = self._id(known, named, number)
-            yield Document(identifier, text_for(self.texts, identifier, line), rows=_owned(rows))
+            yield Document(
+                identifier, text_for(self.texts, identifier, line), rows=rows.numpy().copy()
+            )  # a slice of a block would keep all of it
         # Reads on, so that a file with more lines is found out.
         for _ in lines:
             pass
@@ -122,8 +122,3 @@ class _Documents:
                 f"texts: line of document {number}", got=f"id {named!r}", expected=repr(identifier), fix="pass texts as a mapping from ids"
             )
         return identifier
-
-
-def _owned(rows: torch.Tensor) -> torch.Tensor:
-    """A slice of a block of many documents would keep all of it."""
-    return rows.clone()

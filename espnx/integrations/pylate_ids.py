@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickletools
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from espnx.errors import FormatError
 from espnx.retrieval.texts import DocumentId
@@ -23,7 +23,8 @@ _RECALL = {"BINGET", "LONG_BINGET"}
 def read_ids(path: Path, documents: int) -> list[DocumentId]:
     """Ids of the documents numbered from 0. Raises FormatError unless there is exactly one for each."""
     try:
-        held = _read_dict(path)
+        with path.open("rb") as file:
+            held = _read_dict(file)
     except (ValueError, IndexError, KeyError, TypeError) as error:
         raise FormatError("ids of a PyLate index", path=path, got=str(error) or type(error).__name__, expected="a dict of ids") from error
     if sorted(held, key=str) != sorted(range(documents), key=str):
@@ -36,13 +37,13 @@ def read_ids(path: Path, documents: int) -> list[DocumentId]:
     return ids
 
 
-def _read_dict(path: Path) -> dict[Any, Any]:
+def _read_dict(file: IO[bytes]) -> dict[Any, Any]:
     """A dict of ints and strings from a pickle of protocol 2 to 5. Raises ValueError for anything else in it."""
     mark = object()
     stack: list[Any] = []
     memory: list[Any] = []
     argument: Any
-    for opcode, argument, _ in pickletools.genops(path.read_bytes()):
+    for opcode, argument, _ in pickletools.genops(file):
         name = opcode.name
         if name in _VALUES:
             stack.append(argument)

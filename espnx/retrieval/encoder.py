@@ -1,8 +1,8 @@
 """What an encoder is, and your own function as one.
 
 An encoder turns a text into what late interaction needs: one ``cls`` vector, by which the first stage finds candidates, and one
-vector per token, which MaxSim scores. Models without a vector of the first kind have ``d_cls`` 0, and the first stage takes one that is made
-from the tokens (`espnx.retrieval.pooling`). espnx never asks how; anything with the five members of :class:`Encoder` will do.
+vector per token, which MaxSim scores. Models without a vector of the first kind have ``d_cls`` 0, and the first stage takes one that is
+made from the tokens (`espnx.retrieval.pooling`). espnx never asks how; anything with the five members of :class:`Encoder` will do.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class FunctionEncoder:
     Args:
         fn: takes a list of str, returns for each, in order, a pair ``(cls, tokens)`` of shapes ``[d_cls]`` and ``[n, dim]``, n >= 0:
             numpy arrays, tensors on any device, nested lists of numbers, or :class:`Encoded`. Values are copied and converted to
-            float32, so ``fn`` may reuse its buffers. What ``fn`` raises reaches the caller unchanged. With ``d_cls`` 0, ``cls`` may be None.
+            float32, so ``fn`` may reuse its buffers. What ``fn`` raises reaches the caller unchanged. With ``d_cls`` 0, ``cls`` may be
+            None.
         name: see :attr:`Encoder.name`; change it when the function's vectors change.
         d_cls: length of a ``cls`` vector; 0 if there is none.
         dim: length of a token vector.

@@ -143,7 +143,7 @@ def test_a_corpus_with_a_bad_line(tmp_path: Path, corpus: Path, capsys: pytest.C
         (["--corpus", "nowhere.jsonl"], 2, "cannot read corpus nowhere.jsonl"),
         (["--memory", "lots"], 2, "cannot read a size"),
         (["--memory", "1MiB"], 2, "memory budget too small"),
-        (["--first-stage", "hnsw"], 2, "flat, sq8 or pqM"),
+        (["--first-stage", "hnsw"], 2, "flat, sq8, sq6, sq4 or pqM"),
         (["--first-stage", "pq4"], 2, "at least 256 documents"),
         (["--nlist", "0"], 2, "nlist"),
         (["--pca", "64"], 2, "at most 8"),
@@ -196,3 +196,39 @@ def test_ctrl_c(tmp_path: Path) -> None:
         assert processes.wait(processes.start(**job)) == 0
     assert "from the interrupted build" in (tmp_path / "out").read_text()
     assert main(["index", "verify", str(tmp_path / "store")]) == 0
+
+
+def test_add_delete_compact(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store, more = tmp_path / "store", tmp_path / "more.jsonl"
+    more.write_text(json.dumps({"id": "new", "text": "alpha omega"}) + "\n")
+    assert run(capsys, "index", "build", store, "--corpus", corpus, "--compact", "bit1", "--format", "int8")[0] == 0
+    assert "1 documents added" in run(capsys, "index", "add", store, "--corpus", more)[1]
+    ids = tmp_path / "ids"
+    ids.write_text("d3\nd4\n")
+    assert "3 documents deleted" in run(capsys, "index", "delete", store, "d7", "--ids", ids)[1]
+    assert "48 (3 deleted ones wait for compact)" in run(capsys, "index", "info", store)[1]
+    target = tmp_path / "report.json"
+    code, out, _ = run(capsys, "index", "compact", store, "--json", target)
+    assert code == 0
+    assert "48 documents in one part (2 before), 3 dropped" in out
+    assert strict_json(target.read_text())["report"]["dropped"] == 3
+    assert run(capsys, "index", "verify", store)[0] == 0
+    out = run(capsys, "index", "info", store)[1]
+    assert "bit1" in out
+    assert "deleted" not in out
+
+
+def test_what_cannot_be_changed(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = tmp_path / "store"
+    run(capsys, "index", "build", store, "--corpus", corpus)
+    for words, said in (
+        (["index", "add", store, "--corpus", corpus], "is in the store"),
+        (["index", "delete", store, "unknown"], "no such document"),
+        (["index", "delete", store, "x", "--int"], "a number"),
+        (["index", "delete", store, "--ids", tmp_path / "absent"], "cannot read ids"),
+        (["index", "compact", tmp_path / "nowhere"], ""),
+    ):
+        code, _, err = run(capsys, *words)
+        assert code != 0
+        assert said in err
+    assert run(capsys, "index", "verify", store)[1].startswith(f"{store}: 50 records")
