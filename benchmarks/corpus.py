@@ -64,6 +64,9 @@ class Corpus(Protocol):
 
     def chunk(self, number: int) -> Chunk: ...
 
+    def cls(self, number: int) -> np.ndarray:
+        """The CLS vectors of a chunk, without the cost of its tokens."""
+
 
 def unit(vectors: np.ndarray) -> np.ndarray:
     """Rows of norm 1, float32."""
@@ -116,17 +119,22 @@ class Mixture:
         self._words = unit(rng.standard_normal((_WORDS, self.dim), dtype=np.float32))
 
     def chunk(self, number: int) -> Chunk:
-        first = number * CHUNK_DOCUMENTS
-        rows = min(CHUNK_DOCUMENTS, self.count - first)
         rng = stream(self._seed, _CHUNK, number)
-        topics = rng.integers(self._recipe.topics, size=CHUNK_DOCUMENTS)[:rows]
-        counts = lengths(self._seed, number)[:rows]
-        cls = unit(self._centres[topics] + _normal(rng, rows, self.d_cls, self._recipe.spread))
+        topics, cls = self._topics_and_cls(number, rng)
+        counts = lengths(self._seed, number)[: len(topics)]
         total = int(counts.sum())
         common = np.minimum((_WORDS ** rng.random(total)).astype(np.int64), _WORDS - 1)  # log-uniform: frequency like 1/rank
         own = np.repeat(topics * _TOPIC_WORDS * 7919, counts) + 7919 * rng.integers(_TOPIC_WORDS, size=total)
         words = np.where(rng.random(total) < _TOPIC_SHARE, own % _WORDS, common)
         return Chunk(cls, unit(self._words[words] + _normal(rng, total, self.dim, _WORD_NOISE)), counts)
+
+    def cls(self, number: int) -> np.ndarray:
+        return self._topics_and_cls(number, stream(self._seed, _CHUNK, number))[1]
+
+    def _topics_and_cls(self, number: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        rows = min(CHUNK_DOCUMENTS, self.count - number * CHUNK_DOCUMENTS)
+        topics = rng.integers(self._recipe.topics, size=CHUNK_DOCUMENTS)[:rows]
+        return topics, unit(self._centres[topics] + _normal(rng, rows, self.d_cls, self._recipe.spread))
 
 
 def lengths(seed: int, chunk: int) -> np.ndarray:
@@ -139,6 +147,12 @@ def chunks(corpus: Corpus) -> Iterator[tuple[int, Chunk]]:
     """(number of its first document, chunk) of all chunks."""
     for number in range(-(-corpus.count // CHUNK_DOCUMENTS)):
         yield number * CHUNK_DOCUMENTS, corpus.chunk(number)
+
+
+def chunks_of_cls(corpus: Corpus) -> Iterator[np.ndarray]:
+    """float32 [m, d_cls] of all chunks, in order."""
+    for number in range(-(-corpus.count // CHUNK_DOCUMENTS)):
+        yield corpus.cls(number)
 
 
 class Documents:

@@ -57,13 +57,19 @@ class Expanded:
         self._begins = ends - base.counts
 
     def chunk(self, number: int) -> Chunk:
-        first = number * CHUNK_DOCUMENTS
-        base = np.arange(first, min(first + CHUNK_DOCUMENTS, self.count)) % len(self._base.counts)
+        base = self._bases(number)
         counts = self._base.counts[base]
         ends = np.cumsum(counts)
         rows = np.arange(int(ends[-1])) + np.repeat(self._begins[base] - (ends - counts), counts)
         rng = stream(self._seed, _COPIES, number)
         return Chunk(expand(self._base.cls[base], rng), expand(self._base.tokens[rows].astype(np.float32), rng), counts)
+
+    def cls(self, number: int) -> np.ndarray:
+        return expand(self._base.cls[self._bases(number)], stream(self._seed, _COPIES, number))
+
+    def _bases(self, number: int) -> np.ndarray:
+        first = number * CHUNK_DOCUMENTS
+        return np.arange(first, min(first + CHUNK_DOCUMENTS, self.count)) % len(self._base.counts)
 
 
 def expand(vectors: np.ndarray, rng: np.random.Generator) -> np.ndarray:

@@ -23,16 +23,13 @@ from espnx.retrieval.search import Index
 from .baselines.whole_store import WHOLE_STORE, WholeStoreRanker, query_vectors
 from .corpus_store import load_queries
 from .counters import read_counters
+from .memory import rss_bytes
+from .retrieval_index import faiss_overlap, measure_index
+from .retrieval_layout import LayoutReplay
 
 #: Options of a search that every system understands, with k.
 SHARED = ("k", "candidates", "rerank", "nprobe")
 ESPNX = "espnx"
-
-
-def rss_bytes() -> int:
-    """Memory of this process, mapped files not counted."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
-    return 1024 * sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem"))
 
 
 class Session:
@@ -42,12 +39,14 @@ class Session:
         self._index: Index | None = None
         self._ranker: WholeStoreRanker | None = None
         self._queries: list[Encoded] = []
+        self._layout: LayoutReplay | None = None
 
     def handle(self, command: dict[str, Any]) -> dict[str, Any]:
         arguments = {key: value for key, value in command.items() if key != "do"}
         known = {
             "open": self.open, "search": self.search, "reference": self.reference, "pieces": self.pieces, "maxsim": self.maxsim,
             "candidates": self.candidates, "nprobe_for": self.nprobe_for, "callers": self.callers,
+            "layout": self.layout, "overlap": self.overlap, "load_index": self.load_index,
         }  # fmt: skip
         if command.get("do") not in known:
             raise InvalidInputError("command", got=command.get("do"), expected=", ".join(known))
@@ -194,6 +193,24 @@ class Session:
         vectors = np.stack([query_vectors(self.index, self._queries[number]).vector for number in queries])
         nprobe, steps = measure_probing(self.index.first_stage, vectors, candidates, recall)
         return {"nprobe": nprobe, "steps": steps}
+
+    def layout(self, numbers: Sequence[int], layout: str, gap_bytes: int) -> dict[str, Any]:
+        """Reads records where one of two layouts has them; see `LayoutReplay`."""
+        if self._layout is None:
+            self._layout = LayoutReplay(self.index)
+        return self._layout.read(np.array(numbers, dtype=np.int64), layout, gap_bytes)
+
+    def overlap(self, queries: Sequence[int], candidates: int, nprobe: int, shares: Sequence[float]) -> dict[str, Any]:
+        """What FAISS alone says of hit rates: the overlap of one search of all `nprobe` lists with one of each share of them; and the
+        recall of the former, against all lists."""
+        vectors = np.stack([query_vectors(self.index, self._queries[number]).vector for number in queries])
+        return faiss_overlap(self.index.first_stage.index, vectors, candidates, nprobe, shares)
+
+    def load_index(self, path: str, queries: str, numbers: Sequence[int], candidates: int, nprobe: int | None) -> dict[str, Any]:
+        """Reads a FAISS index: growth of this process's memory, and what it finds for queries (nprobe None: all lists)."""
+        wanted = load_queries(Path(queries))
+        vectors = np.stack([wanted[number].cls.numpy() for number in numbers])
+        return measure_index(path, vectors, candidates, nprobe)
 
     def callers(self, queries: Sequence[int], options: dict[str, Any], callers: int) -> dict[str, Any]:
         """All queries, one by one, by so many threads: each query's latency in seconds, and the time of all."""

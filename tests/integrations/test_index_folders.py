@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import shutil
@@ -19,12 +18,9 @@ from espnx.integrations.plaid import open_index
 from espnx.integrations.pylate_ids import IDS, read_ids
 from espnx.integrations.torch_files import load_torch
 from espnx.ops.maxsim import token_format
+from tests.integrations import tiny
 
 safetensors = pytest.importorskip("safetensors.torch")
-
-_spec = importlib.util.spec_from_file_location("tiny", Path(__file__).with_name("tiny.py"))
-tiny = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tiny)
 
 COLBERT = ["colbert-index-1", "colbert-index-2", "colbert-index-4"]
 FAST = ["fast-plaid-index", "pylate-index"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -23,10 +22,7 @@ from espnx.integrations.colberter_encoder import ColBERTerEncoder  # noqa: E402
 from espnx.integrations.huggingface import HuggingFaceEncoder  # noqa: E402
 from espnx.integrations.pylate_encoder import PyLateEncoder  # noqa: E402
 from espnx.retrieval.encoder import Encoder  # noqa: E402
-
-_spec = importlib.util.spec_from_file_location("tiny", Path(__file__).with_name("tiny.py"))
-tiny = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tiny)
+from tests.integrations import tiny  # noqa: E402
 
 KINDS = {
     "colbert": ColBERTEncoder,
