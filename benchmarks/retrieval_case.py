@@ -44,6 +44,7 @@ def configure(parser: ArgumentParser) -> None:
     add("--first-stage", default="sq8", help="code of the corpora's first stage: flat, sq8, sq6, pq32 (default: sq8)")
     add("--format", metavar="F,...", help="record formats (formats; other measurements take the first; default: fp16)")
     add("--compact", default="bit1", metavar="F", help="format of the compact tier, for the cascade: bit1, residual1, ..., none (default: bit1)")
+    add("--cascade", metavar="N,...", default="64", help="full records scored after all compact ones (cascade, formats; default: 64)")
     add("--layout", metavar="L,...", default="list,id", help="order of the records, for --show layout: list, id (default: both)")
     add("--queries", type=int, default=100, metavar="N", help="measured queries (default: 100)")
     add("--engine", default="auto", help="of the record reads: auto, uring, posix (default: auto)")

@@ -11,7 +11,7 @@ from typing import Any
 from espnx.errors import InvalidInputError
 from espnx.sizes import parse_size
 
-from .corpus import MIXTURES, Mixture
+from .corpus import MIXTURES, Corpus, Mixture
 from .corpus_base import Expanded, ensure_base
 from .corpus_store import QUERIES, Prepared, ensure_store, found_store
 from .registry import Say
@@ -45,6 +45,7 @@ class Options:
     first_stage: str
     formats: list[str]
     compact: str | None
+    cascades: list[int]
     layouts: list[str]
     queries: int
     engine: str
@@ -59,14 +60,18 @@ class Options:
     def build_options(self, **more: Any) -> Mapping[str, Any]:
         return {"format": self.formats[0], "first_stage": self.first_stage, "nlist": self.nlist, "compact": self.compact, **more}
 
+    def corpus(self, name: str, say: Say) -> Corpus | None:
+        """None for the folder of a store: what it was made from is not known."""
+        if name in MIXTURES:
+            return Mixture(name, self.documents, MIXTURES[name])
+        return Expanded(ensure_base(self.path, self.base, say), self.documents) if name == "A" else None
+
     def prepare(self, name: str, say: Say, **more: Any) -> Prepared:
         """The store of a corpus, built if need be. `more`: build options."""
-        if name in MIXTURES:
-            return ensure_store(self.path, name, Mixture(name, self.documents, MIXTURES[name]), self.build_options(**more), say)
-        if name == "A":
-            base = ensure_base(self.path, self.base, say)
-            return ensure_store(self.path, name, Expanded(base, self.documents), self.build_options(**more), say)
-        return found_store(Path(name))
+        corpus = self.corpus(name, say)
+        if corpus is None:
+            return found_store(Path(name))
+        return ensure_store(self.path, name, corpus, self.build_options(**more), say)
 
 
 def read_options(args: Namespace) -> Options:
@@ -106,6 +111,7 @@ def read_options(args: Namespace) -> Options:
         first_stage=args.first_stage,
         formats=_words(args.format or "fp16"),
         compact=None if args.compact == "none" else args.compact,
+        cascades=[_positive("cascade", word) for word in _words(args.cascade)],
         layouts=_words(args.layout),
         queries=queries,
         engine=args.engine,

@@ -11,7 +11,6 @@ An `EspnxIndex` can also be given to ``pylate.retrieve.ColBERT(index=...)``.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +26,7 @@ from espnx.retrieval.encoder import Encoded
 from espnx.retrieval.mutate import add, delete
 from espnx.retrieval.search import Index
 from espnx.retrieval.texts import DocumentId
+from espnx.storage.manifest import NAME as MANIFEST
 
 CANDIDATES = 1000
 
@@ -43,7 +43,7 @@ class EspnxIndex:
 
     Args:
         index_folder, index_name: the store's directory is ``index_folder/index_name``; a store that is there is used.
-        override: begin anew, without the store that is there.
+        override: begin anew; the first documents that are added replace the store that is there.
         candidates: how many documents the first stage hands on to be scored exactly (PLAID's ``n_full_scores``); at least k are.
         build_options: of `espnx.retrieval.build.build`: format (``fp16`` unless given; ``residual2`` or ``residual4`` make the sizes of a
             PLAID index), first_stage, nlist, pooling, memory, directories, ...
@@ -70,21 +70,19 @@ class EspnxIndex:
         self.path = Path(index_folder) / index_name
         self.candidates = candidates
         self._build_options, self._search_options = build_options or {}, search_options or {}
+        self._override = override
         self._opened: Index | None = None
-        if override and self.path.exists():
-            shutil.rmtree(self.path)
 
     @property
     def is_indexed(self) -> bool:
         """Whether there are documents to search."""
-        return (self.path / "manifest.json").is_file()
+        return not self._override and (self.path / MANIFEST).is_file()
 
     @property
     def index(self) -> Index:
         """The open index. Raises InvalidInputError where no documents were added, and what opening raises."""
         if self._opened is None:
-            if not self.is_indexed:
-                raise InvalidInputError(f"search {self.path}", got="an empty index", expected="documents", fix="add_documents first")
+            self._check_indexed()
             opened = Index(self.path)
             if opened.store.manifest["encoder"]["d_cls"]:
                 opened.close()
@@ -93,6 +91,10 @@ class EspnxIndex:
                 )
             self._opened = opened
         return self._opened
+
+    def _check_indexed(self) -> None:
+        if not self.is_indexed:
+            raise InvalidInputError(f"index {self.path}", got="an empty index", expected="documents", fix="add_documents first")
 
     def add_documents(self, documents_ids: DocumentId | Iterable[DocumentId], documents_embeddings: Sequence[Any], **_: Any) -> EspnxIndex:
         """Adds documents to the index: ids (str or int) and for each an array ``[n, d]`` (numpy, torch, or nested lists).
@@ -111,19 +113,30 @@ class EspnxIndex:
             add(self.path, documents)
         else:
             dim = _matrix(documents_embeddings[0], "embeddings of document 0").shape[1]
-            build(self.path, documents, dims=(0, dim), **self._build_options)
+            # What an attempt that failed has spooled is of documents that may have changed since.
+            build(self.path, documents, dims=(0, dim), restart=True, replace=self._override, **self._build_options)
+            self._override = False
         return self
 
     def remove_documents(self, documents_ids: DocumentId | Iterable[DocumentId]) -> EspnxIndex:
-        """Removes documents; ids of others stay as they are. Unknown ids have no effect."""
-        self.close()
-        delete(self.path, _ids(documents_ids))
+        """Removes documents; ids of others stay as they are. Unknown ids have no effect. Raises InvalidInputError for an empty index."""
+        ids = _ids(documents_ids)
+        numbers = self.index.store.texts.numbers(ids)
+        known = [identifier for identifier, number in zip(ids, numbers.tolist(), strict=True) if number >= 0]
+        if known:
+            self.close()
+            delete(self.path, known)
         return self
 
     def update_documents(self, documents_ids: DocumentId | Iterable[DocumentId], documents_embeddings: Sequence[Any]) -> EspnxIndex:
-        """Replaces documents, and adds those that are not there."""
+        """Replaces documents, and adds those that are not there: removes first, in a step of its own. Raises what `add_documents` does."""
         ids = _ids(documents_ids)
         if self.is_indexed:
+            dim = self.index.store.manifest["encoder"]["dim"]
+            for number, values in enumerate(documents_embeddings):  # before anything is removed
+                shape = list(_matrix(values, f"embeddings of document {number}").shape)
+                if shape[1] != dim:
+                    raise InvalidInputError(f"embeddings of document {number}", got=f"shape {shape}", expected=f"[n, {dim}]")
             self.remove_documents(ids)
         return self.add_documents(ids, documents_embeddings)
 

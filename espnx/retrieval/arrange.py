@@ -35,7 +35,8 @@ def train(spool: Spool, code: str, nlist: int | None, work_bytes: int) -> Any:
 
 
 def assign(engine: NativeEngine, directory: str, spool: Spool, index: Any, work_bytes: int, first_number: int = 0) -> list[int]:
-    """Fills the index; ids are record numbers, from `first_number` on. Writes every document's list, in arrival order, to `directory`/lists.i32.
+    """Fills the index; ids are record numbers, from `first_number` on. Writes every document's list, in arrival order,
+    to `directory`/lists.i32.
 
     Returns the checksums of that file's windows, which `record_order` needs.
     Raises InvalidInputError where the filled index cannot fit the memory budget.

@@ -41,7 +41,9 @@ class DeviceCost:
 
 
 def measure(tier: Tier, seed: int = 0) -> DeviceCost:
-    """Reads a few records alone, 512 scattered ones and 8 MiB in one piece, the latter two twice (40 to 80 ms in all). Small stores get the defaults.
+    """Reads a few records alone, 512 scattered ones and 8 MiB in one piece, the latter two twice (40 to 80 ms in all).
+
+    Small stores get the defaults.
 
     Raises what a read raises.
     """

@@ -57,7 +57,7 @@ class Timings:
         compact_s: of that, scoring compact records in RAM.
         merge_s: ordering, looking up ids and texts, explaining.
         total_s: the whole search.
-        predicted_s: what was predicted for `total_s` without encoding and merging, where the search chose its prefetch steps by that; else 0.
+        predicted_s: what was predicted for `total_s` without encoding and merging, where the search chose its steps by that; else 0.
     """
 
     encode_s: float = 0.0

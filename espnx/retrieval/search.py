@@ -42,7 +42,7 @@ Queries = list[str] | list[Encoded] | list[Query] | tuple[Query, ...]
 
 #: A wave is cut so that its records take no more memory than this, and two waves are under way at a time.
 _WAVE_BYTES = 48 << 20
-#: A batch of more queries than `_TOGETHER` is cut into at least so many waves, so that one's first stage runs while another's records arrive.
+#: A batch of more queries than `_TOGETHER` is cut into at least so many waves: one's first stage runs while another's records arrive.
 _WAVES = 2
 _TOGETHER = 4
 #: Searches under way at a time; further callers wait. More would only share the same cores and disk in smaller pieces.

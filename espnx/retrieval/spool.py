@@ -110,7 +110,10 @@ class SpoolWriter:
         documents: Sequence[Encoded],
         rows: Sequence[np.ndarray | None] = (),
     ) -> None:
-        """`rows`: token rows that are kept as they are, in place of encoded tokens. Raises InvalidInputError for vectors that do not fit or an id that came before; then nothing of the batch counts."""
+        """`rows`: token rows that are kept as they are, in place of encoded tokens.
+
+        Raises InvalidInputError for vectors that do not fit or an id that came before; then nothing of the batch counts.
+        """
         for identifier, document in zip(identifiers, documents, strict=True):
             check_document(document, self._schema, identifier)
         self.texts.add([(self.count + i, *pair) for i, pair in enumerate(zip(identifiers, texts, strict=True))])
@@ -188,7 +191,7 @@ class Spool:
         return len(self.n_tokens)
 
     def vector_windows(self, rows: int) -> Iterator[tuple[int, np.ndarray]]:
-        """(first, first-stage vectors float32 [m, vector_dim]) over all documents, in arrival order, m <= rows. Checked; raises ChecksumError."""
+        """(first, first-stage vectors float32 [m, vector_dim]), m <= rows, of all documents in arrival order. Raises ChecksumError."""
         first = 0
         windows = spool_windows(self._engine, os.path.join(self._directory, VECTORS), self._vector_sums)
         for block in regroup(windows, 4 * self.vector_dim * rows):
@@ -197,7 +200,7 @@ class Spool:
             first += len(vectors)
 
     def vector_sample(self, wanted: np.ndarray) -> np.ndarray:
-        """First-stage vectors of some documents (ascending arrival numbers), float32 [m, vector_dim]. One pass over all, because that can be checked."""
+        """First-stage vectors of some documents (ascending), float32 [m, vector_dim]. One pass over all, because that can be checked."""
         out = np.empty((len(wanted), self.vector_dim), dtype=np.float32)
         for first, vectors in self.vector_windows(8192):
             begin, end = np.searchsorted(wanted, (first, first + len(vectors)))

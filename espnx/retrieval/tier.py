@@ -66,7 +66,7 @@ class Tier:
         return place.group_offset_bytes.nbytes + place.segment_begin.nbytes + self._handles.nbytes
 
     def locate(self, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(data file, offset_bytes, size_bytes), int64 [m] each, of record numbers int64 [m]. Raises InvalidInputError outside the store."""
+        """(data file, offset_bytes, size_bytes) of record numbers, int64 [m] each. Raises InvalidInputError outside the store."""
         wanted = torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64))
         place, schema = self._placement, self.schema
         return load_native().locate_records(

@@ -250,7 +250,7 @@ class NativeEngine:
     def read_records(
         self, records: torch.Tensor, place: RecordPlace, *, gap_bytes: int, priority: int = 0, deadline_s: float = DEFAULT_DEADLINE_S
     ) -> NativeFuture:
-        """Starts reading whole records of `place` (int64 [m], their numbers): a plan and its `read` in one call, without tensors between."""
+        """Starts reading whole records of `place` by number, int64 [m]: a plan and its `read` in one call, without tensors between."""
         native = load_native().read_records(
             self._native, records, place.n_tokens, place.group_offset_bytes, place.segment_begin, place.files, place.fixed_bytes,
             place.row_bytes, gap_bytes, priority, deadline_s,

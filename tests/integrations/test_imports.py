@@ -80,18 +80,9 @@ def test_rows_are_kept_byte_for_byte(tmp_path, name):
             strict=True,
         ):
             assert torch.equal(mine, theirs)
-        data = b"".join(Path(segment.path).read_bytes() for segment in data_files(tmp_path / "store"))
+        data = b"".join(path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file())
     for rows in source.rows():
         assert rows.numpy().tobytes() in data
-
-
-class _File:
-    def __init__(self, path):
-        self.path = path
-
-
-def data_files(root):
-    return [_File(path) for path in root.rglob("*") if path.is_file()]
 
 
 def test_fast_plaid_scores(tmp_path):
@@ -159,7 +150,7 @@ def test_wrong_arguments(tmp_path, options, says):
 def test_texts_of_other_documents(tmp_path):
     lines = tmp_path / "c.jsonl"
     lines.write_text("".join(json.dumps({"id": n + 1, "text": ""}) + "\n" for n in range(25)))
-    with pytest.raises(InvalidInputError, match="document 0; got id 1; expected 0.*mapping"):
+    with pytest.raises(InvalidInputError, match=r"document 0; got id 1; expected 0.*mapping"):
         import_index(tiny.DATA / "colbert-index-4", tmp_path / "store", texts=lines, ids=range(25))
 
 

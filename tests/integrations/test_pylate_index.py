@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from espnx.errors import InvalidInputError, StoreNotFoundError
+from espnx.errors import InvalidInputError
 
 pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
 
-from espnx.integrations.pylate import EspnxIndex, rerank  # noqa: E402
-from espnx.retrieval.build import build  # noqa: E402
-from tests.integrations import tiny  # noqa: E402
+from espnx.integrations.pylate import EspnxIndex, rerank
+from espnx.retrieval.build import build
+from tests.integrations import tiny
 
 DOCUMENTS = tiny.clouds(40)
 IDS = [f"d{n}" for n in range(40)]
@@ -128,6 +128,9 @@ def test_add_remove_update(tmp_path):
     index.remove_documents(["d3", "d25", "nobody"])
     left = [identifier for identifier in IDS if identifier not in ("d3", "d25")]
     check(index(QUERIES[0], k=100)[0], QUERIES[0], left)
+    with pytest.raises(InvalidInputError, match=r"document 1; got shape \[2, 8\]"):
+        index.update_documents(["d4", "new"], [QUERIES[0], QUERIES[0][:2, :8]])
+    assert len(index(QUERIES[0], k=100)[0]) == 38
     index.update_documents(["d4", "new"], [QUERIES[0], DOCUMENTS[3]])
     results = index(QUERIES[0], k=100)[0]
     assert {hit["id"] for hit in results} == {*left, "new"}
@@ -137,6 +140,20 @@ def test_add_remove_update(tmp_path):
         assert len(again(QUERIES[0], k=100)[0]) == 39
     with EspnxIndex(tmp_path, "mine", override=True) as new:
         assert not new.is_indexed
+        with pytest.raises(InvalidInputError, match="an empty index"):
+            new(QUERIES)
+        new.add_documents(["first"], DOCUMENTS[:1])
+        assert [hit["id"] for hit in new(QUERIES[0])[0]] == ["first"]
+        new.add_documents(["second"], DOCUMENTS[1:2])  # overrides once
+        assert len(new(QUERIES[0])[0]) == 2
+
+
+def test_documents_that_failed_can_be_corrected(tmp_path):
+    with EspnxIndex(tmp_path, "mine") as index:
+        with pytest.raises(InvalidInputError):
+            index.add_documents(["a", "b"], [DOCUMENTS[0], DOCUMENTS[1][:, :16]])
+        index.add_documents(["c", "b"], DOCUMENTS[:2])
+        assert {hit["id"] for hit in index(QUERIES[0])[0]} == {"b", "c"}
 
 
 def test_ids_of_numpy_and_one_id(tmp_path):
@@ -181,7 +198,7 @@ def test_nothing_to_search(tmp_path):
     with EspnxIndex(tmp_path, "none") as index:
         with pytest.raises(InvalidInputError, match="an empty index"):
             index(QUERIES)
-        with pytest.raises(StoreNotFoundError):
+        with pytest.raises(InvalidInputError, match="an empty index"):
             index.remove_documents(["a"])
 
 
