@@ -89,7 +89,7 @@ def ensure_base(root: Path, wanted: int, say: Say, *, texts: Path | None = None)
     if not path.exists():
         root.mkdir(parents=True, exist_ok=True)
         source = texts or _docstrings(root, say)
-        passages = [text for text in islice(_texts(source), wanted)]
+        passages = list(islice(_texts(source), wanted))
         if len(passages) < wanted:
             raise InvalidInputError("base documents", got=wanted, expected=f"at most {len(passages)}: what is installed here")
         encode(passages, path, say)

@@ -10,11 +10,14 @@ from minute to minute changes both alike.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from .result import Row
 from .retrieval_fleet import Fleet, System
 from .retrieval_point import Point
+from .retrieval_rows import simple_row
 
 
 def bound_s(pieces: dict[str, Any], maxsim_s: float) -> float:
@@ -51,3 +54,23 @@ class BoundMeter:
             "replay_misses_s": pieces["misses"]["seconds"],
             "replay_prefetch_bytes": float(pieces["prefetch"]["bytes_moved"]),
         }
+
+
+def batch_threshold(fleet: Fleet, system: System, point: Point, queries: Sequence[int], step: float) -> Row:
+    """The batch from which on the disk sets the time, predicted (ESPN, eq. 4): bandwidth x prefetch budget / bytes of a query.
+
+    All three from `queries`, one by one: the budget is the first stage's time after the step, bandwidth and bytes are those of the
+    prefetch's reads, replayed.
+    """
+    parts = [fleet.of(system).ask("pieces", query=query, options=point.options, steps=[step]) for query in queries]
+    budget_s = statistics.median(part["rest_s"] for part in parts)
+    size_bytes = statistics.median(part["prefetch"]["bytes_moved"] for part in parts)
+    bytes_per_s = statistics.median(part["prefetch"]["bytes_moved"] / part["prefetch"]["seconds"] for part in parts)
+    metrics = {
+        "query_batch_threshold": bytes_per_s * budget_s / size_bytes,
+        "prefetch_budget_s": budget_s,
+        "bytes_per_s": bytes_per_s,
+        "bytes_per_query": size_bytes,
+        "prefetch_step": step,
+    }
+    return simple_row(point.params("batches"), "espn-eq4", [], metrics, kind="modelled", path=str(fleet.facts(system)["effective_path"]))

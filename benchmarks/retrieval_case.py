@@ -33,6 +33,8 @@ def configure(parser: ArgumentParser) -> None:
     add("--docs", type=int, default=1_000_000, metavar="N", help="documents of A, B, C (default: 1000000)")
     add("--base", type=int, default=60_000, metavar="N", help="real documents that A is made of (default: 60000)")
     add("--dataset", metavar="DIR", help="a labelled collection: corpus.jsonl, queries.jsonl, qrels.tsv (formats, cascade)")
+    add("--encoder", default="minilm", metavar="E", help="of the dataset: minilm, or the folder of a model (default: minilm)")
+    add("--pca", type=int, default=128, metavar="D", help="dimensions of the dataset's token vectors (default: 128)")
     add("--memory", metavar="M,...", default="ample", help="limit of each process: ample, or sizes such as 1GiB (root; default: ample)")
     add("--baseline", metavar="B,...", default="memory,mmap-1,mmap-2,mmap-8,mmap-willneed", help="memory, mmap-N, mmap-willneed, swap")
     add("--prefetch-step", metavar="P,...", default="0,0.3,auto", help="each a system: 0, 0.3, 0.05+0.1+0.2, auto (default: 0,0.3,auto)")
@@ -42,8 +44,13 @@ def configure(parser: ArgumentParser) -> None:
     add("--batch", metavar="N,...", default="1", help="queries of a search (default: 1; batches: 1,4,12,48,192)")
     add("--threads", type=int, metavar="N", help="of the first stage, in every system (default: the index's own choice)")
     add("--first-stage", default="sq8", help="code of the corpora's first stage: flat, sq8, sq6, pq32 (default: sq8)")
-    add("--format", metavar="F,...", help="record formats (formats; other measurements take the first; default: fp16)")
-    add("--compact", default="bit1", metavar="F", help="format of the compact tier, for the cascade: bit1, residual1, ..., none (default: bit1)")
+    add("--format", metavar="F,...", help="record formats, or all (other measurements take the first; default: fp16)")
+    add(
+        "--compact",
+        default="bit1",
+        metavar="F",
+        help="format of the compact tier, for the cascade: bit1, residual1, ..., none (default: bit1)",
+    )
     add("--cascade", metavar="N,...", default="64", help="full records scored after all compact ones (cascade, formats; default: 64)")
     add("--layout", metavar="L,...", default="list,id", help="order of the records, for --show layout: list, id (default: both)")
     add("--queries", type=int, default=100, metavar="N", help="measured queries (default: 100)")

@@ -36,6 +36,7 @@ class System:
         opening: arguments of the worker's `open`, beside the store.
         options: of every search, beside those of the point.
         process: systems of one name of this share a process.
+        is_lossy: whether its ranking may leave out documents that an exact one has.
         is_limited: whether the point's memory limit holds for it; ``memory`` is what the others would like to be.
     """
 
@@ -45,6 +46,7 @@ class System:
     options: Mapping[str, Any] = field(default_factory=dict)
     process: str = ""
     is_limited: bool = True
+    is_lossy: bool = False
 
     @property
     def uses_page_cache(self) -> bool:
@@ -171,5 +173,3 @@ def check_limit_possible(limit_bytes: int) -> None:
     """Raises PathUnavailableError now, rather than after minutes of building, where memory cannot be limited."""
     with memory_group("check", limit_bytes):
         pass
-
-

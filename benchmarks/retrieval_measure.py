@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ VERIFIED = 5
 VERIFIED_K = 100
 
 Answer = dict[str, Any]
+After = Callable[[Sequence[int], dict[str, Answer]], dict[str, dict[str, float]]]
 Key = tuple[int, int]  # pass, query or batch
 
 
@@ -38,11 +39,21 @@ class Measured:
     extra: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
-def batches_of(queries: Sequence[int], size: int) -> list[list[int]]:
-    """As many whole batches as there are; at least one, of queries that repeat where they are too few."""
-    if len(queries) < size:
-        return [[queries[i % len(queries)] for i in range(size)]]
-    return [list(queries[first : first + size]) for first in range(0, len(queries) - size + 1, size)]
+def split_queries(count: int) -> tuple[list[int], list[int]]:
+    """Numbers of the measured queries, and of those that warm up and verify."""
+    return list(range(count)), list(range(count, count + 40))
+
+
+def batches_of(queries: Sequence[int], size: int, turns: int | None, rng: random.Random) -> list[list[int]]:
+    """As many whole batches as there are; or `turns` of them, going round, in another order each time. No batch has a query twice."""
+    if turns is None:
+        turns = max(1, len(queries) // size)
+    batches: list[list[int]] = []
+    order = list(queries)
+    while len(batches) < turns:
+        batches += [order[first : first + size] for first in range(0, max(1, len(order) - size + 1), size)]
+        order = rng.sample(order, len(order))
+    return batches[:turns]
 
 
 def ask(fleet: Fleet, system: System, point: Point, queries: Sequence[int], **changes: Any) -> Answer:
@@ -61,19 +72,34 @@ def verify(fleet: Fleet, systems: Iterable[System], point: Point, queries: Seque
     """What is wrong, by system. The reference is plain PyTorch on all records in memory."""
     wrong: dict[str, str] = {}
     k = min(VERIFIED_K, point.candidates)
-    options = {**point.options, "k": k}
-    expected = [reference.process("memory").ask("reference", query=query, options=options) for query in queries]
+    expected = [
+        reference.process("memory").ask("reference", query=query, options={**point.options, "k": point.candidates}) for query in queries
+    ]
     for system in systems:
         answers = [ask(fleet, system, point, [query], k=k)["hits"][0] for query in queries]
+        wanted = list(expected)
         if point.batch > 1:
-            together = ask(fleet, system, point, queries, k=k)["hits"]
-            answers, wanted = [*answers, *together], [*expected, *expected]
-        else:
-            wanted = expected
+            answers += ask(fleet, system, point, queries, k=k)["hits"]
+            wanted += expected
         for answer, one in zip(answers, wanted, strict=True):
-            if problem := ranking_problem(answer, one["hits"], one["tolerance"]):
+            if system.is_lossy:
+                exact = answer[: system.options.get("cascade", k)]
+                problem = lossy_problem(exact, one["hits"], one["tolerance"])
+            else:
+                problem = ranking_problem(answer, one["hits"][:k], one["tolerance"])
+            if problem:
                 wrong[system.name] = problem
     return wrong
+
+
+def lossy_problem(found: Sequence[Sequence[float]], expected: Sequence[Sequence[float]], tolerance: float) -> str | None:
+    """What is wrong with documents scored exactly, of which some may be missing: a score, or their order."""
+    scores = {int(number): score for number, score in expected}
+    for number, score in found:
+        if int(number) not in scores or abs(score - scores[int(number)]) > tolerance:
+            return f"record {number:g} scores {score}, not {scores.get(int(number))}"
+    values = [score for _, score in found]
+    return None if values == sorted(values, reverse=True) and len(values) == len({number for number, _ in found}) else "out of order"
 
 
 def ranking_problem(found: Sequence[Sequence[float]], expected: Sequence[Sequence[float]], tolerance: float) -> str | None:
@@ -103,27 +129,30 @@ def measure(
     warm: Sequence[int],
     seed: int,
     say: Say,
-    after: Any = None,
+    after: After | None = None,
+    turns: int | None = None,
 ) -> dict[str, Measured]:
     """Every batch of the queries by every system: those of the fleet, and in passes of their own those that use the page cache.
 
     Args:
         after: called with (batch, answers by system) after each turn of the first pass; what it returns, {system: {name: number}},
             joins the system's `extra`.
+        turns: number of batches; None: as many as the queries fill.
     """
     found = {system.name: Measured(system, fleet.facts(system)) for system in fleet.systems}
     _note_problems(found, verify(fleet, fleet.systems, point, warm[:VERIFIED], fleet), say)
     warm_up(fleet, [s for s in fleet.systems if found[s.name].problem is None], point, warm)
     rng = random.Random(seed)
+    batches = batches_of(queries, point.batch, turns, rng)
     for number, extra in enumerate(cached or [None]):
         if extra is None:
-            _one_pass(number, point, [(fleet, s) for s in fleet.systems], found, queries, rng, after if number == 0 else None)
+            _one_pass(number, point, [(fleet, s) for s in fleet.systems], found, batches, rng, after if number == 0 else None)
             continue
         with Fleet(point.prepared, [extra], point.limit_bytes, point.threads) as alone:
             found[extra.name] = Measured(extra, alone.facts(extra))
             _note_problems(found, verify(alone, [extra], point, warm[:VERIFIED], fleet), say)
             everyone = [(fleet, s) for s in fleet.systems] + [(alone, extra)]
-            _one_pass(number, point, everyone, found, queries, rng, after if number == 0 else None)
+            _one_pass(number, point, everyone, found, batches, rng, after if number == 0 else None)
     return found
 
 
@@ -138,12 +167,12 @@ def _one_pass(
     point: Point,
     everyone: list[tuple[Fleet, System]],
     found: dict[str, Measured],
-    queries: Sequence[int],
+    batches: list[list[int]],
     rng: random.Random,
-    after: Any,
+    after: After | None,
 ) -> None:
     active = [(fleet, system) for fleet, system in everyone if found[system.name].problem is None]
-    for turn, batch in enumerate(batches_of(queries, point.batch)):
+    for turn, batch in enumerate(batches):
         rng.shuffle(active)
         answers = {}
         for fleet, system in active:
@@ -178,6 +207,7 @@ def _row(show: str, point: Point, measured: Measured, everyone: dict[str, Measur
         metrics["p50_s"], metrics["p95_s"] = (float(np.percentile(seconds, share)) for share in (50, 95))
         metrics["cpu_s"] = statistics.median(answer["cpu_s"] for answer in answers)
     metrics["rss_growth_bytes"] = float(measured.facts["rss_growth_bytes"])
+    metrics |= {f"resident_{name}_bytes": float(size) for name, size in measured.facts["resident_bytes"].items() if size}
     ratio = {}
     if system.kind == "espnx" and answers:
         for name, other in everyone.items():
@@ -203,3 +233,12 @@ def _row(show: str, point: Point, measured: Measured, everyone: dict[str, Measur
         metrics=metrics,
         ratio=ratio,
     )
+
+
+def report(rows: list[Row], say: Say) -> list[Row]:
+    """Says what was measured; returns the rows."""
+    for row in rows:
+        if row.median_s is not None:
+            ratios = ", ".join(f"{value:.2f}x {name}" for name, value in row.ratio.items())
+            say(f"    {row.system}: {1e3 * row.median_s:.2f} ms" + (f" ({ratios})" if ratios else ""))
+    return rows

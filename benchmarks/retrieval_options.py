@@ -16,7 +16,7 @@ from .corpus_base import Expanded, ensure_base
 from .corpus_store import QUERIES, Prepared, ensure_store, found_store
 from .registry import Say
 from .retrieval_case import SHOWS
-from .retrieval_fleet import System, check_limit_possible
+from .retrieval_fleet import Fleet, System, check_limit_possible
 from .retrieval_point import baseline_system, espnx_systems
 
 NLIST, NLIST_LEAST = 4096, 16
@@ -46,6 +46,8 @@ class Options:
     formats: list[str]
     compact: str | None
     cascades: list[int]
+    encoder: str
+    pca: int
     layouts: list[str]
     queries: int
     engine: str
@@ -109,9 +111,11 @@ def read_options(args: Namespace) -> Options:
         batches=[_positive("batch", word) for word in _words(args.batch)],
         threads=args.threads,
         first_stage=args.first_stage,
-        formats=_words(args.format or "fp16"),
+        formats=_words(args.format or ("all" if shows == ["formats"] else "fp16")),
         compact=None if args.compact == "none" else args.compact,
         cascades=[_positive("cascade", word) for word in _words(args.cascade)],
+        encoder=args.encoder,
+        pca=_positive("pca", args.pca),
         layouts=_words(args.layout),
         queries=queries,
         engine=args.engine,
@@ -129,3 +133,19 @@ def _positive(name: str, value: object) -> int:
     if not text.isdigit() or int(text) < 1:
         raise InvalidInputError(name, got=repr(value), expected="a whole number, at least 1")
     return int(text)
+
+
+def resolve_nprobe(options: Options, fleet: Fleet, queries: list[int]) -> int:
+    """``--nprobe`` as a number of lists: as it is, the store's own, or the least that gives a recall for these queries."""
+    text, system = options.nprobe, fleet.systems[0]
+    if text == "auto":
+        return int(fleet.facts(system)["default_nprobe"])
+    if text.isdigit() and int(text):
+        return int(text)
+    try:
+        recall = float(text)
+    except ValueError:
+        recall = -1.0
+    if not 0 < recall < 1:
+        raise InvalidInputError("nprobe", got=repr(text), expected="auto, a whole number, or a recall such as 0.95")
+    return int(fleet.of(system).ask("nprobe_for", queries=queries, candidates=options.candidates, recall=recall)["nprobe"])

@@ -64,7 +64,7 @@ class Point:
 
 
 def espnx_systems(steps: Sequence[str]) -> list[System]:
-    """One for each prefetch step: ``no-prefetch`` (0), ``espnx`` (auto: what a user gets), ``espnx-30%``, or ``espnx-5+10+20%`` for several.
+    """One for each prefetch step: ``no-prefetch`` (0), ``espnx`` (auto: what a user gets), ``espnx-30%``, ``espnx-5+10+20%``.
 
     The chooser learns from every search of its process, so ``auto`` has one of its own.
     """
@@ -100,3 +100,17 @@ def baseline_system(name: str) -> System:
     if not threads.isdigit() or not 1 <= int(threads) <= 64:
         raise InvalidInputError("baseline", got=repr(name), expected=", ".join(BASELINES) + ", no-prefetch")
     return System(f"mmap-{threads}", "mmap", {"gather_threads": int(threads)})
+
+
+MEMORY = baseline_system("memory")
+AUTO = espnx_systems(["auto"])[0]
+
+
+def cascade_systems(counts: Sequence[int]) -> list[System]:
+    """For each number of full records: a cascade whose compact tier lies on SSD, and one whose compact tier lies in RAM."""
+    systems = []
+    for count in counts:
+        for place in ("ssd", "ram"):
+            options = {"cascade": count, "prefetch_step": "auto"}
+            systems.append(System(f"cascade-{place}-{count}", opening={"compact": place}, options=options, is_lossy=True))
+    return systems

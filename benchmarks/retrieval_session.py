@@ -6,7 +6,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class Session:
 
     def handle(self, command: dict[str, Any]) -> dict[str, Any]:
         arguments = {key: value for key, value in command.items() if key != "do"}
-        known = {
+        known: dict[Any, Callable[..., dict[str, Any]]] = {
             "open": self.open, "search": self.search, "reference": self.reference, "pieces": self.pieces, "maxsim": self.maxsim,
             "candidates": self.candidates, "nprobe_for": self.nprobe_for, "callers": self.callers,
             "layout": self.layout, "overlap": self.overlap, "load_index": self.load_index,
@@ -91,6 +91,7 @@ class Session:
             "default_nprobe": index.default_nprobe,
             "count": index.store.count,
             "record_bytes": index.store.full.size_bytes,
+            "live_record_bytes": int(index.store.schema.sizes(index.store.n_tokens).sum()),
             "resident_bytes": index.resident_bytes,
             "cost": asdict(index.cost),
             "gap_bytes": index.cost.gap_bytes,
@@ -112,7 +113,7 @@ class Session:
             timings = _medians([ranking.timings for ranking in rankings])
             return _measured(seconds, spent, asked, spent.device_read_bytes or 0, [r.hits for r in rankings], timings)
         begun = time.perf_counter()
-        results = self.index.search(chosen if len(chosen) > 1 else chosen[0], **options)  # type: ignore[call-overload]
+        results = self.index.search(chosen if len(chosen) > 1 else chosen[0], **options)
         seconds = time.perf_counter() - begun
         spent = read_counters() - before
         found: list[SearchResult] = results if isinstance(results, list) else [results]

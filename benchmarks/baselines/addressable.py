@@ -52,7 +52,7 @@ class AddressableStore:
                 if mapped:
                     self._map(self._base + begin, size, protection, mmap.MAP_SHARED | _MAP_FIXED, file.fileno())
                 else:
-                    _read_into(memoryview(self._view[begin : begin + path.stat().st_size]), file.fileno())
+                    _read_into(self._view[begin : begin + path.stat().st_size], file.fileno())
         if mapped:
             self._libc.madvise(self._base, self._size, _MADV_RANDOM)
 
@@ -88,7 +88,7 @@ class AddressableStore:
             madvise(begin, size, _MADV_WILLNEED)
 
 
-def _read_into(target: memoryview, descriptor: int) -> None:
+def _read_into(target: np.ndarray, descriptor: int) -> None:
     """Reads a file without leaving it in the page cache."""
     done = 0
     while done < len(target):

@@ -124,5 +124,3 @@ class WholeStoreRanker:
     def close(self) -> None:
         if self._helpers is not None:
             self._helpers.shutdown()
-
-

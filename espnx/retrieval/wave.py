@@ -90,8 +90,10 @@ class Wave:
 
     def _scoring(self, tier: Tier, hot: HotDocuments | None) -> TierScoring:
         means = self._means
+        # A block holds a dozen compact records: what lies between two that are wanted is other blocks, nearly as much again.
+        gap_bytes = means.gap_bytes if tier is means.full else 0
         return TierScoring(
-            tier, self._queries, means.workers, means.device, gap_bytes=means.gap_bytes, deadline_s=self._request.deadline_s, hot=hot
+            tier, self._queries, means.workers, means.device, gap_bytes=gap_bytes, deadline_s=self._request.deadline_s, hot=hot
         )
 
     def begin(self) -> None:
