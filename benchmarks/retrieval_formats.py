@@ -134,7 +134,7 @@ def _ensure(options: Options, data: Dataset, build: dict[str, Any], say: Say) ->
     if not (path / "MANIFEST.json").exists():
         say(f"  building {', '.join(f'{key} {value}' for key, value in build.items())}")
         pca = options.pca if options.pca < data.dims[1] else None
-        espnx.build(path, data.documents, dims=data.dims, first_stage="flat", pca=pca, restart=True, **build)
+        espnx.build(path, data.documents, dims=data.dims, first_stage="flat", pca=pca, restart=True, memory="4GiB", **build)
     return path
 
 

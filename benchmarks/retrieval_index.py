@@ -35,6 +35,8 @@ def build_indexes(folder: Path, corpus: Corpus, nlist: int, codes: Sequence[str]
     for code, path in paths.items():
         index = faiss.index_factory(corpus.d_cls, f"IVF{nlist},{_factory(code)}", faiss.METRIC_INNER_PRODUCT)
         index.quantizer.add(centroids)  # trained already, so that training concerns the code alone
+        if hasattr(index, "pq"):
+            index.pq.cp.min_points_per_centroid = 1  # small corpora are no mistake
         index.train(sample)
         numbers = np.arange(len(vectors), dtype=np.int64)
         pointer = faiss.swig_ptr

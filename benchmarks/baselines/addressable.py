@@ -7,6 +7,7 @@ import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,11 +89,11 @@ class AddressableStore:
             madvise(begin, size, _MADV_WILLNEED)
 
 
-def _read_into(target: np.ndarray, descriptor: int) -> None:
+def _read_into(target: Any, descriptor: int) -> None:
     """Reads a file without leaving it in the page cache."""
     done = 0
     while done < len(target):
-        count = os.preadv(descriptor, [target[done : done + _READ_BYTES]], done)
+        count = os.preadv(descriptor, [memoryview(target)[done : done + _READ_BYTES]], done)
         if count == 0:
             raise OSError(f"file ends after {done} of {len(target)} bytes")
         os.posix_fadvise(descriptor, done, count, os.POSIX_FADV_DONTNEED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from espnx.errors import FormatError
 from espnx.integrations.checkpoints import read_object
-from espnx.integrations.plaid import IndexFolder, check_nbits, lengths_of, make_codebook, metadata_of, missing
+from espnx.integrations.plaid import Chunk, IndexFolder, check_nbits, lengths_of, make_codebook, metadata_of, missing
 from espnx.integrations.torch_files import load_torch
 
 
@@ -41,13 +42,13 @@ class ColBERTIndex(IndexFolder):
             raise FormatError("buckets of the index", path=path, got=got, expected="a pair of tensors, cutoffs and weights")
         return held[0], held[1]
 
-    def chunks(self) -> Iterator[tuple[Path, list[int], np.ndarray, np.ndarray]]:
+    def chunks(self) -> Iterator[Chunk]:
         documents = tokens = 0
         for number in range(self._chunks):
             lengths = lengths_of(self.folder / f"doclens.{number}.json")
             self._check_place(number, documents, len(lengths), sum(lengths))
             path = self.folder / f"{number}.codes.pt"
-            yield path, lengths, _tensor(path).numpy(), _tensor(self.folder / f"{number}.residuals.pt").numpy()
+            yield Chunk(path, lengths, partial(_mapped, path, self.folder / f"{number}.residuals.pt"))
             documents, tokens = documents + len(lengths), tokens + sum(lengths)
         if tokens != self.tokens:
             raise FormatError("tokens of the index", path=self.folder / "metadata.json", got=tokens, expected=self.tokens)
@@ -62,6 +63,10 @@ class ColBERTIndex(IndexFolder):
         got: dict[str, Any] = {key: held.get(key) for key in expected}
         if got != expected:
             raise FormatError("a chunk of the index", path=path, got=got, expected=expected, fix="index the collection again")
+
+
+def _mapped(codes: Path, residuals: Path) -> tuple[np.ndarray, np.ndarray]:
+    return _tensor(codes).numpy(), _tensor(residuals).numpy()
 
 
 def _tensor(path: Path) -> torch.Tensor:

@@ -7,6 +7,7 @@ chunk's own file, where there is one, is newer than its part of the merged file,
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 
 from espnx.errors import FormatError
 from espnx.integrations.checkpoints import read_object
-from espnx.integrations.plaid import IndexFolder, check_nbits, lengths_of, make_codebook, metadata_of, missing
+from espnx.integrations.plaid import Chunk, IndexFolder, check_nbits, lengths_of, make_codebook, metadata_of, missing
 
 _PARTS = ("codes", "residuals")
 
@@ -36,28 +37,34 @@ class FastPlaidIndex(IndexFolder):
         self._chunks: int = held["num_chunks"]
         self.documents, self.tokens = held["num_documents"], held["num_embeddings"]
 
-    def chunks(self) -> Iterator[tuple[Path, list[int], np.ndarray, np.ndarray]]:
+    def chunks(self) -> Iterator[Chunk]:
         begins = dict.fromkeys(_PARTS, 0)
         manifests = {part: self._manifest(part) for part in _PARTS}
         tokens = 0
         for number in range(self._chunks):
             lengths = lengths_of(self.folder / f"doclens.{number}.json")
-            found = {}
+            places = {}
             for part in _PARTS:
-                own = self.folder / f"{number}.{part}.npy"
-                merged = self.folder / f"merged_{part}.npy"
-                rows = manifests[part].get(own.name, sum(lengths))  # of this chunk in the merged file
-                if own.is_file():
-                    found[part] = _array(own)
-                elif merged.is_file():
-                    found[part] = _array(merged)[begins[part] : begins[part] + rows]
-                else:
-                    raise missing(own)
+                own = f"{number}.{part}.npy"
+                rows = manifests[part].get(own, sum(lengths))  # of this chunk in the merged file
+                places[part] = begins[part], begins[part] + rows
                 begins[part] += rows
-            yield self.folder / f"{number}.codes.npy", lengths, found["codes"], found["residuals"]
+            yield Chunk(self.folder / f"{number}.codes.npy", lengths, partial(self._mapped, number, places))
             tokens += sum(lengths)
         if tokens != self.tokens:
             raise FormatError("tokens of the index", path=self.folder / "metadata.json", got=tokens, expected=self.tokens)
+
+    def _mapped(self, number: int, places: dict[str, tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        found = []
+        for part in _PARTS:
+            own, merged = self.folder / f"{number}.{part}.npy", self.folder / f"merged_{part}.npy"
+            if own.is_file():
+                found.append(_array(own))
+            elif merged.is_file():
+                found.append(_array(merged)[slice(*places[part])])
+            else:
+                raise missing(own)
+        return found[0], found[1]
 
     def _manifest(self, part: str) -> dict[str, int]:
         """Rows by chunk in the merged file, where the manifest names them."""

@@ -1,13 +1,15 @@
 """Index folders of residual codes, as PLAID's: one reader per writer, behind the same few members.
 
 A document's tokens come out as the rows of espnx's residual formats: the centroid's number, then the residual codes, byte for byte as they
-are in the index. A folder is read in slices of documents, whatever the size of its files, which are mapped and not held.
+are in the index. Files are mapped, a slice of documents at a time, and let go of after each: pages of a mapping count as the process's
+memory, and a whole chunk may be larger than that.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,21 @@ from espnx.ops.maxsim import Codebook, token_format
 TOKENS_AT_ONCE = 1 << 17
 _CODE_BYTES = 4
 _NBITS = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk of an index.
+
+    Attributes:
+        path: the file of its codes, for messages.
+        lengths: tokens of each of its documents.
+        open: maps codes ``[t]`` and residuals uint8 ``[t, dim * nbits / 8]``.
+    """
+
+    path: Path
+    lengths: list[int]
+    open: Callable[[], tuple[np.ndarray, np.ndarray]]
 
 
 class IndexFolder(ABC):
@@ -52,22 +69,26 @@ class IndexFolder(ABC):
         return self.codebook.d
 
     @abstractmethod
-    def chunks(self) -> Iterator[tuple[Path, list[int], np.ndarray, np.ndarray]]:
-        """Per chunk: the file of its codes, tokens per document, codes ``[t]``, residuals uint8 ``[t, dim * nbits / 8]``; mapped."""
+    def chunks(self) -> Iterator[Chunk]:
+        """The chunks in turn."""
 
     def rows(self) -> Iterator[torch.Tensor]:
         """Each document's rows in turn, uint8 ``[n, 4 + dim * nbits / 8]``, the caller's to keep. Raises FormatError."""
         documents = 0
-        for path, lengths, codes, residuals in self.chunks():
-            self._check_chunk(path, lengths, codes, residuals)
+        for chunk in self.chunks():
             begin = 0
-            for part in _slices(lengths):
-                end = begin + sum(part)
-                yield from self._rows(path, codes[begin:end], residuals[begin:end]).split(part)
-                begin = end
-            documents += len(lengths)
+            for part in _slices(chunk.lengths):
+                yield from self._slice(chunk, begin, begin + sum(part)).split(part)
+                begin += sum(part)
+            documents += len(chunk.lengths)
         if documents != self.documents:
             raise FormatError("documents of the index", path=self.folder, got=documents, expected=self.documents)
+
+    def _slice(self, chunk: Chunk, begin: int, end: int) -> torch.Tensor:
+        """Rows of tokens of a chunk, checked. The mapping ends with the call."""
+        codes, residuals = chunk.open()
+        self._check_chunk(chunk.path, chunk.lengths, codes, residuals)
+        return self._rows(chunk.path, codes[begin:end], residuals[begin:end])
 
     def _check_chunk(self, path: Path, lengths: list[int], codes: np.ndarray, residuals: np.ndarray) -> None:
         width = token_format(self.format).token_row_bytes(self.dim) - _CODE_BYTES
@@ -99,7 +120,7 @@ class IndexFolder(ABC):
 
 
 def _slices(lengths: list[int]) -> Iterator[list[int]]:
-    """`lengths` in runs of at most `TOKENS_AT_ONCE` tokens (or one document)."""
+    """`lengths` in runs of at most `TOKENS_AT_ONCE` tokens (or one document), at least one."""
     run: list[int] = []
     tokens = 0
     for length in lengths:
@@ -108,8 +129,7 @@ def _slices(lengths: list[int]) -> Iterator[list[int]]:
             run, tokens = [], 0
         run.append(length)
         tokens += length
-    if run:
-        yield run
+    yield run
 
 
 def open_index(folder: Path) -> IndexFolder:
@@ -174,7 +194,7 @@ def make_codebook(
         expected = f"[any, {'dim' if dim is None else dim}]"
         raise FormatError("centroids of the index", path=folder, got=f"shape {list(centroids.shape)}", expected=expected)
     try:
-        return Codebook(*(part.detach().cpu().float() for part in (centroids, cutoffs, weights)))
+        return Codebook(*(part.detach().to(torch.float32, copy=True) for part in (centroids, cutoffs, weights)))  # they are mapped
     except InvalidInputError as error:
         raise FormatError("codebook of the index", path=folder, got=str(error), expected="what ColBERT's codec writes") from error
 

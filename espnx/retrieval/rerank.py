@@ -16,8 +16,9 @@ from ..storage.native import NativeFuture, load_native
 from .record import HEADER_BYTES, RecordSchema
 from .tier import Tier
 
-# Records per scoring call: enough to amortise the call, few enough that the first are scored while the last are being read.
-_LEAST, _PARTS = 64, 8
+# Records per scoring call: enough to amortise the call, few enough that the first are scored while the last are being read. `_PARTS` of
+# a read, but not fewer than `_LEAST`.
+_LEAST, _PARTS = 16, 16
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,11 @@ def _score_natively(tier: Tier, future: NativeFuture, numbers: np.ndarray, pairs
     if len(queries) > 1:
         item, of_query = torch.from_numpy(pairs.item), torch.from_numpy(pairs.query)
     wanted = [(query.tokens, query.cls, query.cls_weight) for query in queries]
+    at_least = max(_LEAST, len(numbers) // _PARTS)
     book = tier.codebook
     tables = (None, None) if book is None else (book.centroids, book.bucket_weights)
     scores, maxsim_s, waited_s, damaged = load_native().score_arrivals(
-        future.native, torch.from_numpy(numbers), torch.from_numpy(tier.n_tokens), rules, *tables, wanted, item, of_query, _LEAST
+        future.native, torch.from_numpy(numbers), torch.from_numpy(tier.n_tokens), rules, *tables, wanted, item, of_query, at_least
     )
     if damaged >= 0:
         one = torch.tensor([damaged])

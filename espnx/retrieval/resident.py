@@ -8,7 +8,6 @@ import torch
 from .record import RecordSchema
 from .tier import Tier
 
-_GROUP = 64
 _RECORDS_AT_ONCE = 16384
 
 
@@ -21,7 +20,7 @@ class ResidentTier:
 
     Attributes:
         memory: uint8, the rows.
-        size_bytes: what is held in RAM: rows, and the offset of every 64th record.
+        size_bytes: what is held in RAM: rows, and where each document's begin.
 
     Raises:
         what the reads raise, and ChecksumError or StaleDataError.
@@ -31,16 +30,15 @@ class ResidentTier:
         self.schema = RecordSchema(tier.schema.format, 0, tier.schema.dim)
         self.codebook, self.n_tokens = tier.codebook, tier.n_tokens
         counts = self.n_tokens.astype(np.int64)
-        padded = np.zeros(-(-len(counts) // _GROUP) * _GROUP, dtype=np.int64)
-        padded[: len(counts)] = counts
-        groups = padded.reshape(-1, _GROUP).sum(axis=1) * self.schema.row_bytes
-        self._group_begin = np.concatenate([[0], np.cumsum(groups)])
-        memory = np.empty(int(self._group_begin[-1]), dtype=np.uint8)
+        total = int(counts.sum())
+        # Computed, as those of records on disk are, they would take longer than the scoring.
+        self._first_row = (np.cumsum(counts) - counts).astype(np.uint32 if total < 2**32 else np.int64)
+        memory = np.empty(total * self.schema.row_bytes, dtype=np.uint8)
         for first in range(0, len(counts), _RECORDS_AT_ONCE):
             numbers = np.arange(first, min(first + _RECORDS_AT_ONCE, len(counts)))
             self._copy(tier, numbers[counts[numbers] > 0], memory)
         self.memory = torch.from_numpy(memory).to(device)
-        self.size_bytes = memory.nbytes + self._group_begin.nbytes
+        self.size_bytes = memory.nbytes + self._first_row.nbytes
 
     def _copy(self, tier: Tier, numbers: np.ndarray, memory: np.ndarray) -> None:
         future = tier.read(numbers, gap_bytes=1 << 20)
@@ -54,12 +52,7 @@ class ResidentTier:
         memory[at : at + len(index)] = source.cpu().numpy()[index]  # records are consecutive, so their rows are
 
     def _rows_begin(self, numbers: np.ndarray) -> np.ndarray:
-        group = numbers // _GROUP
-        inside = numbers % _GROUP
-        columns = np.arange(_GROUP)
-        members = np.minimum(group[:, None] * _GROUP + columns, len(self.n_tokens) - 1)
-        before = np.where(columns < inside[:, None], self.n_tokens[members], 0).sum(axis=1, dtype=np.int64)
-        return self._group_begin[group] + before * self.schema.row_bytes
+        return self._first_row[numbers].astype(np.int64) * self.schema.row_bytes
 
     def position_bytes(self, numbers: np.ndarray) -> torch.Tensor:
         """int64 [m]: where a record of `schema` would begin whose rows are here (rows lie `schema.fixed_bytes` after it)."""

@@ -234,9 +234,10 @@ def test_searcher_restricted(store, checkpoint):
         assert sorted(few[0]) == [3, 7, 11]
         assert few[2] == sorted(few[2], reverse=True)
         assert few[0] == [pid for pid in every[0] if pid in (3, 7, 11)]
-        even = searcher.search(tiny.QUERIES[2], k=5, filter_fn=lambda pids: pids[pids % 2 == 0])
-        assert even[0] == [pid for pid in every[0] if pid % 2 == 0][:5]
-        assert even[1] == [1, 2, 3, 4, 5]
+        odd = searcher.search(tiny.QUERIES[2], k=5, filter_fn=lambda pids: pids[pids % 2 == 1])
+        assert odd[0] == [pid for pid in every[0] if pid % 2 == 1][:5]
+        assert odd[0] != every[0][:5]
+        assert odd[1] == [1, 2, 3, 4, 5]
         dense = searcher.dense_search(searcher.encode(tiny.QUERIES[2]), k=4)
         assert dense[0] == every[0][:4]
         by_query = searcher.search_all([tiny.QUERIES[2]] * 2, k=5, qid_to_pids={0: [1], 1: [2, 4]})

@@ -84,6 +84,12 @@ def test_in_small_slices(name, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(index.rows(), whole, strict=True))
 
 
+@pytest.mark.parametrize("name", NBITS)
+def test_nothing_stays_mapped(name):
+    for _ in open_index(tiny.DATA / name).rows():
+        assert name not in Path("/proc/self/maps").read_text()  # pages of a mapping count as the process's memory
+
+
 @pytest.fixture
 def copy(tmp_path):
     return lambda name: shutil.copytree(tiny.DATA / name, tmp_path / name)

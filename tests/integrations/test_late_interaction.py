@@ -102,6 +102,16 @@ def test_a_sentence_transformers_folder_is_no_pylate_folder(copy):
     assert type(load_encoder(str(folder))) is HuggingFaceEncoder
 
 
+def test_pylate_prompt_and_case(folders, copy):
+    folder = copy("pylate")
+    edit(folder / "config_sentence_transformers.json", prompts={"query": "The "}, default_prompt_name="query")
+    edit(folder / "sentence_bert_config.json", do_lower_case=True)
+    prompted, plain = PyLateEncoder(folder), PyLateEncoder(folders["pylate"])
+    assert prompted.lay_out([" Wing "], is_query=True) == plain.lay_out(["the  wing"], is_query=True)
+    assert prompted.lay_out([" Wing "], is_query=True) != plain.lay_out(["wing"], is_query=True)
+    assert prompted.name != plain.name
+
+
 def test_name_is_of_contents_and_settings(folders, copy):
     name = ColBERTEncoder(folders["colbert"]).name
     folder = copy("colbert")

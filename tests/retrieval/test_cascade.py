@@ -110,7 +110,7 @@ def test_resident_rows_are_the_tier_s(tiers: tuple[Path, str]) -> None:
             size = int(compact.n_tokens[number]) * compact.schema.row_bytes
             mine, theirs = mine + resident.schema.fixed_bytes, theirs + compact.schema.fixed_bytes
             assert torch.equal(resident.memory[mine : mine + size], memory[theirs : theirs + size])
-        assert resident.size_bytes == int(compact.n_tokens.sum(dtype=np.int64)) * compact.schema.row_bytes + 8 * (COUNT // 64 + 2)
+        assert resident.size_bytes == int(compact.n_tokens.sum(dtype=np.int64)) * compact.schema.row_bytes + 4 * COUNT
 
 
 def test_without_a_compact_tier(store: Path) -> None:
