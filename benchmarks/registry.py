@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from .result import Row
@@ -23,6 +23,7 @@ class Case:
         configure: adds the case's own options (``--json``, ``--pairs``, ``--seed``, ``--quick`` and ``--render`` are there already).
         run: measures; gets the options and a function for progress. Verifies results first and gives wrong ones no ratio.
         table: headers and cells of a table of rows of this case, for the terminal and for documents.
+        views: further tables by name, for documents: a block names one as ``bench:CASE:VIEW``.
         standalone: what to do instead of measuring, or None: returns the text to print (the options decide, as with ``--tune``).
     """
 
@@ -32,6 +33,7 @@ class Case:
     run: Callable[[Namespace, Say], list[Row]]
     table: Callable[[Sequence[Row]], tuple[list[str], list[list[str]]]]
     standalone: Callable[[Namespace, Say], str | None] = lambda args, say: None
+    views: Mapping[str, Callable[[Sequence[Row]], tuple[list[str], list[list[str]]]]] = field(default_factory=dict)
 
 
 def cases() -> dict[str, Case]:

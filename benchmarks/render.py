@@ -1,4 +1,8 @@
-"""Tables in documents, rendered from result files: what stands between ``<!-- bench:CASE -->`` and ``<!-- /bench -->`` is never typed."""
+"""Tables in documents, rendered from result files: what stands between ``<!-- bench:CASE -->`` and ``<!-- /bench -->`` is never typed.
+
+``<!-- bench:CASE:VIEW show=table corpus=B -->`` takes another table of the case (`Case.views`), and only rows with those parameters (or
+that ``system``); several values of one are joined by ``|``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,9 @@ from espnx.errors import InvalidInputError
 from .registry import Case, cases
 from .result import KINDS, Row, load, rows_of
 
-BLOCK = re.compile(r"(<!-- bench:(?P<case>[\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+BLOCK = re.compile(
+    r"(<!-- bench:(?P<case>[\w-]+)(?::(?P<view>[\w-]+))?(?P<filters>(?: [\w-]+=[^\s>]+)*) -->\n).*?(<!-- /bench -->)", re.DOTALL
+)
 RESULTS = "benchmarks/results"
 
 
@@ -69,25 +75,38 @@ def render_text(text: str, results: Mapping[Path, Mapping[str, Any]]) -> str:
         case = known.get(match["case"])
         if case is None:
             raise InvalidInputError("a marked block names an unknown benchmark", got=match["case"], expected=", ".join(known))
-        return f"{match[1]}{render_case(case, results)}{match[3]}"
+        view = match["view"]
+        if view is not None and view not in case.views:
+            raise InvalidInputError("a marked block names an unknown table", got=match[0].splitlines()[0], expected=", ".join(case.views))
+        filters = dict(word.split("=", 1) for word in match["filters"].split())
+        return f"{match[1]}{render_case(case, results, view, filters)}{match[5]}"
 
     return BLOCK.sub(fill, text)
 
 
-def render_case(case: Case, results: Mapping[Path, Mapping[str, Any]]) -> str:
-    """Markdown of all rows of a case: one table per result file and kind, for measured and modelled numbers never share a column.
-    Nothing where there are no results."""
+def render_case(
+    case: Case, results: Mapping[Path, Mapping[str, Any]], view: str | None = None, filters: Mapping[str, str] | None = None
+) -> str:
+    """Markdown of all rows of a case that pass the filters: one table per result file and kind, for measured and modelled numbers never
+    share a column. Nothing where there are no results."""
     parts = []
+    table = case.table if view is None else case.views[view]
     for path, document in results.items():
-        rows = [row for row in rows_of(document) if row.case == case.name]
+        rows = [row for row in rows_of(document) if row.case == case.name and passes(row, filters or {})]
         for kind in KINDS:
             if chosen := [row for row in rows if row.kind == kind]:
-                parts += ["", *_table(case, chosen), "", _caption(path, document, kind, chosen)]
+                parts += ["", *_table(table(chosen)), "", _caption(path, document, kind, chosen)]
     return "\n".join([*parts, "", ""]) if parts else ""
 
 
-def _table(case: Case, rows: Sequence[Row]) -> Iterable[str]:
-    headers, cells = case.table(rows)
+def passes(row: Row, filters: Mapping[str, str]) -> bool:
+    """Whether every named parameter (or the system) has one of the values asked for, as text."""
+    found = {**row.params, "system": row.system}
+    return all(str(found.get(name)) in wanted.split("|") for name, wanted in filters.items())
+
+
+def _table(made: tuple[list[str], list[list[str]]]) -> Iterable[str]:
+    headers, cells = made
     yield "| " + " | ".join(headers) + " |"
     yield "|" + " --- |" * len(headers)
     for line in cells:

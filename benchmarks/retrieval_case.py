@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 
 from .registry import Case, Say
 from .result import Row
-from .retrieval_table import table
+from .retrieval_table import by_memory, table
 
 SHOWS = ("table", "batches", "layout", "hit-rate", "formats", "index-memory", "callers", "cascade")
 
@@ -65,4 +65,6 @@ def run(args: Namespace, say: Say) -> list[Row]:
     return measure_shows(read_options(args), say)
 
 
-CASE = Case("retrieval", "multi-vector search from SSD, beside memory, mmap and no prefetch", configure, run, table)
+CASE = Case(
+    "retrieval", "multi-vector search from SSD, beside memory, mmap and no prefetch", configure, run, table, views={"by-memory": by_memory}
+)

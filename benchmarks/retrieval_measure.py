@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from espnx.errors import InvalidInputError
+
 from .registry import Say
 from .result import Row
 from .retrieval_fleet import Fleet, System
@@ -45,13 +47,18 @@ def split_queries(count: int) -> tuple[list[int], list[int]]:
 
 
 def batches_of(queries: Sequence[int], size: int, turns: int | None, rng: random.Random) -> list[list[int]]:
-    """As many whole batches as there are; or `turns` of them, going round, in another order each time. No batch has a query twice."""
+    """As many whole batches as there are; or `turns` of them, going round, in another order each time. No batch has a query twice.
+
+    Raises InvalidInputError where a batch is larger.
+    """
+    if size > len(queries):
+        raise InvalidInputError("queries of a batch", got=size, expected=f"at most {len(queries)}, the number of measured queries")
     if turns is None:
-        turns = max(1, len(queries) // size)
+        turns = len(queries) // size
     batches: list[list[int]] = []
     order = list(queries)
     while len(batches) < turns:
-        batches += [order[first : first + size] for first in range(0, max(1, len(order) - size + 1), size)]
+        batches += [order[first : first + size] for first in range(0, len(order) - size + 1, size)]
         order = rng.sample(order, len(order))
     return batches[:turns]
 

@@ -2,53 +2,116 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from espnx.sizes import format_size
 
 from .result import Row
 
-
-def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Headers and cells, one line per row."""
-    headers = ["corpus", "what", "system", "memory", "ms", "IQR", "x memory", "x bound", "hit rate", "MB moved", "requests", "n", "correct"]
-    baselines = [name for name in dict.fromkeys(row.system for row in rows) if name.startswith(("mmap", "swap", "no-prefetch"))]
-    shown = [name for name in baselines if any(name in row.ratio for row in rows)]
-    return headers + [f"vs {name}" for name in shown], [_cells(row, shown) for row in rows]
+Table = tuple[list[str], list[list[str]]]
+_ABSENT = "-"
 
 
-def _cells(row: Row, baselines: Sequence[str]) -> list[str]:
-    metrics, params = row.metrics, row.params
-    limit = params.get("memory_bytes")
-    cells = [
-        str(params.get("corpus", "-")),
-        what(row),
-        row.system,
-        "ample" if limit is None else format_size(limit),
-        _number(row.median_s, 1e-3, 2),
-        _number(row.iqr_s, 1e-3, 2),
-        f"{1 / row.ratio['memory']:.2f}" if "memory" in row.ratio else "-",
-        _number(metrics.get("over_bound"), 1, 2),
-        _number(metrics.get("hit_rate"), 1, 2) if row.system.startswith("espnx") else "-",
-        _number(row.bytes_moved, 1e6, 1),
-        _number(metrics.get("requests"), 1, 0),
-        str(row.n),
-        "yes" if row.correct else "NO",
-    ]
-    return cells + [f"{row.ratio[name]:.2f}x" if name in row.ratio else "-" for name in baselines]
+def _number(value: float | None, unit: float = 1, digits: int = 2) -> str:
+    return _ABSENT if value is None else f"{value / unit:.{digits}f}"
+
+
+def _metric(name: str, unit: float = 1, digits: int = 2) -> Callable[[Row], str]:
+    return lambda row: _number(row.metrics.get(name), unit, digits)
+
+
+def _memory(row: Row) -> str:
+    limit = row.params.get("memory_bytes")
+    return "ample" if limit is None else format_size(limit)
+
+
+def _hit_rate(row: Row) -> str:
+    digits = 4 if "difference" in row.metrics else 2
+    return _number(row.metrics.get("hit_rate"), 1, digits) if row.system.startswith("espnx") else _ABSENT
 
 
 def what(row: Row) -> str:
     """``exact 1000, nprobe 104``."""
     params = row.params
-    text = f"exact {params.get('candidates')}" if params.get("rerank") is None else f"re-rank {params['rerank']}"
+    if params.get("cascade") is not None:
+        text = f"cascade {params['cascade']} of {params.get('candidates')}"
+    elif params.get("rerank") is not None:
+        text = f"re-rank {params['rerank']}"
+    else:
+        text = f"exact {params.get('candidates')}"
     text += f", nprobe {params.get('nprobe')}"
     if params.get("batch", 1) > 1:
         text += f", batch {params['batch']}"
+    if params.get("callers"):
+        text += f", {params['callers']} callers"
     if params.get("threads"):
         text += f", {params['threads']} thread{'s' if params['threads'] > 1 else ''}"
     return text
 
 
-def _number(value: float | None, unit: float, digits: int) -> str:
-    return "-" if value is None else f"{value / unit:.{digits}f}"
+# Columns that have something to say in one of the rows are shown.
+_COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
+    ("corpus", lambda row: str(row.params.get("corpus", _ABSENT))),
+    ("what", what),
+    ("system", lambda row: row.system),
+    ("memory", _memory),
+    ("ms", lambda row: _number(row.median_s, 1e-3)),
+    ("IQR", lambda row: _number(row.iqr_s, 1e-3)),
+    ("p95 ms", lambda row: _number(row.metrics.get("p95_s"), 1e-3) if row.params.get("show") == "callers" else _ABSENT),
+    ("queries/s", _metric("queries_per_s", 1, 0)),
+    ("x memory", lambda row: _number(1 / row.ratio["memory"]) if "memory" in row.ratio else _ABSENT),
+    ("x bound", _metric("over_bound")),
+    ("hit rate", _hit_rate),
+    ("of FAISS", _metric("hit_rate_faiss", 1, 4)),
+    ("recall", _metric("recall", 1, 4)),
+    ("MB", lambda row: _number(row.metrics["rss_growth_bytes"], 1e6, 0) if row.params.get("show") == "index-memory" else _ABSENT),
+    ("records per index", _metric("records_per_index", 1, 1)),
+    ("bytes/document", _metric("bytes_per_document", 1, 0)),
+    ("nDCG@10", _metric("nDCG@10", 1, 4)),
+    ("MRR@10", _metric("MRR@10", 1, 4)),
+    ("recall@100", _metric("recall@100", 1, 4)),
+    ("MB moved", lambda row: _number(row.bytes_moved, 1e6, 1) if row.bytes_moved else _ABSENT),
+    ("requests", _metric("requests", 1, 0)),
+    ("requests of id order", _metric("requests_per_id_order")),
+    ("batch limit (eq. 4)", _metric("query_batch_threshold", 1, 1)),
+    ("n", lambda row: str(row.n)),
+    ("correct", lambda row: "yes" if row.correct else "NO"),
+)
+_COMPARED = ("mmap", "swap", "no-prefetch", "id-order", "fp16")
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Headers and cells, one line per row."""
+    cells = [[cell(row) for _, cell in _COLUMNS] for row in rows]
+    shown = [i for i in range(len(_COLUMNS)) if any(line[i] != _ABSENT for line in cells)]
+    baselines = [name for name in dict.fromkeys(row.system for row in rows) if name.startswith(_COMPARED)]
+    baselines = [name for name in baselines if any(name in row.ratio for row in rows)]
+    versus = [[f"{row.ratio[name]:.2f}x" if name in row.ratio else _ABSENT for name in baselines] for row in rows]
+    headers = [_COLUMNS[i][0] for i in shown] + [f"vs {name}" for name in baselines]
+    return headers, [[line[i] for i in shown] + extra for line, extra in zip(cells, versus, strict=True)]
+
+
+def by_memory(rows: Sequence[Row]) -> Table:
+    """ESPN's table 4 in shape: a line for each system, a column for each amount of memory; median milliseconds, and the multiple of
+    ``memory`` in brackets. One depth of re-ranking after the other."""
+    rows = [row for row in rows if row.params.get("show") == "table" and row.params.get("batch") == 1]
+    points = list(dict.fromkeys((row.params["corpus"], row.params["rerank"], row.params["threads"]) for row in rows))
+    limits = sorted({_memory(row) for row in rows}, key=lambda text: text != "ample", reverse=True)
+    lines = []
+    for corpus, rerank, threads in points:
+        here = [row for row in rows if (row.params["corpus"], row.params["rerank"], row.params["threads"]) == (corpus, rerank, threads)]
+        for system in dict.fromkeys(row.system for row in here):
+            found = {_memory(row): row for row in here if row.system == system}
+            lines.append([corpus, what(here[0]), system, *(_milliseconds(found.get(limit), here) for limit in limits)])
+    return ["corpus", "what", "system", *(f"{limit}, ms" for limit in limits)], lines
+
+
+def _milliseconds(row: Row | None, everyone: Sequence[Row]) -> str:
+    if row is None or row.median_s is None:
+        return _ABSENT if row is None or row.correct else "WRONG"
+    if "memory" in row.ratio:
+        return f"{1e3 * row.median_s:.2f} ({1 / row.ratio['memory']:.2f}x)"
+    base = next(
+        (r.median_s for r in everyone if r.system == "memory" and r.params.get("memory_bytes") == row.params.get("memory_bytes")), None
+    )
+    return f"{1e3 * row.median_s:.2f}" + (f" ({row.median_s / base:.2f}x)" if base and row.system != "memory" else "")

@@ -166,7 +166,7 @@ class Builder:
                     self._compare(spool.texts, batch, seen)
                 else:
                     schema = self.spool_schema
-                    batch = [decode_rows(d, seen + i, schema.format, schema.dim, self.codebook) for i, d in enumerate(batch)]
+                    batch = decode_rows(batch, schema.format, schema.dim, self.codebook)
                     vectors = encode(batch, self.encoder)
                     spool.append([d.id for d in batch], [d.text for d in batch], vectors, [d.rows for d in batch])
                 seen += len(batch)

@@ -89,19 +89,31 @@ def _expected_tokens(document: Document) -> int:
     return len(document.vectors.tokens) if document.vectors else len(document.text) // 4 + 8
 
 
-def decode_rows(document: Document, number: int, fmt: str, dim: int, codebook: Codebook | None) -> Document:
-    """A document that brings token rows, with the vectors that they stand for. Raises InvalidInputError for rows that do not fit."""
-    if document.rows is None:
-        return document
+def decode_rows(batch: list[Document], fmt: str, dim: int, codebook: Codebook | None) -> list[Document]:
+    """The batch, documents that bring token rows with the vectors that they stand for. Raises InvalidInputError for rows that do not fit."""
+    bringing = [document for document in batch if document.rows is not None]
+    if not bringing:
+        return batch
     size = token_row_bytes(fmt, dim)
-    if codebook is None or document.rows.dtype != np.uint8 or document.rows.ndim != 2 or document.rows.shape[1] != size:
+    parts = [_flat_rows(document, size, codebook) for document in bringing]
+    # Together: a codebook's tables are prepared once a call.
+    tokens = token_format(fmt).decode(torch.from_numpy(np.concatenate(parts)), dim, codebook).split([len(part) // size for part in parts])
+    values = iter(tokens)
+    return [document if document.rows is None else _with_tokens(document, next(values)) for document in batch]
+
+
+def _flat_rows(document: Document, size: int, codebook: Codebook | None) -> np.ndarray:
+    rows = document.rows
+    if not isinstance(rows, np.ndarray) or codebook is None or rows.dtype != np.uint8 or rows.ndim != 2 or rows.shape[1] != size:
+        got = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, np.ndarray) else type(rows).__name__
         raise errors.InvalidInputError(
-            f"rows of document {document.id!r} ({number})",
-            got=f"{document.rows.dtype} {list(document.rows.shape)}" + ("" if codebook else ", and no codebook"),
+            f"rows of document {document.id!r}", got=got + ("" if codebook else ", and no codebook"),
             expected=f"uint8 [n, {size}], and build(codebook=...)",
-        )
-    flat = torch.from_numpy(np.ascontiguousarray(document.rows).reshape(-1))
-    tokens = token_format(fmt).decode(flat, dim, codebook)
+        )  # fmt: skip
+    return np.ascontiguousarray(rows).reshape(-1)
+
+
+def _with_tokens(document: Document, tokens: torch.Tensor) -> Document:
     cls = torch.empty(0) if document.vectors is None else document.vectors.cls
     return Document(document.id, document.text, Encoded(cls, tokens), document.rows)
 

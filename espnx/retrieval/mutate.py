@@ -52,6 +52,8 @@ def _ignore(phase: str, done: int, total: int | None) -> None:
 def _writing(path: str | os.PathLike[str], engine: NativeEngine | None) -> Iterator[tuple[str, NativeEngine, EmbeddingStore]]:
     """The store, locked for writing."""
     where = os.fspath(path)
+    if not os.path.isdir(where):  # before the lock would be made there
+        raise errors.StoreNotFoundError("no published store", path=where, fix="build one with `espnx index build`, or check the path")
     owned = NativeEngine(pool_bytes=64 << 20) if engine is None else engine
     try:
         with DirectoryLock(where), EmbeddingStore(where, owned) as store:

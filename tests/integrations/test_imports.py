@@ -197,13 +197,13 @@ def test_adding_to_an_imported_store(tmp_path, checkpoint):
 def test_searcher(store, checkpoint):
     expected = held("colbert-index-2")
     with Searcher(index=store.name, index_root=store.parent, checkpoint=checkpoint) as searcher:
-        assert torch.allclose(searcher.encode(tiny.QUERIES), expected["queries"], atol=2e-5)
+        assert torch.allclose(searcher.encode(tiny.QUERIES), expected["queries"], atol=3e-6)
         for text, pids, scores in zip(tiny.QUERIES, expected["pids"].tolist(), expected["found"].tolist(), strict=True):
             found = searcher.search(text, k=10)
             assert [type(part) for part in found] == [list, list, list]
             assert found[1] == list(range(1, 11))
-            # What ColBERT's own Searcher returned; its query vectors are within 2e-5 of ours in each of 32 values.
-            assert found[2] == pytest.approx(scores, abs=16 * 2e-5)
+            # What ColBERT's own Searcher returned; its query vectors are within 3e-6 of ours in each of 32 values.
+            assert found[2] == pytest.approx(scores, abs=16 * 32**0.5 * 3e-6)
             assert found[0] == pids
         assert searcher.collection[5] == tiny.collection()[5]
         assert list(searcher.collection) == tiny.collection()

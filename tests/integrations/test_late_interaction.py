@@ -31,9 +31,9 @@ KINDS = {
     "pylate-plain": PyLateEncoder,
     "pylate-attending": PyLateEncoder,
 }
-# Two layers of fp32 on vectors of 32 values: some hundred roundings of 2^-24 of values up to 10, normalised. Padding and the kernels'
-# order of additions differ between the packages' batches and ours; a wrong mask, marker or cut changes values by more than 0.01.
-ATOL = 2e-5
+# Two layers of fp32 on states of 32 values of order 1: some ten roundings of 2^-24 lie one after the other in each, more where products are
+# summed in another order, as padding and kernels make it. A wrong mask, marker or cut changes values by more than 0.01.
+ATOL = 3e-6
 
 
 @pytest.fixture(scope="module")
