@@ -114,6 +114,10 @@ class Fleet:
     Args:
         limit_bytes: memory of each, page cache of its reads included. None for no limit: a store that is mapped then begins in memory
             as far as it fits, as after a while it would; under a limit it begins on disk.
+
+    Attributes:
+        opened: what each process said when it had opened the store.
+        cache: the state of the page cache when the processes started.
         threads: of the first stage, in every system alike; None for the index's own choice.
     """
 
@@ -121,10 +125,8 @@ class Fleet:
         self.systems, self.limit_bytes = systems, limit_bytes
         self._workers: dict[str, Worker] = {}
         self.opened: dict[str, dict[str, Any]] = {}
-        if limit_bytes is None and any(system.uses_page_cache for system in systems):
-            fill_cache(prepared.store)
-        else:
-            drop_cache(prepared.store)
+        wants_warm = limit_bytes is None and any(system.uses_page_cache for system in systems)
+        self.cache = prepare_cache(prepared.store, "warm" if wants_warm else "cold")
         with ExitStack() as stack:
             for system in systems:
                 if system.process_name not in self._workers:
@@ -158,15 +160,12 @@ class Fleet:
         self.close()
 
 
-def drop_cache(store: Path) -> None:
-    """Takes a store's data files out of the page cache."""
-    for path in store.rglob("segment-*.bin"):
-        cache.drop(path)
-
-
-def fill_cache(store: Path) -> None:
-    for path in store.rglob("segment-*.bin"):
-        cache.fill(path)
+def prepare_cache(store: Path, wanted: str) -> str:
+    """Takes a store's data files out of the page cache (``cold``) or reads them into it (``warm``). Returns what is true afterwards: files
+    that another process has mapped stay in memory."""
+    files = [*store.rglob("segment-*.bin"), *store.rglob("compact-*.bin")]
+    states = {cache.prepare(path, wanted) for path in files}
+    return "cold" if states <= {"cold"} else "warm"
 
 
 def check_limit_possible(limit_bytes: int) -> None:

@@ -37,6 +37,7 @@ class Measured:
     system: System
     facts: dict[str, Any]
     answers: dict[Key, Answer] = field(default_factory=dict)
+    cache: str = "cold"
     problem: str | None = None
     extra: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
@@ -146,7 +147,8 @@ def measure(
             joins the system's `extra`.
         turns: number of batches; None: as many as the queries fill.
     """
-    found = {system.name: Measured(system, fleet.facts(system)) for system in fleet.systems}
+    # Records that espnx reads by O_DIRECT are never in the page cache.
+    found = {s.name: Measured(s, fleet.facts(s), cache="warm" if s.kind == "memory" else "cold") for s in fleet.systems}
     _note_problems(found, verify(fleet, fleet.systems, point, warm[:VERIFIED], fleet), say)
     warm_up(fleet, [s for s in fleet.systems if found[s.name].problem is None], point, warm)
     rng = random.Random(seed)
@@ -156,7 +158,9 @@ def measure(
             _one_pass(number, point, [(fleet, s) for s in fleet.systems], found, batches, rng, after if number == 0 else None)
             continue
         with Fleet(point.prepared, [extra], point.limit_bytes, point.threads) as alone:
-            found[extra.name] = Measured(extra, alone.facts(extra))
+            found[extra.name] = Measured(extra, alone.facts(extra), cache=alone.cache)
+            if alone.cache == "warm" and point.limit_bytes is not None:
+                say(f"{extra.name} begins with parts of the store in memory: another process holds them, or they could not be dropped")
             _note_problems(found, verify(alone, [extra], point, warm[:VERIFIED], fleet), say)
             everyone = [(fleet, s) for s in fleet.systems] + [(alone, extra)]
             _one_pass(number, point, everyone, found, batches, rng, after if number == 0 else None)
@@ -229,7 +233,7 @@ def _row(show: str, point: Point, measured: Measured, everyone: dict[str, Measur
         kind="measured",
         requested_path="auto" if system.kind == "espnx" else system.kind,
         effective_path=measured.facts["effective_path"],
-        cache="warm" if system.kind == "memory" or (system.uses_page_cache and point.limit_bytes is None) else "cold",
+        cache=measured.cache,
         n=len(seconds),
         median_s=statistics.median(seconds) if seconds else None,
         p99_s=float(np.percentile(seconds, 99)) if seconds else None,
