@@ -94,7 +94,21 @@ def render(files: Sequence[str], *, check: bool) -> int:
     stale = render_all(root, [Path(file) for file in files] or result_files(root), write=not check)
     for path in stale:
         print(f"{path.relative_to(root)}: {'is stale: run `espnx bench --render`' if check else 'rendered'}")
+    if not check:
+        _draw(root, [Path(file) for file in files] or result_files(root))
     return 1 if check and stale else 0
+
+
+def _draw(root: Path, files: Sequence[Path]) -> None:
+    """The documents' plots; without matplotlib the tables alone are rendered."""
+    from ..benchmarks.plots import draw_all
+    from ..benchmarks.result import load
+
+    try:
+        for path in draw_all(root, {file: load(file) for file in files}):
+            print(f"{path.relative_to(root)}: drawn")
+    except MissingDependencyError as error:
+        say(f"no plots: {' '.join(str(error).split())}")
 
 
 def command_line(argv: Sequence[str]) -> str:
