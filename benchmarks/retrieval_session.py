@@ -101,6 +101,7 @@ class Session:
 
     def search(self, queries: Sequence[int], options: dict[str, Any]) -> dict[str, Any]:
         """One batch, timed. `queries`: their numbers."""
+        index = self.index
         chosen = [self._queries[number] for number in queries]
         before = read_counters()
         if self._ranker is not None:
@@ -113,7 +114,7 @@ class Session:
             timings = _medians([ranking.timings for ranking in rankings])
             return _measured(seconds, spent, asked, spent.device_read_bytes or 0, [r.hits for r in rankings], timings)
         begun = time.perf_counter()
-        results = self.index.search(chosen if len(chosen) > 1 else chosen[0], **options)
+        results = index.search(chosen if len(chosen) > 1 else chosen[0], **options)
         seconds = time.perf_counter() - begun
         spent = read_counters() - before
         found: list[SearchResult] = results if isinstance(results, list) else [results]
