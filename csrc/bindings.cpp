@@ -307,5 +307,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_engine(m);
   bind_future(m);
   bind_records(m);
+  bind_rows(m);
   m.def("pack_plan", &pack_plan);
 }

@@ -118,4 +118,7 @@ struct Future {
 // Where records lie, reading them, and scoring them as they arrive.
 void bind_records(py::module_& m);
 
+// Stored K/V and X rows: reads that run ahead, attention on rows as they arrive.
+void bind_rows(py::module_& m);
+
 }  // namespace espnx::python

@@ -1,0 +1,296 @@
+// Stored K/V and X rows in Python: reads that run ahead, and attention on rows as they arrive.
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+#include <tuple>
+
+#include "bindings.hpp"
+#include "cpu/parallel.hpp"
+#include "device/row_stream.hpp"
+
+namespace espnx::python {
+namespace {
+
+using device::RowStream;
+
+device::RowGeometry to_geometry(const py::dict& d) {
+  device::RowGeometry geometry;
+  const auto format = d["format"].cast<std::string>();
+  if (!espnx::parse_row_format(format.c_str(), &geometry.format)) invalid("unknown row format '" + format + "'");
+  geometry.d = d["d"].cast<int64_t>();
+  geometry.dv = d["dv"].cast<int64_t>();
+  geometry.is_shared = d["is_shared"].cast<bool>();
+  geometry.block_rows = d["block_rows"].cast<int64_t>();
+  geometry.block_bytes = d["block_bytes"].cast<int64_t>();
+  geometry.k_offset_bytes = d["k_offset_bytes"].cast<int64_t>();
+  geometry.v_offset_bytes = d["v_offset_bytes"].cast<int64_t>();
+  geometry.k_scale_offset_bytes = d["k_scale_offset_bytes"].cast<int64_t>();
+  geometry.v_scale_offset_bytes = d["v_scale_offset_bytes"].cast<int64_t>();
+  const int64_t item = espnx::row_item_bytes(geometry.format);
+  const int64_t k_end = geometry.k_offset_bytes + geometry.block_rows * geometry.d * item;
+  const int64_t v_end = geometry.v_offset_bytes + geometry.block_rows * geometry.dv * item;
+  if (geometry.d < 1 || geometry.dv < 1 || geometry.block_rows < 1 || geometry.block_bytes < std::max(k_end, v_end)) {
+    invalid("the rows do not fit their block");
+  }
+  return geometry;
+}
+
+std::vector<device::RowSegment> to_segments(const at::Tensor& table, int64_t n_sums) {
+  if (!table.device().is_cpu() || table.scalar_type() != at::kLong || table.dim() != 2 ||
+      table.size(1) != device::kSegmentFields) {
+    invalid("segments must be an int64 tensor [n, 10] on the CPU");
+  }
+  const at::Tensor flat = table.contiguous();
+  const auto* field = flat.const_data_ptr<int64_t>();
+  std::vector<device::RowSegment> segments;
+  for (int64_t i = 0; i < flat.size(0); ++i, field += device::kSegmentFields) {
+    segments.push_back(
+        {field[0], field[1], field[2], field[3], field[4], field[5], field[6], field[7], field[8], field[9]});
+    const device::RowSegment& s = segments.back();
+    if (s.n_heads < 0 || s.n_blocks < 0 || s.n_rows < 0 || s.first_sum < 0 || s.sequence < 0 || s.first_head < 0 ||
+        s.first_sum + s.n_heads * s.n_blocks > n_sums) {
+      invalid("segment " + std::to_string(i) + " names checksums that are not there");
+    }
+  }
+  return segments;
+}
+
+int64_t push(RowStream& stream, const py::dict& geometry, const at::Tensor& segments, const at::Tensor& sums,
+             int64_t unit_bytes) {
+  if (!sums.device().is_cpu() || sums.scalar_type() != at::kUInt32 || !sums.is_contiguous()) {
+    invalid("sums must be a contiguous uint32 tensor on the CPU");
+  }
+  device::RowRequest request;
+  request.geometry = to_geometry(geometry);
+  const std::vector<device::RowSegment> found = to_segments(segments, sums.numel());
+  for (const device::RowSegment& s : found) {
+    if (s.n_rows > s.n_blocks * request.geometry.block_rows) invalid("a segment has more rows than its blocks hold");
+  }
+  const auto* values = static_cast<const uint32_t*>(sums.const_data_ptr());
+  py::gil_scoped_release unlocked;
+  request.sums.assign(values, values + sums.numel());
+  request.units = device::plan_rows(found, request.geometry, unit_bytes);
+  return stream.push(std::move(request));
+}
+
+const float* floats(const at::Tensor& tensor, const char* name) {
+  if (!tensor.device().is_cpu() || tensor.scalar_type() != at::kFloat || !tensor.is_contiguous()) {
+    invalid(std::string(name) + " must be a contiguous float32 tensor on the CPU");
+  }
+  return tensor.const_data_ptr<float>();
+}
+
+// Rows that wait in memory for their turn to be written: K [sequences, heads, capacity, d], V likewise (the same tensor
+// for X).
+struct Tail {
+  at::Tensor k, v;
+  int64_t skip = 0, n_rows = 0, first_position = 0;  // the rows that count begin after `skip`
+  espnx::RowFormat format = espnx::RowFormat::fp32;
+};
+
+espnx::RowFormat format_of(at::ScalarType type) {
+  if (type == at::kFloat) return espnx::RowFormat::fp32;
+  if (type == at::kHalf) return espnx::RowFormat::fp16;
+  if (type == at::kBFloat16) return espnx::RowFormat::bf16;
+  invalid("rows in memory must be float32, float16 or bfloat16");
+}
+
+void check_tail(const Tail& tail, const device::RowQueries& queries) {
+  for (const auto& [rows, width] : {std::make_pair(tail.k, queries.d), std::make_pair(tail.v, queries.dv)}) {
+    if (!rows.device().is_cpu() || !rows.is_contiguous() || rows.dim() != 4 || rows.size(0) != queries.n_sequences ||
+        rows.size(1) != queries.n_heads || tail.skip < 0 || rows.size(2) < tail.skip + tail.n_rows ||
+        rows.size(3) != width || rows.scalar_type() != tail.k.scalar_type()) {
+      invalid("rows in memory must be contiguous [sequences, heads, rows, width] tensors of one dtype on the CPU");
+    }
+  }
+}
+
+void attend_tail(const Tail& tail, const device::RowQueries& queries, int n_threads) {
+  const int64_t item = espnx::row_item_bytes(tail.format);
+  const int64_t k_bytes = tail.k.size(2) * queries.d * item, v_bytes = tail.v.size(2) * queries.dv * item;
+  const auto* k = static_cast<const uint8_t*>(tail.k.const_data_ptr()) + tail.skip * queries.d * item;
+  const auto* v = static_cast<const uint8_t*>(tail.v.const_data_ptr()) + tail.skip * queries.dv * item;
+  const int64_t groups = queries.n_sequences * queries.n_heads;
+  const int64_t work = groups * queries.n * tail.n_rows * (queries.d + queries.dv);
+  const int threads = work < (1 << 20) ? 1 : n_threads;
+  espnx::parallel_for(groups, 1, threads, [&](int, int64_t begin, int64_t end) {
+    std::vector<int64_t> first_visible(queries.first_visible != nullptr ? queries.n : 0);
+    for (int64_t group = begin; group < end; ++group) {
+      const int64_t sequence = group / queries.n_heads;
+      if (queries.first_visible != nullptr) {
+        std::fill(first_visible.begin(), first_visible.end(), queries.first_visible[sequence]);
+      }
+      const auto* visible = queries.visible == nullptr
+                                ? nullptr
+                                : queries.visible + sequence * queries.visible_stride + tail.first_position;
+      const espnx::AttentionRows rows{k + group * k_bytes,
+                                      v + group * v_bytes,
+                                      tail.n_rows,
+                                      tail.k.size(2),
+                                      0,
+                                      tail.format,
+                                      0,
+                                      0,
+                                      tail.first_position,
+                                      visible};
+      const espnx::AttentionQueries looking{queries.q + group * queries.n * queries.d,
+                                            queries.n,
+                                            queries.d,
+                                            queries.dv,
+                                            queries.last_position,
+                                            queries.first_visible != nullptr ? first_visible.data() : nullptr};
+      espnx::attend(
+          looking, rows,
+          {queries.o + group * queries.n * queries.dv, queries.m + group * queries.n, queries.l + group * queries.n});
+    }
+  });
+}
+
+const int64_t* positions(const std::optional<at::Tensor>& tensor, int64_t count, const char* name) {
+  if (!tensor) return nullptr;
+  if (!tensor->device().is_cpu() || tensor->scalar_type() != at::kLong || !tensor->is_contiguous() ||
+      tensor->numel() != count) {
+    invalid(std::string(name) + " must be a contiguous int64 tensor with " + std::to_string(count) + " entries");
+  }
+  return tensor->const_data_ptr<int64_t>();
+}
+
+// Runs `work` without the GIL; Ctrl-C during it is raised here.
+template <typename Work>
+void run_interruptibly(const Work& work) {
+  const std::function<bool()> interrupted = [] {
+    py::gil_scoped_acquire locked;
+    return PyErr_CheckSignals() != 0;
+  };
+  try {
+    py::gil_scoped_release unlocked;
+    work(interrupted);
+  } catch (const io::FailureError&) {
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+    throw;
+  }
+}
+
+// Attention of q [sequences, KV heads, n, d] over the rows of `ticket` (-1: none) and those in memory.
+// Returns (o float32 [sequences, heads, n, dv], normalised; lse float32 [sequences, heads, n]).
+std::tuple<at::Tensor, at::Tensor> attend(RowStream* stream, int64_t ticket, const at::Tensor& q, int64_t dv,
+                                          const std::optional<at::Tensor>& tail_k,
+                                          const std::optional<at::Tensor>& tail_v, int64_t tail_skip, int64_t tail_rows,
+                                          int64_t tail_first_position, const std::optional<at::Tensor>& last_position,
+                                          const std::optional<at::Tensor>& first_visible,
+                                          const std::optional<at::Tensor>& visible, int threads) {
+  if (q.dim() != 4) invalid("q must have four dimensions");
+  const int64_t n_sequences = q.size(0), n_heads = q.size(1), n = q.size(2), groups = n_sequences * n_heads;
+  at::Tensor o = at::zeros({n_sequences, n_heads, n, dv}, at::kFloat);
+  at::Tensor lse = at::full({n_sequences, n_heads, n}, -std::numeric_limits<float>::infinity(), at::kFloat);
+  at::Tensor m = lse.clone(), l = at::zeros_like(lse);
+  device::RowQueries queries{floats(q, "q"),
+                             n_sequences,
+                             n_heads,
+                             n,
+                             q.size(3),
+                             dv,
+                             positions(last_position, n, "last_position"),
+                             positions(first_visible, n_sequences, "first_visible"),
+                             nullptr,
+                             0,
+                             o.data_ptr<float>(),
+                             m.data_ptr<float>(),
+                             l.data_ptr<float>()};
+  if (visible) {
+    if (!visible->device().is_cpu() || visible->scalar_type() != at::kByte || !visible->is_contiguous() ||
+        visible->dim() != 2 || visible->size(0) != n_sequences || visible->size(1) < tail_first_position + tail_rows) {
+      invalid("visible must be a contiguous uint8 tensor [sequences, positions]");
+    }
+    queries.visible = visible->const_data_ptr<uint8_t>();
+    queries.visible_stride = visible->size(1);
+  }
+  const int n_threads = threads > 0 ? threads : at::get_num_threads();
+  std::optional<Tail> tail;
+  if (tail_k && tail_v && tail_rows > 0) {
+    tail = Tail{*tail_k, *tail_v, tail_skip, tail_rows, tail_first_position, format_of(tail_k->scalar_type())};
+    check_tail(*tail, queries);
+  }
+  run_interruptibly([&](const std::function<bool()>& interrupted) {
+    if (tail) attend_tail(*tail, queries, n_threads);
+    if (stream != nullptr && ticket >= 0) stream->attend(ticket, queries, n_threads, interrupted);
+    for (int64_t group = 0; group < groups; ++group) {
+      espnx::finish_attention({queries.o + group * n * dv, queries.m + group * n, queries.l + group * n}, n, dv,
+                              lse.data_ptr<float>() + group * n);
+    }
+  });
+  return {o, lse};
+}
+
+at::Tensor piece_table(const std::vector<device::RowUnit>& units, int64_t& total_bytes) {
+  std::vector<int64_t> flat;
+  total_bytes = 0;
+  for (const device::RowUnit& unit : units) {
+    for (const device::RowPiece& p : unit.pieces) {
+      flat.insert(flat.end(), {p.sequence, p.head, total_bytes + p.offset_bytes, p.n_rows, p.first_position});
+    }
+    total_bytes += unit.size_bytes;
+  }
+  return to_tensor(flat).view({-1, 5});
+}
+
+}  // namespace
+
+void bind_rows(py::module_& m) {
+  py::class_<RowStream>(m, "RowStream")
+      .def(py::init([](const std::shared_ptr<io::Engine>& engine, int64_t window_bytes, double deadline_s) {
+             if (window_bytes < 1 || !(deadline_s > 0)) invalid("window_bytes and deadline_s must be positive");
+             return std::make_unique<RowStream>(engine, window_bytes, deadline_s);
+           }),
+           py::arg("engine"), py::arg("window_bytes"), py::arg("deadline_s"))
+      .def("push", &push)
+      .def("front", &RowStream::front, py::call_guard<py::gil_scoped_release>())
+      .def("clear", &RowStream::clear, py::call_guard<py::gil_scoped_release>())
+      .def("read",
+           [](RowStream& stream, int64_t ticket, const at::Tensor& out) {
+             if (!out.device().is_cpu() || out.scalar_type() != at::kByte || !out.is_contiguous()) {
+               invalid("out must be a contiguous uint8 tensor on the CPU");
+             }
+             auto* memory = static_cast<char*>(out.data_ptr());
+             const int64_t size_bytes = out.numel();
+             int64_t used_bytes = 0;
+             run_interruptibly([&](const std::function<bool()>& interrupted) {
+               stream.read(
+                   ticket,
+                   [&](const device::RowUnit& unit) {
+                     if (used_bytes + unit.size_bytes > size_bytes) invalid("out is too small for the rows");
+                     char* place = memory + used_bytes;
+                     used_bytes += unit.size_bytes;
+                     return place;
+                   },
+                   interrupted);
+             });
+           })
+      .def("stats", [](RowStream& stream) {
+        const RowStream::Stats stats = stream.stats();
+        py::dict found;
+        found["bytes_read"] = stats.bytes_read;
+        found["bytes_moved"] = stats.bytes_moved;
+        found["units"] = stats.units;
+        found["waiting_s"] = stats.waiting_s;
+        found["computing_s"] = stats.computing_s;
+        return found;
+      });
+  m.def("attend_rows", &attend, py::arg("stream").none(true), py::arg("ticket"), py::arg("q"), py::arg("dv"),
+        py::arg("tail_k"), py::arg("tail_v"), py::arg("tail_skip"), py::arg("tail_rows"),
+        py::arg("tail_first_position"), py::arg("last_position"), py::arg("first_visible"), py::arg("visible"),
+        py::arg("threads"));
+  // What `RowStream.read` will copy: (int64 [pieces, 5]: sequence, head, offset_bytes in the copy, rows, first
+  // position; bytes in all).
+  m.def("plan_rows", [](const py::dict& geometry, const at::Tensor& segments, int64_t unit_bytes) {
+    int64_t total_bytes = 0;
+    const auto units = device::plan_rows(to_segments(segments, std::numeric_limits<int64_t>::max()),
+                                         to_geometry(geometry), unit_bytes);
+    at::Tensor pieces = piece_table(units, total_bytes);
+    return std::make_tuple(pieces, total_bytes);
+  });
+}
+
+}  // namespace espnx::python

@@ -1,0 +1,276 @@
+// See row_stream.hpp.
+#include "device/row_stream.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <exception>
+#include <limits>
+#include <string>
+#include <thread>
+
+#include "cpu/crc32c.hpp"
+#include "cpu/parallel.hpp"
+
+namespace espnx::device {
+
+namespace {
+
+constexpr int64_t kSignalCheckNs = 50'000'000;  // Ctrl-C is seen at least this often
+
+double seconds_since(io::Clock::time_point begun) {
+  return std::chrono::duration<double>(io::Clock::now() - begun).count();
+}
+
+io::FailureError failure(io::Kind kind, const std::string& what) {
+  io::Failure failure;
+  failure.kind = kind;
+  failure.what = what;
+  return io::FailureError(failure);
+}
+
+}  // namespace
+
+struct RowStream::Reading {
+  RowRequest request;
+  std::vector<std::shared_ptr<io::Transfer>> transfers;  // by unit; null: not submitted, or consumed
+  size_t n_submitted = 0;
+  std::atomic<size_t> n_taken{0};
+  std::atomic<bool> stopped{false};
+  std::mutex mutex;
+  std::exception_ptr error;  // the first
+  double waiting_s = 0, computing_s = 0;
+  int64_t moved_bytes = 0;
+};
+
+RowStream::RowStream(std::shared_ptr<io::Engine> engine, int64_t window_bytes, double deadline_s)
+    : engine_(std::move(engine)), window_bytes_(window_bytes), deadline_s_(deadline_s) {}
+
+RowStream::~RowStream() {
+  if (engine_->in_own_process()) clear();
+}
+
+int64_t RowStream::push(RowRequest request) {
+  auto reading = std::make_shared<Reading>();
+  reading->request = std::move(request);
+  reading->transfers.resize(reading->request.units.size());
+  std::lock_guard lock(mutex_);
+  reading->request.ticket = next_ticket_++;
+  line_.push_back(reading);
+  pump();
+  return reading->request.ticket;
+}
+
+int64_t RowStream::front() {
+  std::lock_guard lock(mutex_);
+  return line_.empty() ? -1 : line_.front()->request.ticket;
+}
+
+void RowStream::clear() {
+  std::deque<std::shared_ptr<Reading>> line;
+  {
+    std::lock_guard lock(mutex_);
+    line.swap(line_);
+    ahead_bytes_ = 0;
+  }
+  io::Failure cancelled;
+  cancelled.kind = io::Kind::cancelled;
+  cancelled.what = "rows that were read ahead are not needed";
+  for (const auto& reading : line) {
+    for (const auto& transfer : reading->transfers) {
+      if (transfer) transfer->fail(cancelled);
+    }
+  }
+}
+
+RowStream::Stats RowStream::stats() {
+  std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+void RowStream::submit(Reading& reading, size_t unit) {
+  const RowUnit& wanted = reading.request.units[unit];
+  io::TransferSpec spec;
+  spec.file = {wanted.file};
+  spec.offset_bytes = {wanted.offset_bytes};
+  spec.size_bytes = {wanted.size_bytes};
+  spec.deadline_s = deadline_s_;
+  reading.transfers[unit] = engine_->submit(std::move(spec));
+  ahead_bytes_ += wanted.size_bytes;
+  reading.n_submitted = unit + 1;
+}
+
+void RowStream::pump() {
+  for (const auto& reading : line_) {
+    for (size_t unit = reading->n_submitted; unit < reading->transfers.size(); ++unit) {
+      const int64_t size_bytes = reading->request.units[unit].size_bytes;
+      if (ahead_bytes_ > 0 && ahead_bytes_ + size_bytes > window_bytes_) return;
+      submit(*reading, unit);
+    }
+  }
+}
+
+std::shared_ptr<RowStream::Reading> RowStream::take_front(int64_t ticket) {
+  std::lock_guard lock(mutex_);
+  if (line_.empty() || line_.front()->request.ticket != ticket) {
+    throw failure(io::Kind::invalid, "rows are consumed in the order in which they were asked for");
+  }
+  return line_.front();
+}
+
+void RowStream::check(const Reading& reading, const RowUnit& unit, const char* memory) const {
+  const int64_t block_bytes = reading.request.geometry.block_bytes;
+  for (size_t i = 0; i < unit.first_sum.size(); ++i) {
+    const uint32_t expected = reading.request.sums[unit.first_sum[i]];
+    const uint32_t got = crc32c(0, memory + i * block_bytes, block_bytes);
+    if (got == expected) continue;
+    io::Failure damage;
+    damage.kind = io::Kind::checksum;
+    damage.what = "stored rows are damaged";
+    damage.path = engine_->file(unit.file)->path;
+    damage.offset_bytes = unit.offset_bytes + static_cast<int64_t>(i) * block_bytes;
+    damage.size_bytes = block_bytes;
+    damage.got = "CRC32C " + std::to_string(got);
+    damage.expected = "CRC32C " + std::to_string(expected);
+    throw io::FailureError(damage);
+  }
+}
+
+// Takes unit after unit until there are none. `interrupted` is given to the caller's own thread alone.
+void RowStream::work(Reading& reading, int thread, const Arrived& arrived, const std::function<bool()>* interrupted) {
+  double waiting_s = 0, computing_s = 0;
+  int64_t moved_bytes = 0;
+  try {
+    for (;;) {
+      const size_t i = reading.n_taken.fetch_add(1);
+      if (i >= reading.transfers.size() || reading.stopped) break;
+      const RowUnit& unit = reading.request.units[i];
+      std::shared_ptr<io::Transfer> transfer;
+      {
+        std::lock_guard lock(mutex_);
+        // The window is full of units that others are working on: this one is needed now.
+        while (reading.n_submitted <= i) submit(reading, reading.n_submitted);
+        transfer = reading.transfers[i];
+      }
+      const auto begun = io::Clock::now();
+      std::vector<int64_t> items;
+      while (!transfer->next(items, 1, kSignalCheckNs)) {
+        if (reading.stopped) return;
+        if (interrupted != nullptr && (*interrupted)()) throw failure(io::Kind::cancelled, "interrupted");
+      }
+      waiting_s += seconds_since(begun);
+      const auto computing = io::Clock::now();
+      const char* memory = transfer->memory() + transfer->position_bytes()[0];
+      check(reading, unit, memory);
+      arrived(reading, unit, memory, thread);
+      computing_s += seconds_since(computing);
+      moved_bytes += transfer->moved_bytes();
+      std::lock_guard lock(mutex_);
+      reading.transfers[i].reset();
+      transfer.reset();  // its buffer serves the next read
+      ahead_bytes_ -= unit.size_bytes;
+      pump();
+    }
+  } catch (...) {
+    std::lock_guard lock(reading.mutex);
+    if (!reading.error) reading.error = std::current_exception();
+    reading.stopped = true;
+  }
+  std::lock_guard lock(reading.mutex);
+  reading.waiting_s += waiting_s;
+  reading.computing_s += computing_s;
+  reading.moved_bytes += moved_bytes;
+}
+
+void RowStream::consume(Reading& reading, int n_threads, const Arrived& arrived,
+                        const std::function<bool()>& interrupted) {
+  std::vector<std::thread> helpers;
+  try {
+    for (int i = 1; i < n_threads; ++i) {
+      helpers.emplace_back([this, &reading, i, &arrived] { work(reading, i, arrived, nullptr); });
+    }
+  } catch (const std::exception&) {
+    // No thread to be had: the caller's own does all of it.
+  }
+  work(reading, 0, arrived, &interrupted);
+  for (std::thread& helper : helpers) helper.join();
+  if (reading.error) {
+    clear();  // also what came after: whoever catches this plans anew
+    std::rethrow_exception(reading.error);
+  }
+  std::lock_guard lock(mutex_);
+  if (!line_.empty() && line_.front().get() == &reading) line_.pop_front();
+  for (const RowUnit& unit : reading.request.units) stats_.bytes_read += unit.size_bytes;
+  stats_.bytes_moved += reading.moved_bytes;
+  stats_.units += static_cast<int64_t>(reading.request.units.size());
+  stats_.waiting_s += reading.waiting_s;
+  stats_.computing_s += reading.computing_s;
+}
+
+void RowStream::attend(int64_t ticket, const RowQueries& queries, int n_threads,
+                       const std::function<bool()>& interrupted) {
+  const std::shared_ptr<Reading> reading = take_front(ticket);
+  const RowGeometry& geometry = reading->request.geometry;
+  const auto n_units = static_cast<int64_t>(reading->request.units.size());
+  n_threads = static_cast<int>(std::clamp<int64_t>(n_threads, 1, std::max<int64_t>(1, n_units)));
+  const int64_t states = queries.n_sequences * queries.n_heads * queries.n;
+  // Every thread but the first has states of its own, so that two may work on rows of one head.
+  std::vector<std::vector<float>> own(n_threads - 1);
+  for (auto& state : own) {
+    state.assign(states * (queries.dv + 2), 0.0F);
+    std::fill_n(state.begin() + states * queries.dv, states, -std::numeric_limits<float>::infinity());
+  }
+  const auto state_of = [&](int thread) -> AttentionState {
+    if (thread == 0) return {queries.o, queries.m, queries.l};
+    float* base = own[thread - 1].data();
+    return {base, base + states * queries.dv, base + states * (queries.dv + 1)};
+  };
+  const Arrived fold = [&](const Reading&, const RowUnit& unit, const char* memory, int thread) {
+    const AttentionState state = state_of(thread);
+    std::vector<int64_t> first_visible(queries.first_visible != nullptr ? queries.n : 0);
+    for (const RowPiece& piece : unit.pieces) {
+      const int64_t group = piece.sequence * queries.n_heads + piece.head;
+      if (queries.first_visible != nullptr) {
+        std::fill(first_visible.begin(), first_visible.end(), queries.first_visible[piece.sequence]);
+      }
+      const auto* block = reinterpret_cast<const uint8_t*>(memory) + piece.offset_bytes;
+      const uint8_t* k = block + geometry.k_offset_bytes;
+      const AttentionRows rows{k,
+                               geometry.is_shared ? k : block + geometry.v_offset_bytes,
+                               piece.n_rows,
+                               geometry.block_rows,
+                               geometry.block_bytes,
+                               geometry.format,
+                               geometry.k_scale_offset_bytes - geometry.k_offset_bytes,
+                               geometry.v_scale_offset_bytes - geometry.k_offset_bytes,
+                               piece.first_position,
+                               queries.visible == nullptr
+                                   ? nullptr
+                                   : queries.visible + piece.sequence * queries.visible_stride + piece.first_position};
+      const AttentionQueries looking{queries.q + group * queries.n * queries.d,
+                                     queries.n,
+                                     queries.d,
+                                     queries.dv,
+                                     queries.last_position,
+                                     queries.first_visible != nullptr ? first_visible.data() : nullptr};
+      espnx::attend(
+          looking, rows,
+          {state.o + group * queries.n * queries.dv, state.m + group * queries.n, state.l + group * queries.n});
+    }
+  };
+  consume(*reading, n_threads, fold, interrupted);
+  for (int thread = 1; thread < n_threads; ++thread) {
+    merge_attention(state_of(0), state_of(thread), states, queries.dv);
+  }
+}
+
+void RowStream::read(int64_t ticket, const std::function<char*(const RowUnit&)>& place,
+                     const std::function<bool()>& interrupted) {
+  const std::shared_ptr<Reading> reading = take_front(ticket);
+  const Arrived copy = [&](const Reading&, const RowUnit& unit, const char* memory, int) {
+    std::memcpy(place(unit), memory, unit.size_bytes);
+  };
+  consume(*reading, 1, copy, interrupted);
+}
+
+}  // namespace espnx::device

@@ -1,0 +1,90 @@
+// Stored rows on their way from a device to attention: reads run ahead in the order in which layers will be asked for,
+// up to a window of bytes, while whoever needs the rows of the layer at the front checks them and computes on them as
+// they arrive. Rows do not depend on the query, so the device never waits for the layers between (HILOS, section 4.1;
+// the depth is what this code adds).
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "device/row_plan.hpp"
+#include "io/engine.hpp"
+
+namespace espnx::device {
+
+// The rows of one layer that attention will ask for.
+struct RowRequest {
+  int64_t ticket = 0;
+  RowGeometry geometry;
+  std::vector<RowUnit> units;
+  std::vector<uint32_t> sums;  // CRC32C of blocks, by number
+};
+
+// The queries of one layer: for each (sequence, KV head) the query heads that look at it, all positions.
+struct RowQueries {
+  const float* q;  // [sequences, heads, n, d], multiplied by the softmax scale
+  int64_t n_sequences, n_heads, n, d, dv;
+  const int64_t* last_position;  // [n] or nullptr, of every (sequence, head)
+  const int64_t* first_visible;  // [sequences] or nullptr: rows before that position are padding
+  const uint8_t* visible;        // [sequences, visible_stride] or nullptr
+  int64_t visible_stride;
+  float *o, *m, *l;  // states, [sequences, heads, n, (dv)]
+};
+
+class RowStream {
+ public:
+  // `window_bytes`: what may be read ahead of its use. `deadline_s`: of each read.
+  RowStream(std::shared_ptr<io::Engine> engine, int64_t window_bytes, double deadline_s);
+  ~RowStream();
+
+  // Puts the reads of a layer at the end of the line.
+  int64_t push(RowRequest request);
+
+  // Folds the rows of the ticket at the front into the queries' states with `n_threads` threads. Throws FailureError (a
+  // checksum that does not fit among them); the ticket is gone then, and the states are void. `interrupted` is asked
+  // every now and then, in the caller's thread.
+  void attend(int64_t ticket, const RowQueries& queries, int n_threads, const std::function<bool()>& interrupted);
+
+  // Copies the blocks of the ticket at the front, checked, to their places: `place` gives the memory of a unit.
+  void read(int64_t ticket, const std::function<char*(const RowUnit&)>& place,
+            const std::function<bool()>& interrupted);
+
+  // Forgets everything that was pushed.
+  void clear();
+
+  // The ticket whose rows come next, or -1.
+  int64_t front();
+
+  struct Stats {
+    int64_t bytes_read = 0, bytes_moved = 0, units = 0;
+    double waiting_s = 0, computing_s = 0;
+  };
+  Stats stats();
+
+ private:
+  struct Reading;  // a request with its reads in flight
+  using Arrived = std::function<void(const Reading&, const RowUnit&, const char*, int thread)>;
+
+  void pump();                                 // under mutex_
+  void submit(Reading& reading, size_t unit);  // under mutex_
+  std::shared_ptr<Reading> take_front(int64_t ticket);
+  void consume(Reading& reading, int n_threads, const Arrived& arrived, const std::function<bool()>& interrupted);
+  void work(Reading& reading, int thread, const Arrived& arrived, const std::function<bool()>* interrupted);
+  void check(const Reading& reading, const RowUnit& unit, const char* memory) const;
+
+  std::shared_ptr<io::Engine> engine_;
+  int64_t window_bytes_;
+  double deadline_s_;
+  std::mutex mutex_;
+  std::deque<std::shared_ptr<Reading>> line_;
+  int64_t ahead_bytes_ = 0, next_ticket_ = 0;
+  Stats stats_;
+};
+
+}  // namespace espnx::device

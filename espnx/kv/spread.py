@@ -1,0 +1,100 @@
+"""Several devices as one: head h of sequence s lies on device (s x heads + h) mod devices, so that all of them work on every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import torch
+
+from ..device.interface import Queries, Segment, Tail, Use
+from ..device.layout import RowLayout
+from ..device.ssd import SsdDevice
+from ..ops.attention import merge
+
+
+class Spread:
+    """Devices that share the rows of a cache.
+
+    Attributes:
+        devices: at least one.
+    """
+
+    def __init__(self, devices: Sequence[SsdDevice]):
+        self.devices = list(devices)
+        self._pool = ThreadPoolExecutor(len(self.devices), "espnx-device") if len(self.devices) > 1 else None
+
+    def put(self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None) -> list[list[tuple[int, Segment]]]:
+        """Starts writing k [sequences, heads, n, d] and v. For each sequence its segments, with their devices.
+
+        Raises what a device's put raises; nothing is kept then.
+        """
+        n_sequences, n_heads = k.shape[:2]
+        found: list[list[tuple[int, Segment]]] = [[] for _ in range(n_sequences)]
+        try:
+            for device, heads, sequences in self._shares(n_sequences, n_heads):
+                every = len(sequences) == n_sequences and len(heads) == n_heads
+                part = [None if rows is None else rows if every else rows[sequences][:, list(heads)] for rows in (k, v)]
+                segments = self.devices[device].put(layout, part[0], part[1], heads)  # type: ignore[arg-type]
+                for sequence, segment in zip(sequences, segments, strict=True):
+                    found[sequence].append((device, segment))
+        except BaseException:
+            for parts in found:
+                for device, segment in parts:
+                    self.devices[device].release(segment)
+            raise
+        return found
+
+    def _shares(self, n_sequences: int, n_heads: int) -> list[tuple[int, range, list[int]]]:
+        """(device, heads, sequences) that are put together."""
+        count = len(self.devices)
+        shares: dict[tuple[int, range], list[int]] = {}
+        for sequence in range(n_sequences):
+            for device in range(count):
+                first = (device - sequence * n_heads) % count
+                if first < n_heads:
+                    shares.setdefault((device, range(first, n_heads, count)), []).append(sequence)
+        return [(device, heads, sequences) for (device, heads), sequences in shares.items()]
+
+    def is_written(self, device: int, segment: Segment) -> bool:
+        return self.devices[device].is_written(segment)
+
+    def ahead(self, layout: RowLayout, uses: list[list[Use]]) -> list[int]:
+        """A ticket of each device."""
+        return [device.ahead(layout, part) for device, part in zip(self.devices, uses, strict=True)]
+
+    def attend(self, tickets: list[int], queries: Queries, tail: Tail | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each device over its own rows, at the same time; merged by log-sum-exp."""
+        if self._pool is None:
+            return self.devices[0].attend(tickets[0], queries, tail)
+        jobs = [
+            self._pool.submit(device.attend, ticket, queries, tail if i == 0 else None)
+            for i, (device, ticket) in enumerate(zip(self.devices, tickets, strict=True))
+        ]
+        parts = [job.result() for job in [*jobs] if not job.exception()]
+        for job in jobs:
+            if (error := job.exception()) is not None:
+                raise error
+        o, lse = parts[0]
+        for other_o, other_lse in parts[1:]:
+            o, lse = merge(o, lse, other_o, other_lse)
+        return o, lse
+
+    def are_next(self, tickets: list[int]) -> bool:
+        return all(device.front() == ticket for device, ticket in zip(self.devices, tickets, strict=True))
+
+    def forget(self) -> None:
+        for device in self.devices:
+            device.forget()
+
+    def flush(self) -> None:
+        for device in self.devices:
+            device.flush()
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            for device in self.devices:
+                stack.callback(device.close)
+            if self._pool is not None:
+                self._pool.shutdown()
