@@ -9,7 +9,9 @@
 #include <algorithm>
 #include <optional>
 #include <string>
+#include <tuple>
 
+#include "cpu/attention_batch.hpp"
 #include "cpu/cpu_level.hpp"
 #include "cpu/crc32c.hpp"
 #include "cpu/maxsim.hpp"
@@ -126,6 +128,99 @@ at::Tensor crc32c_cpu(const at::Tensor& buffer, const at::Tensor& offset_bytes, 
   return crcs;
 }
 
+// What the schema alone cannot say of attention's tensors.
+void check_attention(const at::Tensor& query, const at::Tensor& buffer, const at::Tensor& block_offset_bytes,
+                     const at::Tensor& n_rows, const std::optional<at::Tensor>& visible,
+                     const std::optional<at::Tensor>& last_position) {
+  const at::ScalarType dtype = query.scalar_type();
+  TORCH_CHECK_VALUE(query.dim() == 4 && (dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16),
+                    "query must be a float32, float16 or bfloat16 tensor [B, H, q, d], got ", query.dim(), "-D ",
+                    dtype);
+  check_buffer(buffer);
+  check_vector(n_rows, at::kLong, "n_rows");
+  TORCH_CHECK_VALUE(block_offset_bytes.dim() == 3 && block_offset_bytes.scalar_type() == at::kLong,
+                    "block_offset_bytes must be an int64 tensor [B, n_kv, n_blocks], got ", block_offset_bytes.dim(),
+                    "-D ", block_offset_bytes.scalar_type());
+  for (const at::Tensor* tensor : {&query, &buffer, &block_offset_bytes, &n_rows}) check_cpu(*tensor);
+  const int64_t n = query.size(0), n_kv = block_offset_bytes.size(1);
+  TORCH_CHECK_VALUE(block_offset_bytes.size(0) == n && n_rows.numel() == n,
+                    "block_offset_bytes and n_rows must have the query's batch size ", n);
+  TORCH_CHECK_VALUE(n_kv > 0 && query.size(1) % n_kv == 0, "query heads (", query.size(1),
+                    ") must be a multiple of the KV heads (", n_kv, ")");
+  if (visible.has_value()) {
+    check_cpu(*visible);
+    TORCH_CHECK_VALUE(visible->dim() == 2 && visible->scalar_type() == at::kByte && visible->size(0) == n,
+                      "visible must be a uint8 tensor [B, rows]");
+  }
+  if (last_position.has_value()) {
+    check_cpu(*last_position);
+    TORCH_CHECK_VALUE(last_position->dim() == 2 && last_position->scalar_type() == at::kLong &&
+                          last_position->size(0) == n && last_position->size(1) == query.size(2),
+                      "last_position must be an int64 tensor [B, q]");
+  }
+}
+
+void check_attention_rows(const espnx::AttentionBatch& batch) {
+  for (const int64_t dim : {batch.d, batch.dv}) {
+    TORCH_CHECK_VALUE(dim % 8 == 0 && dim >= 8 && dim <= espnx::kMaxHeadDim,
+                      "d and dv must be multiples of 8 from 8 to ", espnx::kMaxHeadDim, ", got ", dim);
+  }
+  TORCH_CHECK_VALUE(batch.block_rows >= 1 && batch.block_rows <= 1 << 20, "block_rows must be 1 to ", 1 << 20, ", got ",
+                    batch.block_rows);
+  TORCH_CHECK_VALUE(!batch.is_x || batch.format != espnx::RowFormat::int8, "X rows (dv 0) have no int8 format");
+  for (int64_t i = 0; i < batch.n; ++i) {
+    const int64_t rows = batch.n_rows[i];
+    TORCH_CHECK_VALUE(rows >= 0 && rows <= batch.n_blocks * batch.block_rows, "n_rows of sequence ", i,
+                      " must be 0 to ", batch.n_blocks * batch.block_rows, ", what its blocks hold, got ", rows);
+    TORCH_CHECK_VALUE(batch.visible == nullptr || rows <= batch.visible_stride, "visible has ", batch.visible_stride,
+                      " entries a sequence, but sequence ", i, " has ", rows, " rows");
+  }
+  const int64_t outside = espnx::find_block_outside(batch);
+  TORCH_CHECK_INDEX(outside < 0, "block ", outside, " (offset_bytes ", batch.block_offset_bytes[outside], ", ",
+                    espnx::attention_block_bytes(batch), " bytes) does not lie inside the buffer of ",
+                    batch.buffer_bytes, " bytes");
+}
+
+std::tuple<at::Tensor, at::Tensor> attention_cpu(const at::Tensor& query, const at::Tensor& buffer,
+                                                 const at::Tensor& block_offset_bytes, const at::Tensor& n_rows,
+                                                 int64_t block_rows, const std::string& format, double scale,
+                                                 int64_t dv, const std::optional<at::Tensor>& visible,
+                                                 const std::optional<at::Tensor>& last_position, int64_t threads) {
+  check_attention(query, buffer, block_offset_bytes, n_rows, visible, last_position);
+  espnx::RowFormat row;
+  TORCH_CHECK_VALUE(espnx::parse_row_format(format.c_str(), &row), "unknown row format '", format, "'");
+  TORCH_CHECK_VALUE(threads >= 0, "threads must be 0 (choose) or more, got ", threads);
+  const int64_t n = query.size(0), heads = query.size(1), q_len = query.size(2), d = query.size(3);
+  const int64_t n_kv = block_offset_bytes.size(1);
+  const at::Tensor q = query.to(at::kFloat).mul(scale).contiguous(), offsets = block_offset_bytes.contiguous();
+  const at::Tensor counts = n_rows.contiguous();
+  const at::Tensor seen = visible.has_value() ? visible->contiguous() : at::Tensor();
+  const at::Tensor last = last_position.has_value() ? last_position->contiguous() : at::Tensor();
+  const espnx::AttentionBatch batch{q.const_data_ptr<float>(),
+                                    n,
+                                    n_kv,
+                                    heads / n_kv * q_len,
+                                    d,
+                                    dv == 0 ? d : dv,
+                                    q_len,
+                                    buffer.const_data_ptr<uint8_t>(),
+                                    buffer.numel(),
+                                    offsets.const_data_ptr<int64_t>(),
+                                    offsets.size(2),
+                                    counts.const_data_ptr<int64_t>(),
+                                    block_rows,
+                                    row,
+                                    dv == 0,
+                                    seen.defined() ? seen.const_data_ptr<uint8_t>() : nullptr,
+                                    seen.defined() ? seen.size(1) : 0,
+                                    last.defined() ? last.const_data_ptr<int64_t>() : nullptr};
+  check_attention_rows(batch);
+  at::Tensor o = at::empty({n, heads, q_len, batch.dv}, q.options()), lse = at::empty({n, heads, q_len}, q.options());
+  const int max_threads = static_cast<int>(threads > 0 ? std::min<int64_t>(threads, 1024) : at::get_num_threads());
+  espnx::attend_batch(batch, max_threads, o.mutable_data_ptr<float>(), lse.mutable_data_ptr<float>());
+  return {o, lse};
+}
+
 int64_t cpu_level() { return static_cast<int64_t>(espnx::cpu_level()); }
 
 int64_t set_cpu_level(int64_t level) {
@@ -143,6 +238,10 @@ TORCH_LIBRARY(espnx, m) {
       "maxsim(Tensor query, Tensor buffer, Tensor offset_bytes, Tensor n_tokens, str format, int threads=0, "
       "Tensor? centroids=None, Tensor? bucket_weights=None) -> Tensor");
   m.def("crc32c(Tensor buffer, Tensor offset_bytes, Tensor size_bytes, int seed=0) -> Tensor");
+  // dv 0: blocks hold X rows, which stand for K and V at once.
+  m.def(
+      "attention(Tensor query, Tensor buffer, Tensor block_offset_bytes, Tensor n_rows, int block_rows, str format, "
+      "float scale, int dv, Tensor? visible=None, Tensor? last_position=None, int threads=0) -> (Tensor, Tensor)");
   // For tests and benchmarks: the instruction set in force in this process (0 portable, 1 AVX2, 2 AVX-512, 3 VNNI, 4
   // AMX; -1 restores the best).
   m.def("cpu_level() -> int", &cpu_level);
@@ -152,4 +251,5 @@ TORCH_LIBRARY(espnx, m) {
 TORCH_LIBRARY_IMPL(espnx, CPU, m) {
   m.impl("maxsim", &maxsim_cpu);
   m.impl("crc32c", &crc32c_cpu);
+  m.impl("attention", &attention_cpu);
 }

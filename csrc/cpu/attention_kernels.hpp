@@ -1,0 +1,103 @@
+// The inner loops of attention, one table per instruction set. The driver (attention.cpp) is common to all.
+//
+// Rows are taken a tile of 128 at a time. Few queries (decode): scores are dot products along d, straight from the
+// stored bytes, and lie [query][kTileRows]. Many queries (prefill, X rows): queries are packed in strips of `lanes`
+// (strip[k][lane] = query[lane][k]), K is decoded to fp32 once for all of them, and scores lie [row][lane], so that the
+// softmax is vertical. V is summed the same way in both.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "attention.hpp"
+
+namespace espnx {
+
+constexpr int64_t kRowFormats = 5;    // RowFormat is an index; 0 is none
+constexpr int64_t kTileRows = 128;    // rows folded in per rescaling of the softmax
+constexpr int64_t kMaxFew = 4;        // queries that one call of score_rows or weigh takes, at most
+constexpr int64_t kMaxStripPair = 2;  // strips that score_strips takes at once
+constexpr int64_t kMaxLanes = 16;
+constexpr int64_t kColumns = 64;  // of V, decoded at a time for many queries: 32 KiB a tile, two thirds of an L1 cache
+
+constexpr int64_t item_bytes(RowFormat format) {
+  return format == RowFormat::fp32 ? 4 : format == RowFormat::int8 ? 1 : 2;
+}
+
+// Float number i at any address.
+inline float float_at(const uint8_t* bytes, int64_t i) {
+  float value;
+  std::memcpy(&value, bytes + 4 * i, sizeof(value));
+  return value;
+}
+
+// IEEE binary16 to binary32, exactly, subnormals, infinities and NaNs included.
+inline float half_to_float(uint16_t half) {
+  const uint32_t magnitude = static_cast<uint32_t>(half & 0x7FFF) << 13;
+  float value;
+  std::memcpy(&value, &magnitude, sizeof(value));
+  value *= 0x1.0p112f;  // 2^(127 - 15), the difference of the exponent biases
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  if ((half & 0x7C00) == 0x7C00) bits |= 0x7F800000;  // infinity or NaN: the exponent is all ones
+  bits |= static_cast<uint32_t>(half & 0x8000) << 16;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+// Rows of a tile that follow each other in memory.
+struct RowSpan {
+  const uint8_t* rows;
+  const uint8_t* scales;  // int8 only, fp32: per channel where the rows are K, per row where they are V
+  int64_t n;
+};
+
+struct DecodeTask {
+  RowSpan span;
+  int64_t row_bytes, column, n_columns;  // n_columns: a multiple of 8
+  bool scales_are_of_rows;
+  float* out;  // [span.n, out_stride]
+  int64_t out_stride;
+};
+
+// out[i][c] = alpha[i] * o[i][c] + sum over the spans' rows t of p[i * p_query_stride + t * p_row_stride] * v[t][c],
+// for columns [column, column + n_columns) of the rows and of nothing else: o and out point at the first of them.
+struct WeighTask {
+  const RowSpan* spans;
+  int64_t n_spans, row_bytes, column, n_columns;
+  const float* p;
+  int64_t p_query_stride, p_row_stride;
+  const float* alpha;
+  const float* o;
+  int64_t o_stride;
+  float* out;
+  int64_t out_stride;
+};
+
+struct AttentionKernels {
+  int64_t lanes;      // of a strip
+  int64_t n_queries;  // that one call of score_rows takes, at most
+  bool is_fused;      // products are added without a rounding in between
+  // scores[i * kTileRows + t] = <q[i], row t of the span> for n_q queries of stride d; scales are not applied.
+  void (*score_rows[kRowFormats])(const float* q, int64_t n_q, const RowSpan& span, int64_t d, float* scores);
+  void (*weigh[kRowFormats])(const WeighTask& task, int64_t n_q);  // n_q: up to kMaxFew; scales are not applied
+  void (*decode[kRowFormats])(const DecodeTask& task);             // scales applied
+  // The largest of n scores (NaNs aside); scores = exp(scores - m), returning their sum. n: a multiple of 16.
+  float (*row_max)(const float* scores, int64_t n);
+  float (*row_exp)(float* scores, int64_t n, float m);
+  // For n_strips (1 or 2) strips whose rows begin at `strips`, `strip_stride` floats apart: scores[s][t][lane] is set
+  // to (or, with `add`, increased by) the products over n_k values. Scores of strips are kTileRows * lanes apart.
+  void (*score_strips)(const float* strips, int64_t strip_stride, int64_t n_strips, const float* rows,
+                       int64_t row_stride, int64_t n_rows, int64_t n_k, bool add, float* scores);
+  // Softmax of scores[n][lanes]: m and l are brought up to date, alpha is what older sums are to be multiplied by, and
+  // the scores become probabilities, not normalised.
+  void (*strip_softmax)(float* scores, int64_t n, float* m, float* l, float* alpha);
+};
+
+extern const AttentionKernels kAttentionPortable;
+#if defined(__x86_64__)
+extern const AttentionKernels kAttentionAvx2;
+extern const AttentionKernels kAttentionAvx512;
+#endif
+
+}  // namespace espnx

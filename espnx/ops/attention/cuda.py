@@ -1,0 +1,136 @@
+"""The CUDA version of the attention op: checks, allocates, launches ``kernels/attention.py``, merges the parts."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from ...errors import InvalidInputError
+from .._native import load_kernel
+from .checks import ROW_FORMATS, block_bytes, check_arguments, check_inside, check_rows
+
+DIM_MAX = 256  # a program holds whole rows
+_SPLIT_ROWS_MIN = 512
+_PROGRAMS_WANTED = 512  # a few for each multiprocessor
+_HEADS_MAX = 2**31 - 1  # CUDA's largest grid; in its other two dimensions 65535
+
+
+def launch_shape(n_queries: int, d: int, dv: int) -> dict[str, int]:
+    """Block sizes and stages. The least that a tensor core takes is 16 each way; wide rows come in smaller tiles."""
+    widest = max(d, dv)
+    return {
+        "BLOCK_Q": min(max(16, 1 << (n_queries - 1).bit_length()), 64 if widest <= 128 else 32),
+        "BLOCK_T": 64 if widest <= 64 else 32,
+        "BLOCK_D": max(16, 1 << (d - 1).bit_length()),
+        "BLOCK_DV": max(16, 1 << (dv - 1).bit_length()),
+    }
+
+
+def row_constants(fmt: str, d: int, dv: int) -> dict[str, Any]:
+    """What the kernel is told about rows; ``dv = 0`` for X rows."""
+    return {
+        "K_BEGIN": 4 * d if fmt == "int8" else 0,
+        "D": d,
+        "DV": dv or d,
+        "FORMAT": fmt,
+        "PRECISION": "ieee" if fmt == "fp32" else "tf32x3",
+        "IS_X": dv == 0,
+        "ITEM_BYTES": ROW_FORMATS[fmt].itemsize,
+    }
+
+
+def attention_triton(
+    query: torch.Tensor,
+    buffer: torch.Tensor,
+    block_offset_bytes: torch.Tensor,
+    n_rows: torch.Tensor,
+    block_rows: int,
+    fmt: str,
+    scale: float,
+    dv: int,
+    visible: torch.Tensor | None = None,
+    last_position: torch.Tensor | None = None,
+    threads: int = 0,
+    *,
+    n_splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`espnx.ops.attention` by Triton: CUDA tensors, or CPU tensors in Triton's interpreter. ``threads`` has no meaning here."""
+    check_arguments(query, buffer, block_offset_bytes, n_rows, visible, last_position)
+    batch, heads, q_len, d = query.shape
+    check_rows(block_rows, d, dv, fmt)
+    if max(d, dv) > DIM_MAX:
+        raise InvalidInputError("attention d and dv on CUDA", got=max(d, dv), expected=f"at most {DIM_MAX}", fix="use the CPU version")
+    check_inside(buffer.numel(), block_offset_bytes, n_rows, block_rows, block_bytes(block_rows, d, dv, fmt), visible)
+    align_bytes = _alignment(buffer, block_offset_bytes, n_rows, block_rows, fmt)
+    n_kv = block_offset_bytes.shape[1]
+    n_heads, n_queries, width = batch * n_kv, heads // n_kv * q_len, dv or d
+    shape = launch_shape(n_queries, d, width)
+    q_blocks = -(-n_queries // shape["BLOCK_Q"])
+    if n_heads == 0 or n_queries == 0:
+        return query.new_zeros((batch, heads, q_len, width), dtype=torch.float32), query.new_zeros(query.shape[:3], dtype=torch.float32)
+    rows_max = int(n_rows.max())
+    splits = n_splits or max(min(_PROGRAMS_WANTED // (n_heads * q_blocks), rows_max // _SPLIT_ROWS_MIN, 64), 1)
+    split_rows = -(-max(rows_max, 1) // splits // shape["BLOCK_T"]) * shape["BLOCK_T"]
+    if n_heads > _HEADS_MAX or q_blocks > 65535:
+        raise InvalidInputError("attention queries on CUDA", got=n_queries, expected=f"at most {65535 * shape['BLOCK_Q']} for a KV head")
+    o = torch.empty((splits, n_heads, n_queries, width), dtype=torch.float32, device=query.device)
+    lse = torch.empty((splits, n_heads, n_queries), dtype=torch.float32, device=query.device)
+    unused = torch.empty(1, dtype=torch.int64, device=query.device)
+    kernel: Any = load_kernel("attention")
+    with torch.cuda.device(query.device) if query.is_cuda else contextlib.nullcontext():
+        kernel.attention_kernel[(n_heads, q_blocks, splits)](
+            (query.float() * scale).contiguous(),
+            buffer,
+            _there(block_offset_bytes, query.device),
+            _there(n_rows, query.device),
+            unused.view(torch.uint8) if visible is None else _there(visible, query.device),
+            unused if last_position is None else _there(last_position, query.device),
+            o,
+            lse,
+            n_kv,
+            n_queries,
+            q_len,
+            block_offset_bytes.shape[2],
+            block_rows,
+            split_rows,
+            0 if visible is None else visible.shape[1],
+            HAS_VISIBLE=visible is not None,
+            HAS_LAST=last_position is not None,
+            ALIGN_BYTES=align_bytes,
+            enable_fp_fusion=True,
+            num_stages=1,
+            **row_constants(fmt, d, dv),
+            **shape,
+        )
+    o, lse = _merged(o, lse)
+    return o.view(batch, heads, q_len, width), lse.view(batch, heads, q_len)
+
+
+def _there(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.to(device, non_blocking=True).contiguous()
+
+
+def _merged(o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The parts' results as one; those that saw no row count for nothing."""
+    if o.shape[0] == 1:
+        return o[0], lse[0]
+    whole = torch.logsumexp(lse, dim=0)
+    weights = torch.exp(lse - torch.where(whole == -torch.inf, 0.0, whole))
+    return (weights[..., None] * o).sum(dim=0), whole
+
+
+def _alignment(buffer: torch.Tensor, block_offset_bytes: torch.Tensor, n_rows: torch.Tensor, block_rows: int, fmt: str) -> int:
+    """What every needed block's address is a multiple of: 16, or the element's size (int8: that of the scales). Raises InvalidInputError."""
+    element_bytes = max(ROW_FORMATS[fmt].itemsize, 4 if fmt == "int8" else 1)
+    needed = torch.arange(block_offset_bytes.shape[2], device=n_rows.device) * block_rows < n_rows[:, None]
+    needed = needed[:, None, :].to(block_offset_bytes.device).expand_as(block_offset_bytes)
+    addresses = block_offset_bytes[needed] + buffer.data_ptr() % 16
+    if not bool((addresses % 16).any()):
+        return 16
+    if bool((addresses % element_bytes).any()):
+        raise InvalidInputError(
+            "attention blocks on CUDA", got="an odd address", expected=f"multiples of {element_bytes} bytes", fix="align the blocks"
+        )
+    return element_bytes
