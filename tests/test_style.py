@@ -27,7 +27,7 @@ CPP = {".cpp", ".hpp", ".h", ".cu", ".cuh"}
 SOURCE = CPP | {".py", ".sh"}
 PROSE = {".md", ".toml", ".yaml", ".yml", ".json", ".txt", ".in", ""}
 SKIPPED_FOLDERS = {".git", ".venv", "build", "dist", ".cache", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"}
-TORCH_HEADER_FILES = {"csrc/bindings.hpp", "csrc/bindings.cpp", "csrc/bindings_records.cpp", "csrc/ops.cpp"}
+TORCH_HEADER_FILES = {"csrc/bindings.hpp", "csrc/bindings.cpp", "csrc/bindings_records.cpp", "csrc/bindings_rows.cpp", "csrc/ops.cpp"}
 
 
 def tracked_files() -> list[Path]:

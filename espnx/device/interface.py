@@ -122,7 +122,7 @@ class Device(Protocol):
         """
 
     def read(self, ticket: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows' blocks, checked: (uint8 [blocks, block_bytes], int64 [pieces, 5]: sequence, head, first block, rows, first position)."""
+        """The rows' blocks, checked: (uint8 [blocks, block_bytes]; int64 [pieces, 5]: sequence, head, block, rows, first position)."""
 
     def forget(self) -> None:
         """Makes all tickets void."""

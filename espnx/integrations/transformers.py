@@ -94,7 +94,9 @@ class KVCache(Cache):
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**more))
             else:
                 self.store.close()
-                raise errors.InvalidInputError(f"layer {number} of this model", got=repr(kind), expected=", ".join(DYNAMIC_LAYER_TYPE_MAPPING))
+                raise errors.InvalidInputError(
+                    f"layer {number} of this model", got=repr(kind), expected=", ".join(DYNAMIC_LAYER_TYPE_MAPPING)
+                )
         super().__init__(layers=layers)
 
     @property
@@ -217,7 +219,7 @@ class StoredLayer(CacheLayerMixin):
                 "K and V went into the cache, but attention did not ask for them", fix="call espnx.enable(model) before generate"
             )
         tagged = key_states.view_as(key_states)
-        tagged._espnx = self  # type: ignore[attr-defined]
+        tagged._espnx = self
         self.pending = key_states, value_states
         return tagged, value_states
 

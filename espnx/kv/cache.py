@@ -59,7 +59,7 @@ class SsdCache:
         storage: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         n_layers: int,
         *,
-        format: str | None = None,
+        format: str | None = None,  # noqa: A002 - what it is called wherever rows are stored
         spill_interval: int | None = None,
         read_ahead_bytes: int = 64 << 20,
         capacity_tokens: int | None = None,
@@ -113,9 +113,7 @@ class SsdCache:
 
     # --- attention ---
 
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, visibility: Visibility
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, visibility: Visibility) -> torch.Tensor:
         """Adds new tokens and attends over all of them.
 
         Args:

@@ -32,7 +32,7 @@ def chunk_attention(
             part, sums = _masked(q[sequences], k[sequences], v[sequences], scale, hidden[sequences])
             first = 0
         else:
-            part, sums = _causal(*(rows[sequences, :, first:] for rows in (q, k, v)), scale, wants_lse)  # type: ignore[arg-type]
+            part, sums = _causal(q[sequences, :, first:], k[sequences, :, first:], v[sequences, :, first:], scale, wants_lse)
         o[sequences, :, first:] = part
         if lse is not None and sums is not None:
             lse[sequences, :, first:] = sums
@@ -47,9 +47,7 @@ def _by_padding(hidden: torch.Tensor) -> list[tuple[int | None, torch.Tensor]]:
     return [(None if key < 0 else int(key), (keys == key).nonzero().flatten()) for key in keys.unique().tolist()]
 
 
-def _causal(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, wants_lse: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, wants_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     groups = q.shape[1] // k.shape[1]
     if q.shape[2] == 0:
         return q.new_zeros((*q.shape[:3], v.shape[-1])), q.new_zeros(q.shape[:3], dtype=torch.float32)

@@ -115,10 +115,13 @@ class LayerRows:
         """Tokens, from the first on, that reads should ask for: those that are not in memory, and those whose write has ended."""
         end = 0
         for run in self.runs:
-            if run.first_position >= self._first and not all(self._spread.is_written(device, segment) for parts in run.parts for device, segment in parts):
+            if run.first_position >= self._first and not self._is_written(run):
                 break
             end = run.first_position + run.n_rows
         return end
+
+    def _is_written(self, run: Run) -> bool:
+        return all(self._spread.is_written(device, segment) for parts in run.parts for device, segment in parts)
 
     def uses(self, end: int) -> list[list[Use]]:
         """For each device, the segments that hold the tokens before `end`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 
 import torch
@@ -35,8 +35,8 @@ class Spread:
         try:
             for device, heads, sequences in self._shares(n_sequences, n_heads):
                 every = len(sequences) == n_sequences and len(heads) == n_heads
-                part = [None if rows is None else rows if every else rows[sequences][:, list(heads)] for rows in (k, v)]
-                segments = self.devices[device].put(layout, part[0], part[1], heads)  # type: ignore[arg-type]
+                mine = (k, v) if every else (k[sequences][:, list(heads)], None if v is None else v[sequences][:, list(heads)])
+                segments = self.devices[device].put(layout, *mine, heads)
                 for sequence, segment in zip(sequences, segments, strict=True):
                     found[sequence].append((device, segment))
         except BaseException:
@@ -72,10 +72,8 @@ class Spread:
             self._pool.submit(device.attend, ticket, queries, tail if i == 0 else None)
             for i, (device, ticket) in enumerate(zip(self.devices, tickets, strict=True))
         ]
-        parts = [job.result() for job in [*jobs] if not job.exception()]
-        for job in jobs:
-            if (error := job.exception()) is not None:
-                raise error
+        wait(jobs)  # also where one has failed: nobody may still be at work when the caller goes on
+        parts = [job.result() for job in jobs]
         o, lse = parts[0]
         for other_o, other_lse in parts[1:]:
             o, lse = merge(o, lse, other_o, other_lse)

@@ -176,7 +176,8 @@ def test_what_is_refused(folder: Path) -> None:
     bad = espnx.Document("bad", "", espnx.Encoded(torch.zeros(D_CLS), torch.zeros(1, DIM + 8)))
     nan = espnx.Document("nan", "", espnx.Encoded(torch.full((D_CLS,), torch.nan), torch.zeros(1, DIM)))
     for taken in ("doc-0", "doc-59"):
-        refused(path, lambda taken=taken: espnx.add(path, [*new, espnx.Document(taken, "", new[0].vectors)]), f"'{taken}' is in the store")  # type: ignore[misc]
+        again = [*new, espnx.Document(taken, "", new[0].vectors)]
+        refused(path, lambda again=again: espnx.add(path, again), f"'{taken}' is in the store")  # type: ignore[misc]
     refused(path, lambda: espnx.add(path, [new[0], new[1], new[0]]), "'doc-60' occurs twice")
     refused(path, lambda: espnx.add(path, [new[0], bad]), "bad")
     refused(path, lambda: espnx.add(path, [new[0], nan]), "nan")
