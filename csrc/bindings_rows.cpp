@@ -224,16 +224,27 @@ std::tuple<at::Tensor, at::Tensor> attend(RowStream* stream, int64_t ticket, con
   return {o, lse};
 }
 
-at::Tensor piece_table(const std::vector<device::RowUnit>& units, int64_t& total_bytes) {
+at::Tensor piece_table(const device::RowUnit& unit) {
   std::vector<int64_t> flat;
-  total_bytes = 0;
-  for (const device::RowUnit& unit : units) {
-    for (const device::RowPiece& p : unit.pieces) {
-      flat.insert(flat.end(), {p.sequence, p.head, total_bytes + p.offset_bytes, p.n_rows, p.first_position});
-    }
-    total_bytes += unit.size_bytes;
+  for (const device::RowPiece& p : unit.pieces) {
+    flat.insert(flat.end(), {p.sequence, p.head, p.offset_bytes, p.n_rows, p.first_position});
   }
   return to_tensor(flat).view({-1, 5});
+}
+
+// Calls see(uint8 [bytes], int64 [pieces, 5]: sequence, head, offset_bytes, rows, first position) for each read. The
+// bytes are void when it returns.
+void visit(RowStream& stream, int64_t ticket, const py::function& see) {
+  run_interruptibly([&](const std::function<bool()>& interrupted) {
+    stream.visit(
+        ticket,
+        [&](const device::RowUnit& unit, const char* memory) {
+          py::gil_scoped_acquire locked;
+          see(at::from_blob(const_cast<char*>(memory), {unit.size_bytes}, at::TensorOptions().dtype(at::kByte)),
+              piece_table(unit));
+        },
+        interrupted);
+  });
 }
 
 }  // namespace
@@ -248,26 +259,7 @@ void bind_rows(py::module_& m) {
       .def("push", &push)
       .def("front", &RowStream::front, py::call_guard<py::gil_scoped_release>())
       .def("clear", &RowStream::clear, py::call_guard<py::gil_scoped_release>())
-      .def("read",
-           [](RowStream& stream, int64_t ticket, const at::Tensor& out) {
-             if (!out.device().is_cpu() || out.scalar_type() != at::kByte || !out.is_contiguous()) {
-               invalid("out must be a contiguous uint8 tensor on the CPU");
-             }
-             auto* memory = static_cast<char*>(out.data_ptr());
-             const int64_t size_bytes = out.numel();
-             int64_t used_bytes = 0;
-             run_interruptibly([&](const std::function<bool()>& interrupted) {
-               stream.read(
-                   ticket,
-                   [&](const device::RowUnit& unit) {
-                     if (used_bytes + unit.size_bytes > size_bytes) invalid("out is too small for the rows");
-                     char* place = memory + used_bytes;
-                     used_bytes += unit.size_bytes;
-                     return place;
-                   },
-                   interrupted);
-             });
-           })
+      .def("visit", &visit)
       .def("stats", [](RowStream& stream) {
         const RowStream::Stats stats = stream.stats();
         py::dict found;
@@ -282,15 +274,6 @@ void bind_rows(py::module_& m) {
         py::arg("tail_k"), py::arg("tail_v"), py::arg("tail_skip"), py::arg("tail_rows"),
         py::arg("tail_first_position"), py::arg("last_position"), py::arg("first_visible"), py::arg("visible"),
         py::arg("threads"));
-  // What `RowStream.read` will copy: (int64 [pieces, 5]: sequence, head, offset_bytes in the copy, rows, first
-  // position; bytes in all).
-  m.def("plan_rows", [](const py::dict& geometry, const at::Tensor& segments, int64_t unit_bytes) {
-    int64_t total_bytes = 0;
-    const auto units = device::plan_rows(to_segments(segments, std::numeric_limits<int64_t>::max()),
-                                         to_geometry(geometry), unit_bytes);
-    at::Tensor pieces = piece_table(units, total_bytes);
-    return std::make_tuple(pieces, total_bytes);
-  });
 }
 
 }  // namespace espnx::python

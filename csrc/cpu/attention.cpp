@@ -18,9 +18,11 @@ constexpr float kNothing = -std::numeric_limits<float>::infinity();
 constexpr const char* kNames[] = {"", "fp32", "fp16", "bf16", "int8"};
 // Up to this many queries, dot products on the stored bytes beat strips that are half padding.
 constexpr int64_t kFewQueries = 8;
-// Values of K along d, decoded at a time for many queries: a pair of query strips that long takes 16 KiB of the L1
-// cache.
+// Values along d that are multiplied at a time for many queries: a pair of query strips that long takes 16 KiB of the
+// L1 cache.
 constexpr int64_t kDepth = 128;
+// What is decoded of K at a time for many queries: at most 194 KiB, a tenth of an L2 cache.
+constexpr int64_t kDecodedRows = 24, kDecodedColumns = 2048;
 // Queries walked together: their q and o stay in half an L2 cache of 2 MiB.
 constexpr int64_t kBlockValues = 1 << 18, kMinBlock = 32, kMaxBlock = 256;
 constexpr int64_t kCarefulColumns = 128;
@@ -132,14 +134,14 @@ class Attention {
       packed_ = scratch.take(scaled);
       return;
     }
-    scratch.reserve(padded * (queries_.d + kTileRows) + 3 * Scratch::rounded(padded) + kTileRows * (kDepth + kColumns) +
-                    64);
+    scratch.reserve(padded * (queries_.d + kTileRows) + 3 * Scratch::rounded(padded) + kDecodedRows * decoded_stride() +
+                    kTileRows * kColumns + 64);
     packed_ = scratch.take(padded * queries_.d);
     scores_ = scratch.take(padded * kTileRows);
     alpha_ = scratch.take(padded);
     m_ = scratch.take(padded);
     l_ = scratch.take(padded);
-    k_tile_ = scratch.take(kTileRows * kDepth);
+    k_tile_ = scratch.take(kDecodedRows * decoded_stride());
     v_tile_ = scratch.take(kTileRows * kColumns);
   }
 
@@ -338,23 +340,60 @@ class Attention {
     weigh_many();
   }
 
+  // Rows are decoded whole, a few at a time: X rows are as long as a page, and reading them by columns would defeat the
+  // prefetchers.
   void score_many() {
-    const int64_t lanes = kernels_.lanes, strips = n_strips(), d = queries_.d;
-    for (int64_t k = 0; k < d; k += kDepth) {
-      const int64_t n_k = std::min(kDepth, d - k);
-      decode(k_spans_, k_row_bytes_, k, n_k, false, k_tile_, kDepth);
-      for (int64_t s = 0; s < strips;) {
-        if (!is_live_[s]) {
-          ++s;
-          continue;
+    const int64_t d = queries_.d, stride = decoded_stride(), item = item_bytes(rows_.format);
+    for (int64_t column = 0; column < d; column += kDecodedColumns) {
+      const int64_t n_columns = std::min(kDecodedColumns, d - column);
+      for (int64_t t = 0; t < sight_.n; t += kDecodedRows) {
+        const int64_t n = std::min(kDecodedRows, sight_.n - t);
+        decode(k_spans_, t, n, {{}, k_row_bytes_, column, n_columns, false, k_tile_, stride});
+        const uint8_t* next = row_behind(t + n - 1);
+        for (int64_t k = 0; k < n_columns; k += kDepth) {
+          StripTask task{};
+          task.strip_stride = d * kernels_.lanes;
+          task.rows = k_tile_ + k;
+          task.row_stride = stride;
+          task.n_rows = n;
+          task.n_k = std::min(kDepth, n_columns - k);
+          task.add = column + k > 0;
+          task.ahead = next + k * n * item;
+          task.ahead_step_bytes = item;
+          score_decoded(task, t, column + k);
         }
-        const int64_t count = s + 1 < strips && is_live_[s + 1] ? 2 : 1;
-        kernels_.score_strips(packed_ + (s * d + k) * lanes, d * lanes, count, k_tile_, kDepth, sight_.n, n_k, k > 0,
-                              scores_ + s * kTileRows * lanes);
-        s += count;
       }
     }
   }
+
+  // Where K's row behind row t of the tile lies if nothing comes between them; most often it does, and it is to be
+  // prefetched.
+  const uint8_t* row_behind(int64_t t) const {
+    int64_t s = 0;
+    while (t >= k_spans_[s].n) t -= k_spans_[s++].n;
+    return s + 1 < n_spans_ && t + 1 == k_spans_[s].n ? k_spans_[s + 1].rows
+                                                      : k_spans_[s].rows + (t + 1) * k_row_bytes_;
+  }
+
+  // Every strip against the task's rows, which are rows t.. of the tile, from value k on.
+  void score_decoded(StripTask task, int64_t t, int64_t k) {
+    const int64_t lanes = kernels_.lanes, strips = n_strips();
+    for (int64_t s = 0; s < strips;) {
+      if (!is_live_[s]) {
+        ++s;
+        continue;
+      }
+      const int64_t count = s + 1 < strips && is_live_[s + 1] ? 2 : 1;
+      task.strips = packed_ + (s * queries_.d + k) * lanes;
+      task.scores = scores_ + (s * kTileRows + t) * lanes;
+      kernels_.score_strips(task, count);
+      task.ahead_step_bytes = 0;  // once is enough
+      s += count;
+    }
+  }
+
+  // 16 floats more than a row has, so that rows do not all begin in the same set of the L1 cache.
+  int64_t decoded_stride() const { return std::min(kDecodedColumns, queries_.d) + 16; }
 
   void hide(float* scores, int64_t first, int64_t n_lanes) const {
     const int64_t lanes = kernels_.lanes;
@@ -373,7 +412,7 @@ class Attention {
     const RowSpan decoded{reinterpret_cast<const uint8_t*>(v_tile_), nullptr, sight_.n};
     for (int64_t c = 0; c < dv; c += kColumns) {
       const int64_t n_columns = std::min(kColumns, dv - c);
-      decode(v_spans_, v_row_bytes_, c, n_columns, true, v_tile_, kColumns);
+      decode(v_spans_, 0, sight_.n, {{}, v_row_bytes_, c, n_columns, true, v_tile_, kColumns});
       WeighTask task{&decoded, 1,         kColumns * static_cast<int64_t>(sizeof(float)),
                      0,        n_columns, nullptr,
                      1,        lanes,     nullptr,
@@ -390,11 +429,21 @@ class Attention {
     }
   }
 
-  void decode(const RowSpan* spans, int64_t row_bytes, int64_t column, int64_t n_columns, bool scales_are_of_rows,
-              float* out, int64_t out_stride) const {
-    for (int64_t s = 0; s < n_spans_; ++s) {
-      kernels_.decode[format_]({spans[s], row_bytes, column, n_columns, scales_are_of_rows, out, out_stride});
-      out += spans[s].n * out_stride;
+  // Decodes rows [first, first + n) of the tile; the task says everything but which rows.
+  void decode(const RowSpan* spans, int64_t first, int64_t n, DecodeTask task) const {
+    for (int64_t s = 0; n > 0; ++s) {
+      if (first >= spans[s].n) {
+        first -= spans[s].n;
+        continue;
+      }
+      const int64_t count = std::min(n, spans[s].n - first);
+      const int64_t scales_bytes = task.scales_are_of_rows ? first * static_cast<int64_t>(sizeof(float)) : 0;
+      const uint8_t* scales = spans[s].scales ? spans[s].scales + scales_bytes : nullptr;
+      task.span = {spans[s].rows + first * task.row_bytes, scales, count};
+      kernels_.decode[format_](task);
+      task.out += count * task.out_stride;
+      n -= count;
+      first = 0;
     }
   }
 

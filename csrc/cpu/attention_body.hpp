@@ -189,55 +189,52 @@ ESPNX_LEVEL float row_exp(float* scores, int64_t n, float m) {
   return v_sum(sum);
 }
 
+// Rows [t, t + kRows) of a task.
 template <int kRows, int kStrips>
-ESPNX_LEVEL inline void strip_block(const float* strips, int64_t strip_stride, const float* rows, int64_t row_stride,
-                                    int64_t n_k, bool add, float* scores) {
+ESPNX_LEVEL inline void strip_block(const StripTask& task, int64_t t) {
+  const float* rows = task.rows + t * task.row_stride;
+  const float* strips = task.strips;
+  float* scores = task.scores + t * kWidth;
+  const int64_t row_stride = task.row_stride, strip_stride = task.strip_stride, n_k = task.n_k;
+  const uint8_t* ahead = task.ahead + t * n_k * task.ahead_step_bytes;
+  const int64_t ahead_step_bytes = kRows * task.ahead_step_bytes;
   Vec sum[kRows][kStrips];
 #pragma GCC unroll 12
-  for (int t = 0; t < kRows; ++t) {
+  for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 2
     for (int s = 0; s < kStrips; ++s) {
-      sum[t][s] = add ? v_load(scores + (s * kTileRows + t) * kWidth) : v_set1(0.0f);
+      sum[i][s] = task.add ? v_load(scores + (s * kTileRows + i) * kWidth) : v_set1(0.0f);
     }
   }
   for (int64_t k = 0; k < n_k; ++k) {
+    __builtin_prefetch(ahead + k * ahead_step_bytes, 0, 2);
     Vec query[kStrips];
 #pragma GCC unroll 2
     for (int s = 0; s < kStrips; ++s) query[s] = v_load(strips + s * strip_stride + k * kWidth);
 #pragma GCC unroll 12
-    for (int t = 0; t < kRows; ++t) {
-      const Vec value = v_set1(rows[t * row_stride + k]);
+    for (int i = 0; i < kRows; ++i) {
+      const Vec value = v_set1(rows[i * row_stride + k]);
 #pragma GCC unroll 2
-      for (int s = 0; s < kStrips; ++s) sum[t][s] = v_fma(value, query[s], sum[t][s]);
+      for (int s = 0; s < kStrips; ++s) sum[i][s] = v_fma(value, query[s], sum[i][s]);
     }
   }
 #pragma GCC unroll 12
-  for (int t = 0; t < kRows; ++t) {
+  for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 2
-    for (int s = 0; s < kStrips; ++s) v_store(scores + (s * kTileRows + t) * kWidth, sum[t][s]);
+    for (int s = 0; s < kStrips; ++s) v_store(scores + (s * kTileRows + i) * kWidth, sum[i][s]);
   }
 }
 
 template <int kStrips>
-ESPNX_LEVEL void score_strips_of(const float* strips, int64_t strip_stride, const float* rows, int64_t row_stride,
-                                 int64_t n_rows, int64_t n_k, bool add, float* scores) {
+ESPNX_LEVEL void score_strips_of(const StripTask& task) {
   int64_t t = 0;
-  for (; t + kRowTile <= n_rows; t += kRowTile) {
-    strip_block<kRowTile, kStrips>(strips, strip_stride, rows + t * row_stride, row_stride, n_k, add,
-                                   scores + t * kWidth);
-  }
-  for (; t + 4 <= n_rows; t += 4) {
-    strip_block<4, kStrips>(strips, strip_stride, rows + t * row_stride, row_stride, n_k, add, scores + t * kWidth);
-  }
-  for (; t < n_rows; ++t) {
-    strip_block<1, kStrips>(strips, strip_stride, rows + t * row_stride, row_stride, n_k, add, scores + t * kWidth);
-  }
+  for (; t + kRowTile <= task.n_rows; t += kRowTile) strip_block<kRowTile, kStrips>(task, t);
+  for (; t + 4 <= task.n_rows; t += 4) strip_block<4, kStrips>(task, t);
+  for (; t < task.n_rows; ++t) strip_block<1, kStrips>(task, t);
 }
 
-ESPNX_LEVEL void score_strips(const float* strips, int64_t strip_stride, int64_t n_strips, const float* rows,
-                              int64_t row_stride, int64_t n_rows, int64_t n_k, bool add, float* scores) {
-  if (n_strips == 2) return score_strips_of<2>(strips, strip_stride, rows, row_stride, n_rows, n_k, add, scores);
-  score_strips_of<1>(strips, strip_stride, rows, row_stride, n_rows, n_k, add, scores);
+ESPNX_LEVEL void score_strips(const StripTask& task, int64_t n_strips) {
+  n_strips == 2 ? score_strips_of<2>(task) : score_strips_of<1>(task);
 }
 
 ESPNX_LEVEL void strip_softmax(float* scores, int64_t n, float* m, float* l, float* alpha) {

@@ -74,6 +74,20 @@ struct WeighTask {
   int64_t out_stride;
 };
 
+// scores[s][t][lane] is set to (or, with `add`, increased by) the products of strips and decoded rows over n_k values.
+// Scores of strips are kTileRows * lanes apart. On the way, `ahead` (any address) is prefetched, evenly: prefetches in
+// one burst would hold up the loads of the sums behind them.
+struct StripTask {
+  const float* strips;
+  int64_t strip_stride;  // floats
+  const float* rows;
+  int64_t row_stride, n_rows, n_k;
+  bool add;
+  float* scores;
+  const uint8_t* ahead;
+  int64_t ahead_step_bytes;  // for each value of each row
+};
+
 struct AttentionKernels {
   int64_t lanes;      // of a strip
   int64_t n_queries;  // that one call of score_rows takes, at most
@@ -85,10 +99,7 @@ struct AttentionKernels {
   // The largest of n scores (NaNs aside); scores = exp(scores - m), returning their sum. n: a multiple of 16.
   float (*row_max)(const float* scores, int64_t n);
   float (*row_exp)(float* scores, int64_t n, float m);
-  // For n_strips (1 or 2) strips whose rows begin at `strips`, `strip_stride` floats apart: scores[s][t][lane] is set
-  // to (or, with `add`, increased by) the products over n_k values. Scores of strips are kTileRows * lanes apart.
-  void (*score_strips)(const float* strips, int64_t strip_stride, int64_t n_strips, const float* rows,
-                       int64_t row_stride, int64_t n_rows, int64_t n_k, bool add, float* scores);
+  void (*score_strips)(const StripTask& task, int64_t n_strips);  // 1 or 2
   // Softmax of scores[n][lanes]: m and l are brought up to date, alpha is what older sums are to be multiplied by, and
   // the scores become probabilities, not normalised.
   void (*strip_softmax)(float* scores, int64_t n, float* m, float* l, float* alpha);

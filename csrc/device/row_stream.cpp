@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <exception>
 #include <limits>
 #include <string>
@@ -264,13 +263,11 @@ void RowStream::attend(int64_t ticket, const RowQueries& queries, int n_threads,
   }
 }
 
-void RowStream::read(int64_t ticket, const std::function<char*(const RowUnit&)>& place,
-                     const std::function<bool()>& interrupted) {
+void RowStream::visit(int64_t ticket, const std::function<void(const RowUnit&, const char*)>& see,
+                      const std::function<bool()>& interrupted) {
   const std::shared_ptr<Reading> reading = take_front(ticket);
-  const Arrived copy = [&](const Reading&, const RowUnit& unit, const char* memory, int) {
-    std::memcpy(place(unit), memory, unit.size_bytes);
-  };
-  consume(*reading, 1, copy, interrupted);
+  const Arrived show = [&](const Reading&, const RowUnit& unit, const char* memory, int) { see(unit, memory); };
+  consume(*reading, 1, show, interrupted);
 }
 
 }  // namespace espnx::device

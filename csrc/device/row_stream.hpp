@@ -51,9 +51,10 @@ class RowStream {
   // every now and then, in the caller's thread.
   void attend(int64_t ticket, const RowQueries& queries, int n_threads, const std::function<bool()>& interrupted);
 
-  // Copies the blocks of the ticket at the front, checked, to their places: `place` gives the memory of a unit.
-  void read(int64_t ticket, const std::function<char*(const RowUnit&)>& place,
-            const std::function<bool()>& interrupted);
+  // Shows the reads of the ticket at the front, checked, one after the other, in the caller's thread. The memory is
+  // void afterwards.
+  void visit(int64_t ticket, const std::function<void(const RowUnit&, const char*)>& see,
+             const std::function<bool()>& interrupted);
 
   // Forgets everything that was pushed.
   void clear();

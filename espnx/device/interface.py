@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -121,8 +121,9 @@ class Device(Protocol):
         Raises ReadError, ChecksumError, DeadlineExceededError; every ticket is void then.
         """
 
-    def read(self, ticket: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows' blocks, checked: (uint8 [blocks, block_bytes]; int64 [pieces, 5]: sequence, head, block, rows, first position)."""
+    def visit(self, ticket: int, see: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        """Reads the rows of the ticket without computing on them: calls `see` with each read's blocks, checked, as uint8 [bytes], and with
+        int64 [pieces, 5]: sequence, head, offset_bytes, rows, first position. The bytes are void when it returns. Raises as `attend`."""
 
     def forget(self) -> None:
         """Makes all tickets void."""

@@ -6,7 +6,7 @@ import contextlib
 import os
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,7 +73,6 @@ class SsdDevice:
         self._writing: deque[tuple[Segment, int]] = deque()
         self._writing_bytes = 0
         self._counts = DeviceStats()
-        self._plans: dict[int, tuple[RowLayout, torch.Tensor]] = {}
 
     def _open(self, name: str | None) -> FileHandle:
         path = os.path.join(self.directory, name or f".espnx-{uuid.uuid4().hex}")
@@ -152,9 +151,7 @@ class SsdDevice:
                 use.segment.writing.wait()
                 use.segment.writing = None
         table, sums = self._table(uses)
-        ticket = int(self._stream.push(layout.geometry(), table, sums, UNIT_BYTES))
-        self._plans[ticket] = layout, table
-        return ticket
+        return int(self._stream.push(layout.geometry(), table, sums, UNIT_BYTES))
 
     def _table(self, uses: Sequence[Use]) -> tuple[torch.Tensor, torch.Tensor]:
         """(the rows of csrc/device/row_plan.hpp's segments, the checksums that they number)."""
@@ -176,17 +173,11 @@ class SsdDevice:
 
     def attend(self, ticket: int, queries: Queries, tail: Tail | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         self._check_open()
-        self._plans.pop(ticket, None)
         return attend_rows(self._stream, ticket, queries, tail, self._threads)
 
-    def read(self, ticket: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def visit(self, ticket: int, see: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
         self._check_open()
-        layout, table = self._plans.pop(ticket)
-        pieces, total_bytes = load_native().plan_rows(layout.geometry(), table, UNIT_BYTES)
-        memory = aligned_empty(total_bytes)
-        self._stream.read(ticket, memory)
-        pieces[:, 2] //= layout.block_bytes
-        return memory.view(-1, layout.block_bytes), pieces
+        self._stream.visit(ticket, see)
 
     def front(self) -> int:
         """The ticket whose rows come next, or -1."""
@@ -194,7 +185,6 @@ class SsdDevice:
 
     def forget(self) -> None:
         self._stream.clear()
-        self._plans.clear()
 
     def flush(self) -> None:
         self._check_open()

@@ -21,8 +21,10 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, CacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface
 
 from .. import errors
-from ..kv.cache import SsdCache
+from ..kv.cache import SsdCache, Step
 from ..kv.visibility import Visibility
+from ..kv.xrows import Projection
+from .projections import Rotations, attention_modules, projection_of
 
 NAME = "espnx"
 _QUERIES_AT_ONCE = 256
@@ -58,8 +60,9 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
             what, got=f"attention {config._attn_implementation!r} after asking for {NAME!r} (it was {before!r})",
             expected="a model class that uses transformers' attention interface",
         )  # fmt: skip
-    if not getattr(model, "_espnx_hook", None):
-        model._espnx_hook = model.register_forward_pre_hook(_note_forward, with_kwargs=True)
+    if not getattr(model, "_espnx_hooks", None):
+        hooks = [module.register_forward_pre_hook(_note_input, with_kwargs=True) for module in attention_modules(model)]
+        model._espnx_hooks = [model.register_forward_pre_hook(_note_forward, with_kwargs=True), *hooks]
     return model
 
 
@@ -69,6 +72,7 @@ class KVCache(Cache):
     Args:
         config: of the model, or the model's text config.
         storage: a directory on the SSD; several: one for each SSD.
+        x_rows: of how many sequences of the batch the projections' input is kept instead of K and V.
         **options: of `espnx.kv.cache.SsdCache`: format, spill_interval, read_ahead_bytes, capacity_tokens, engine, threads, deadline_s.
 
     Attributes:
@@ -80,11 +84,20 @@ class KVCache(Cache):
             was before that forward pass, and can go on.
     """
 
-    def __init__(self, config: PreTrainedConfig, storage: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], **options: Any):
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        storage: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        *,
+        x_rows: int = 0,
+        **options: Any,
+    ):
         text = config.get_text_config(decoder=True)
         kinds, arguments = get_layer_types_and_kwargs(text)
         self.store = SsdCache(storage, len(kinds), **options)
         self.tokens: torch.Tensor | None = None
+        self.rotations = Rotations()
+        self.x_rows = self.store.x_rows = x_rows
         self._masks: tuple[torch.Tensor | None, int, Visibility] | None = None
         layers: list[Any] = []
         for number, (kind, more) in enumerate(zip(kinds, arguments, strict=True)):
@@ -119,7 +132,8 @@ class KVCache(Cache):
         held = self.get_seq_length()
         self.store.begin(held)
         for layer in self._stored:
-            layer.pending = None
+            layer.pending = layer.inputs = None
+        self.rotations.crop(held)
         if ids is None:
             self.tokens = None
         elif held == 0 or self.tokens is None:
@@ -147,6 +161,7 @@ class KVCache(Cache):
 
     def _select(self, sequences: list[int]) -> None:
         if sequences != list(range(self.store.sequences)):
+            self.rotations.select(sequences)
             self.store.select(sequences)
             if self.tokens is not None:
                 self.tokens = self.tokens[sequences]
@@ -161,6 +176,8 @@ class KVCache(Cache):
 
     def reset(self) -> None:
         self.store.clear()
+        self.store.x_rows = self.x_rows
+        self.rotations = Rotations()
         self.tokens = self._masks = None
         for layer in self._in_memory:
             layer.reset()
@@ -199,6 +216,7 @@ class StoredLayer(CacheLayerMixin):
         super().__init__()
         self._cache, self.number = weakref.ref(cache), number
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.inputs: tuple[torch.nn.Module, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None] | None = None
 
     @property
     def cache(self) -> KVCache:
@@ -232,11 +250,21 @@ class StoredLayer(CacheLayerMixin):
         positions = cache.store.length(self.number) + k.shape[2]
         try:
             visibility = cache.visibility(mask, k.shape[0], positions)
-            return cache.store.attend(self.number, query, k, v, scale, visibility)
+            step = Step(query, k, v, scale, visibility, *self._input(cache, k))
+            return cache.store.attend(self.number, step)
         except errors.EspnxError as error:
             if cache.tokens is not None:
                 error.sequences = cache.tokens  # type: ignore[attr-defined]
             raise
+
+    def _input(self, cache: KVCache, k: torch.Tensor) -> tuple[torch.Tensor | None, Projection | None]:
+        """What K and V were made of, and how, where X rows are kept."""
+        if not cache.store.x_rows or self.inputs is None:
+            return None, None
+        module, x, rotary = self.inputs
+        if rotary is not None:
+            cache.rotations.extend(*rotary, past=cache.store.length(self.number))
+        return x, projection_of(module, k.shape[1], None if rotary is None else cache.rotations)
 
     def get_seq_length(self) -> int:
         return self.cache.store.length(self.number) + (0 if self.pending is None else self.pending[0].shape[2])
@@ -252,6 +280,14 @@ def _note_forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
     cache = kwargs.get("past_key_values")
     if isinstance(cache, KVCache):
         cache.note(kwargs.get("input_ids", args[0] if args else None))
+
+
+def _note_input(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, KVCache) and cache.store.x_rows:
+        layer = cache.layers[module.layer_idx]  # type: ignore[index]
+        if isinstance(layer, StoredLayer):
+            layer.inputs = module, kwargs.get("hidden_states", args[0] if args else None), kwargs.get("position_embeddings")
 
 
 def _padding_mask(

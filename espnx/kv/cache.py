@@ -7,8 +7,7 @@ layer computes: the device never waits for the dense layers, and decoding takes 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from .chunk import chunk_attention
 from .rows import LayerRows
 from .spread import Spread
 from .visibility import Visibility
+from .xrows import Projection, Recomputer, absorb, release
 
 #: From so many new tokens on, their attention over one another is left to the framework's fused kernels.
 CHUNK_TOKENS = 17
@@ -30,28 +30,58 @@ CHUNK_TOKENS = 17
 
 @dataclass
 class _Ahead:
-    """Reads that are under way for a layer, and how many tokens they bring."""
+    """Reads that are under way, and how many tokens they bring."""
 
     tickets: list[int]
     covered: int
 
 
+@dataclass(frozen=True)
+class Step:
+    """What one layer's attention is given in a forward pass.
+
+    Attributes:
+        q: [sequences, heads, n, d], the query heads of one KV head adjacent.
+        k, v: [sequences, KV heads, n, d] and [..., dv]: the new tokens' rows, as they are to be kept (after RoPE).
+        scale: of the scores.
+        visibility: of all positions, the new ones included.
+        x: [sequences, n, hidden]: what K and V were projected from; needed where X rows are stored.
+        projection: how.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scale: float
+    visibility: Visibility
+    x: torch.Tensor | None = None
+    projection: Projection | None = None
+
+    def part(self, begin: int, end: int) -> Step:
+        """Of some of the sequences."""
+        x = None if self.x is None else self.x[begin:end]
+        q, k, v = (rows[begin:end] for rows in (self.q, self.k, self.v))
+        return Step(q, k, v, self.scale, self.visibility.part(begin, end), x, self.projection)
+
+
 class SsdCache:
-    """K and V of `n_layers` layers.
+    """K and V of `n_layers` layers; of the first `x_rows` sequences the input of both projections instead.
 
     Args:
         storage: a directory, or several (one for each SSD).
         n_layers: with rows to keep.
-        format: of stored rows: None keeps the dtype of K and V; ``int8`` is lossy.
+        format: of stored rows: None keeps the dtype of K and V; ``int8`` is lossy (X rows are kept as they are).
         spill_interval: new tokens wait in memory until there are so many; None: as many as fill whole pages.
         read_ahead_bytes: of rows read before they are asked for, on each device.
         capacity_tokens: of each sequence: space for as many is reserved when the first rows come, so that a full disk shows then.
         engine: ``auto``, ``uring``, ``posix``, or how to make an engine (tests inject faults so).
         threads: that compute on rows; None: as many as PyTorch uses.
         deadline_s: of each transfer.
+        names: of the data files, to keep them; None: their space returns when the process ends.
 
     Attributes:
-        layers: `LayerRows` by layer, made when their first rows come.
+        x_rows: how many sequences keep X; set before the first tokens come.
+        kv, x: `LayerRows` by layer, made when their first rows come.
     """
 
     def __init__(
@@ -76,133 +106,182 @@ class SsdCache:
         self._format, self._spill_interval, self._threads = format, spill_interval, threads or 0
         self._capacity_tokens = capacity_tokens
         devices: list[SsdDevice] = []
+        options: dict[str, Any] = {"read_ahead_bytes": read_ahead_bytes, "threads": threads, "deadline_s": deadline_s}
         try:
             for i, directory in enumerate(directories):
-                devices.append(
-                    SsdDevice(
-                        directory,
-                        engine=engine if isinstance(engine, str) else engine(),
-                        name=None if names is None else names[i],
-                        read_ahead_bytes=read_ahead_bytes,
-                        threads=threads,
-                        deadline_s=deadline_s,
-                    )
-                )
+                own = engine if isinstance(engine, str) else engine()
+                devices.append(SsdDevice(directory, engine=own, name=names[i] if names else None, **options))
         except BaseException:
             for device in devices:
                 device.close()
             raise
         self.spread = Spread(devices)
-        self.layers: list[LayerRows | None] = [None] * n_layers
-        self._ahead: dict[int, _Ahead] = {}
+        self.x_rows = 0
+        self.kv: list[LayerRows | None] = [None] * n_layers
+        self.x: list[LayerRows | None] = [None] * n_layers
+        self._ahead: dict[LayerRows, _Ahead] = {}
         self._begun = 0  # tokens when the forward pass under way began
 
+    @property
+    def every(self) -> list[LayerRows]:
+        """All rows there are, in the order in which a forward pass asks for them."""
+        return [rows for pair in zip(self.x, self.kv, strict=True) for rows in pair if rows is not None]
+
     def length(self, layer: int) -> int:
-        rows = self.layers[layer]
-        return 0 if rows is None else rows.count
+        """Tokens of a layer."""
+        return max((rows.count for rows in (self.x[layer], self.kv[layer]) if rows is not None), default=0)
 
     @property
     def sequences(self) -> int:
         """In the batch; 0 while nothing is cached."""
-        return next((rows.sequences for rows in self.layers if rows is not None), 0)
+        for pair in zip(self.x, self.kv, strict=True):
+            if count := sum(rows.sequences for rows in pair if rows is not None):
+                return count
+        return 0
 
     @property
     def memory_bytes(self) -> int:
         """Of rows that wait in memory, and of checksums."""
-        return sum(rows.memory_bytes for rows in self.layers if rows is not None)
+        return sum(rows.memory_bytes for rows in self.every)
 
     # --- attention ---
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, visibility: Visibility) -> torch.Tensor:
-        """Adds new tokens and attends over all of them.
-
-        Args:
-            q: [sequences, heads, n, d], the query heads of one KV head adjacent.
-            k, v: [sequences, KV heads, n, d] and [..., dv]: the new tokens' rows, as they are to be kept (after RoPE).
-            scale: of the scores.
-            visibility: of all positions, the new ones included.
-
-        Returns:
-            [sequences, heads, n, dv], in q's dtype. A query that may see nothing gets zeros.
+    def attend(self, layer: int, step: Step) -> torch.Tensor:
+        """Adds new tokens to a layer and attends over all of them: [sequences, heads, n, dv], in q's dtype. A query that may see nothing
+        gets zeros.
 
         Raises:
             DiskFullError, WriteError, ReadError, ChecksumError, DeadlineExceededError: the tokens of this forward pass are forgotten in
                 every layer then, and the cache can be used as it was before.
         """
-        with self._undone_on_error():
-            rows = self._rows(layer, k, v)
-            past, n = rows.count, k.shape[2]
-            if n >= CHUNK_TOKENS:
-                hidden = None if visibility.hidden is None else visibility.hidden[:, past : past + n].to(q.device)
-                o, lse = chunk_attention(q, k, v, scale, hidden, wants_lse=past > 0)
-                if past and lse is not None:
-                    o, _ = merge(o.float(), lse, *self._attend_stored(layer, rows, q, scale, visibility, None))
-                rows.write(k, v)
-                return o.to(q.dtype)
-            rows.append(k, v)
-            last = past + torch.arange(n)
-            o, _ = self._attend_stored(layer, rows, q, scale, visibility, last if n > 1 else None)
-            rows.spill()
-            self._look_ahead(layer, rows)
-            return o.to(q.dtype)
+        n_sequences = step.k.shape[0]
+        split = min(self.x_rows, n_sequences)
+        try:
+            parts = []
+            if split:
+                parts.append(self._attend_x(layer, step.part(0, split)))
+            if split < n_sequences:
+                parts.append(self._attend_kv(layer, step.part(split, n_sequences) if split else step))
+        except BaseException:
+            self.crop(self._begun)
+            raise
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _attend_stored(
-        self, layer: int, rows: LayerRows, q: torch.Tensor, scale: float, visibility: Visibility, last: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _attend_kv(self, layer: int, step: Step) -> torch.Tensor:
+        rows = self.kv[layer]
+        if rows is None:
+            layout = RowLayout(self._format or format_of(step.k.dtype), step.k.shape[-1], step.v.shape[-1])
+            rows = self.kv[layer] = self._new_rows(layout, step.k)
+        past, n = rows.count, step.k.shape[2]
+        if n >= CHUNK_TOKENS:
+            o, lse = self._attend_new(step, past)
+            if past and lse is not None:
+                o, _ = merge(o.float(), lse, *self._attend_stored(rows, step, None))
+            rows.write(step.k, step.v)
+            return o.to(step.q.dtype)
+        rows.append(step.k, step.v)
+        o, _ = self._attend_stored(rows, step, past + torch.arange(n) if n > 1 else None)
+        self._after_step(rows)
+        return o.to(step.q.dtype)
+
+    def _attend_x(self, layer: int, step: Step) -> torch.Tensor:
+        if step.x is None or step.projection is None:
+            raise errors.InvalidInputError("X rows of this model", got="no input of its projections", fix="x_rows=0")
+        rows = self.x[layer]
+        x = step.x.unsqueeze(1)
+        if rows is None:
+            step.projection.check(step.x[0, :8], step.k[0, :, :8], step.v[0, :, :8], 0)
+            rows = self.x[layer] = self._new_rows(RowLayout(format_of(x.dtype), x.shape[-1], x.shape[-1], is_shared=True), x)
+        past, n = rows.count, x.shape[2]
+        if n >= CHUNK_TOKENS:
+            o, lse = self._attend_new(step, past)
+            if past and lse is not None:
+                o, _ = merge(o.float(), lse, *self._recompute(rows, step, None))
+            rows.write(x, None)
+            return o.to(step.q.dtype)
+        rows.append(x, None)
+        last = past + torch.arange(n) if n > 1 else None
+        o = self._absorb(rows, step, last) if step.projection.finish is None else self._recompute(rows, step, last)[0]
+        self._after_step(rows)
+        return o.to(step.q.dtype)
+
+    def _attend_new(self, step: Step, past: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The new tokens of a chunk over one another."""
+        hidden = step.visibility.hidden
+        own = None if hidden is None else hidden[:, past : past + step.k.shape[2]].to(step.q.device)
+        return chunk_attention(step.q, step.k, step.v, step.scale, own, wants_lse=past > 0)
+
+    def _attend_stored(self, rows: LayerRows, step: Step, last: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(o float32 [sequences, heads, n, dv], lse) over what is stored and what waits in memory."""
-        n_sequences, heads, n, d = q.shape
-        groups = heads // rows.n_heads
-        grouped = q.float().mul(scale).reshape(n_sequences, rows.n_heads, groups * n, d).contiguous()
-        queries = Queries(
-            grouped,
-            rows.layout.dv,
-            None if last is None else last.repeat(groups),
-            visibility.first_visible,
-            visibility.visible,
-        )
-        ahead = self._arriving(layer, rows)
+        n_sequences, heads, n, _ = step.q.shape
+        o, lse = self._gather(rows, _queries(step, rows.n_heads, rows.layout.dv, last))
+        return o.reshape(n_sequences, heads, n, -1), lse.reshape(n_sequences, heads, n)
+
+    def _absorb(self, rows: LayerRows, step: Step, last: torch.Tensor | None) -> torch.Tensor:
+        projection, heads = step.projection, step.q.shape[1]
+        if projection is None:
+            raise errors.InvalidInputError("X rows without projections")
+        seen = step.visibility
+        every = None if last is None else last.repeat(heads)
+        queries = Queries(absorb(step.q, projection, step.scale), projection.hidden, every, seen.first_visible, seen.visible)
+        o, _ = self._gather(rows, queries)
+        return release(o, projection, heads)
+
+    def _recompute(self, rows: LayerRows, step: Step, last: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        projection = step.projection
+        if projection is None:
+            raise errors.InvalidInputError("X rows without projections")
+        n_sequences, heads, n, _ = step.q.shape
+        queries = _queries(step, projection.n_heads, step.v.shape[-1], last)
+        made = Recomputer(queries, projection, rows.layout, self._threads)
+        ahead = self._arriving(rows)
+        tail = rows.tail(0 if ahead is None else ahead.covered)
+        if ahead is not None:
+            del self._ahead[rows]
+            self.spread.visit(ahead.tickets, made.see)
+        if tail is not None:
+            for sequence in range(n_sequences):
+                made.add(sequence, tail.k[sequence, 0, tail.skip : tail.skip + tail.n_rows], tail.first_position)
+        return made.o.reshape(n_sequences, heads, n, -1), made.lse.reshape(n_sequences, heads, n)
+
+    def _gather(self, rows: LayerRows, queries: Queries) -> tuple[torch.Tensor, torch.Tensor]:
+        ahead = self._arriving(rows)
         tail = rows.tail(0 if ahead is None else ahead.covered)
         if ahead is None:
-            o, lse = attend_rows(None, -1, queries, tail, self._threads)
-        else:
-            del self._ahead[layer]
-            o, lse = self.spread.attend(ahead.tickets, queries, tail)
-        shape = (n_sequences, heads, n)
-        return o.reshape(*shape, -1), lse.reshape(shape)
+            return attend_rows(None, -1, queries, tail, self._threads)
+        del self._ahead[rows]
+        return self.spread.attend(ahead.tickets, queries, tail)
 
-    def _arriving(self, layer: int, rows: LayerRows) -> _Ahead | None:
-        """The reads of a layer's rows, at the front of every device's line; None where nothing is stored."""
+    # --- reads and writes ---
+
+    def _arriving(self, rows: LayerRows) -> _Ahead | None:
+        """The reads of some rows, at the front of every device's line; None where nothing needs to be read."""
         if not rows.runs:
             return None
-        ahead = self._ahead.get(layer)
+        ahead = self._ahead.get(rows)
         if ahead is None or not self.spread.are_next(ahead.tickets):
             self.forget_ahead()
-            for number in range(layer, len(self.layers)):
-                later = self.layers[number]
-                if later is not None:
-                    self._look_ahead(number, later)
-            ahead = self._ahead.get(layer)  # None: the first write is still under way, and all rows are in memory
+            every = self.every
+            for later in every[every.index(rows) :]:
+                self._look_ahead(later)
+            ahead = self._ahead.get(rows)  # None: the first write is still under way, and all rows are in memory
         return ahead
 
-    def _look_ahead(self, layer: int, rows: LayerRows) -> None:
+    def _look_ahead(self, rows: LayerRows) -> None:
         """Puts the reads for the next time in line."""
         covered = rows.covered()
         if covered:
-            self._ahead[layer] = _Ahead(self.spread.ahead(rows.layout, rows.uses(covered)), covered)
+            self._ahead[rows] = _Ahead(self.spread.ahead(rows.layout, rows.uses(covered)), covered)
             rows.trim(covered)
+
+    def _after_step(self, rows: LayerRows) -> None:
+        rows.spill()
+        self._look_ahead(rows)
 
     def forget_ahead(self) -> None:
         """Nothing that was read ahead is wanted any more."""
         self.spread.forget()
         self._ahead.clear()
-
-    @contextmanager
-    def _undone_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.crop(self._begun)
-            raise
 
     def begin(self, tokens: int) -> None:
         """A forward pass begins with so many tokens in the cache; where it fails, the cache returns to them."""
@@ -210,43 +289,48 @@ class SsdCache:
 
     # --- the batch ---
 
-    def _rows(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> LayerRows:
-        rows = self.layers[layer]
-        if rows is None:
-            layout = RowLayout(self._format or format_of(k.dtype), k.shape[-1], v.shape[-1])
-            rows = LayerRows(self.spread, layout, k.shape[1], k.dtype, self._spill_interval or layout.block_rows)
-            if not any(self.layers):
-                self._reserve(layout, k.shape[0] * k.shape[1] * len(self.layers))
-            self.layers[layer] = rows
-        return rows
-
-    def _reserve(self, layout: RowLayout, streams: int) -> None:
-        if self._capacity_tokens is not None:
-            total = layout.blocks(self._capacity_tokens) * layout.block_bytes * streams
+    def _new_rows(self, layout: RowLayout, like: torch.Tensor) -> LayerRows:
+        n_sequences, heads = like.shape[:2]
+        if self._capacity_tokens is not None and not any(rows for rows in self.every if rows.layout.is_shared == layout.is_shared):
+            total = layout.blocks(self._capacity_tokens) * layout.block_bytes * n_sequences * heads * len(self.kv)
             for device in self.spread.devices:
                 device.extents.reserve(total // len(self.spread.devices))
+        return LayerRows(self.spread, layout, heads, like.dtype, self._spill_interval or layout.block_rows)
 
     def crop(self, tokens: int) -> None:
         """Keeps the first `tokens` tokens of every sequence."""
         self.forget_ahead()
-        for rows in self.layers:
-            if rows is not None:
-                rows.crop(tokens)
+        for rows in self.every:
+            rows.crop(tokens)
 
     def select(self, sequences: Sequence[int]) -> None:
-        """Sequence i becomes what `sequences[i]` was (beams, repeats, a part of the batch); stored rows are shared, not copied."""
+        """Sequence i becomes what `sequences[i]` was (beams, repeats, a part of the batch); stored rows are shared, not copied.
+
+        Raises InvalidInputError where a sequence kept as X would become one kept as K and V: then use x_rows=0.
+        """
+        kept = [i for i in sequences if i < self.x_rows]
+        if list(sequences[: len(kept)]) != kept:
+            raise errors.InvalidInputError("beams that mix sequences kept as X with others", got=self.x_rows, fix="x_rows=0")
         self.forget_ahead()
-        for rows in self.layers:
-            if rows is not None:
-                rows.select(list(sequences))
+        for rows in self.every:
+            rows.select(kept if rows.layout.is_shared else [i - self.x_rows for i in sequences[len(kept) :]])
+        self.x_rows = len(kept)
 
     def clear(self) -> None:
         """Forgets all tokens; the space is used again."""
         self.forget_ahead()
-        for number, rows in enumerate(self.layers):
-            if rows is not None:
-                rows.clear()
-            self.layers[number] = None
+        for rows in self.every:
+            rows.clear()
+        self.kv, self.x = [None] * len(self.kv), [None] * len(self.x)
 
     def close(self) -> None:
         self.spread.close()
+
+
+def _queries(step: Step, n_heads: int, dv: int, last: torch.Tensor | None) -> Queries:
+    """The query heads of one KV head together."""
+    n_sequences, heads, n, d = step.q.shape
+    groups = heads // n_heads
+    q = step.q.float().mul(step.scale).reshape(n_sequences, n_heads, groups * n, d).contiguous()
+    seen = step.visibility
+    return Queries(q, dv, None if last is None else last.repeat(groups), seen.first_visible, seen.visible)

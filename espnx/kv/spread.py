@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 
@@ -78,6 +78,11 @@ class Spread:
         for other_o, other_lse in parts[1:]:
             o, lse = merge(o, lse, other_o, other_lse)
         return o, lse
+
+    def visit(self, tickets: list[int], see: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        """Shows the rows of each device, one device after the other; their reads run at the same time all the same."""
+        for device, ticket in zip(self.devices, tickets, strict=True):
+            device.visit(ticket, see)
 
     def are_next(self, tickets: list[int]) -> bool:
         return all(device.front() == ticket for device, ticket in zip(self.devices, tickets, strict=True))

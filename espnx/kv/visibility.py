@@ -23,6 +23,10 @@ class Visibility:
     visible: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
 
+    def part(self, begin: int, end: int) -> Visibility:
+        """Of some of the sequences."""
+        return Visibility(*(None if each is None else each[begin:end] for each in (self.first_visible, self.visible, self.hidden)))
+
     @classmethod
     def of(cls, mask: torch.Tensor | None, n_sequences: int, positions: int) -> Visibility:
         """`mask`: [sequences, positions], true or 1 where there is a token; None: everywhere. Raises InvalidInputError."""

@@ -1,0 +1,86 @@
+"""How the attention modules of transformers' models make K and V of their input: what X rows need."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from .. import errors
+from ..kv.xrows import Projection
+
+
+def attention_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Those that know their layer's number and whose projections of K and V can be told."""
+    return [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int) and _weights(module) is not None]
+
+
+def _weights(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None] | None:
+    """(K weight, K bias, V weight, V bias), as of linear layers."""
+    k, v, both = (getattr(module, name, None) for name in ("k_proj", "v_proj", "c_attn"))
+    if type(k) is torch.nn.Linear and type(v) is torch.nn.Linear:  # a subclass may compute something else
+        return k.weight, k.bias, v.weight, v.bias
+    if type(both) is Conv1D and both.weight.shape[1] == 3 * both.weight.shape[0]:
+        width = both.weight.shape[0]
+        weight = both.weight.t()
+        return weight[width : 2 * width], both.bias[width : 2 * width], weight[2 * width :], both.bias[2 * width :]
+    return None
+
+
+class Rotations:
+    """The cosines and sines of every token's position, as the model's first X layer was given them.
+
+    Rows [sequences or 1, n, d]; kept once for all layers, since their position embeddings are one.
+    """
+
+    def __init__(self) -> None:
+        self._cos = self._sin = torch.empty(0)
+        self.count = 0
+
+    def extend(self, cos: torch.Tensor, sin: torch.Tensor, past: int) -> None:
+        """Adds those of new tokens, after the first `past`."""
+        if past >= self.count:
+            cos, sin = cos.detach(), sin.detach()
+            if self.count:
+                cos, sin = torch.cat([self._cos, cos], dim=1), torch.cat([self._sin, sin], dim=1)
+            self._cos, self._sin, self.count = cos, sin, cos.shape[1]
+
+    def at(self, sequence: int, first: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        one = min(sequence, self._cos.shape[0] - 1)
+        return self._cos[one : one + 1, first : first + n], self._sin[one : one + 1, first : first + n]
+
+    def crop(self, count: int) -> None:
+        if count < self.count:
+            self._cos, self._sin, self.count = self._cos[:, :count], self._sin[:, :count], count
+
+    def select(self, sequences: list[int]) -> None:
+        if self.count and self._cos.shape[0] > 1:
+            self._cos, self._sin = self._cos[sequences], self._sin[sequences]
+
+
+def projection_of(module: torch.nn.Module, n_heads: int, rotations: Rotations | None) -> Projection:
+    """Of an attention module. `rotations`: where positions are rotary. Raises InvalidInputError."""
+    weights = _weights(module)
+    if weights is None:
+        raise errors.InvalidInputError(
+            f"the projections of {type(module).__name__}", expected="linear layers k_proj and v_proj, or c_attn", fix="x_rows=0"
+        )
+    k_weight, k_bias, v_weight, v_bias = (None if part is None else part.detach() for part in weights)
+    norm = getattr(module, "k_norm", None)
+    rotate: Callable[..., Any] | None = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+    if rotations is not None and rotate is None:
+        raise errors.InvalidInputError(f"the rotation of {type(module).__name__}", expected="apply_rotary_pos_emb", fix="x_rows=0")
+
+    def finish(k: torch.Tensor, sequence: int, first: int) -> torch.Tensor:
+        if norm is not None:
+            k = norm(k)
+        if rotations is not None and rotate is not None:
+            cos, sin = rotations.at(sequence, first, k.shape[2])
+            k = rotate(k, k, cos, sin)[1]
+        return k
+
+    needs_finish = norm is not None or rotations is not None
+    return Projection(k_weight, v_weight, k_bias, v_bias, n_heads, finish if needs_finish else None)  # type: ignore[arg-type]

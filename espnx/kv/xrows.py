@@ -1,0 +1,129 @@
+"""X rows: the input of the K and V projections, stored instead of both (HILOS, section 4.2: X-cache).
+
+Where positions are not rotary, the projections move to the other side of the product (absorption): softmax(q W_k x) W_v x needs q W_k once
+and W_v once, head_dim times less arithmetic than K and V of every stored token. b_k shifts all scores of a query alike and drops out of its
+softmax; b_v is added once, since weights sum to one. Otherwise K and V are computed again, k-norm and rotation included (recomputation).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from .. import errors
+from ..device.interface import Queries, Tail
+from ..device.layout import RowLayout
+from ..device.ssd import attend_rows
+from ..ops.attention import merge
+
+#: k [1, KV heads, n, d] of tokens `first` to `first + n` of a sequence, as projected -> as the cache keeps it. (k, sequence, first)
+Finish = Callable[[torch.Tensor, int, int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """How a layer makes K and V of its input.
+
+    Attributes:
+        k_weight, v_weight: [KV heads * d, hidden] and [KV heads * dv, hidden], as of a linear layer.
+        k_bias, v_bias: [KV heads * d] or None.
+        n_heads: KV heads.
+        finish: k-norm and rotation, or None where there is neither: then projections can be absorbed.
+    """
+
+    k_weight: torch.Tensor
+    v_weight: torch.Tensor
+    k_bias: torch.Tensor | None
+    v_bias: torch.Tensor | None
+    n_heads: int
+    finish: Finish | None
+
+    @property
+    def hidden(self) -> int:
+        return self.k_weight.shape[1]
+
+    def rows(self, x: torch.Tensor, sequence: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K [1, KV heads, n, d] and V [1, KV heads, n, dv] of x [n, hidden], tokens of one sequence from position `first` on."""
+        x = x.to(self.k_weight.dtype)
+        k, v = (
+            F.linear(x, weight, bias).view(1, len(x), self.n_heads, -1).transpose(1, 2)
+            for weight, bias in ((self.k_weight, self.k_bias), (self.v_weight, self.v_bias))
+        )
+        if self.finish is not None:
+            k = self.finish(k, sequence, first)
+        return k.contiguous(), v.contiguous()
+
+    def check(self, x: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int) -> None:
+        """Compares K and V made here with those that the model made, k [KV heads, n, d]: a model may do more to them than is known here.
+
+        Raises InvalidInputError.
+        """
+        for name, ours, theirs in zip("KV", self.rows(x, 0, first), (k, v), strict=True):
+            apart, size = (ours[0].float() - theirs.float()).abs().max(), theirs.float().abs().max()
+            # Sums of `hidden` products, rounded once more: an error beyond that is another formula.
+            if not bool(apart <= 8 * torch.finfo(k.dtype).eps * self.hidden**0.5 * size.clamp_min(1e-3)):
+                raise errors.InvalidInputError(
+                    f"this model's {name} is not what its projections make of their input", got=f"{float(apart):.3g} apart",
+                    expected="the same", fix="x_rows=0",
+                )  # fmt: skip
+
+
+def absorb(q: torch.Tensor, projection: Projection, scale: float) -> torch.Tensor:
+    """Queries that look at X rows: float32 [sequences, 1, heads * n, hidden] from q [sequences, heads, n, d]."""
+    n_sequences, heads, n, d = q.shape
+    weight = projection.k_weight.view(projection.n_heads, d, projection.hidden)
+    grouped = q.reshape(n_sequences, projection.n_heads, heads // projection.n_heads * n, d)
+    moved = torch.matmul(grouped.to(weight.dtype), weight)
+    return moved.float().mul(scale).reshape(n_sequences, 1, heads * n, projection.hidden).contiguous()
+
+
+def release(o: torch.Tensor, projection: Projection, heads: int) -> torch.Tensor:
+    """Weighted sums of X rows, [sequences, 1, heads * n, hidden], as weighted sums of V: float32 [sequences, heads, n, dv]."""
+    n_sequences, _, flat, hidden = o.shape
+    grouped = o.reshape(n_sequences, projection.n_heads, flat // projection.n_heads, hidden)
+    weight = projection.v_weight.view(projection.n_heads, -1, hidden)
+    moved = torch.matmul(grouped.to(weight.dtype), weight.transpose(-1, -2)).float()
+    if projection.v_bias is not None:
+        moved = moved + projection.v_bias.float().view(projection.n_heads, 1, -1)
+    return moved.reshape(n_sequences, heads, flat // heads, -1)
+
+
+class Recomputer:
+    """Attention over X rows as they arrive, K and V made again.
+
+    Args:
+        queries: of K rows: q [sequences, KV heads, group * n, d].
+        projection: of the layer.
+        layout: of the X rows.
+    """
+
+    def __init__(self, queries: Queries, projection: Projection, layout: RowLayout, threads: int):
+        self._queries, self._projection, self._layout, self._threads = queries, projection, layout, threads
+        n_sequences, heads, n, _ = queries.q.shape
+        self.o = torch.zeros(n_sequences, heads, n, queries.dv)
+        self.lse = torch.full((n_sequences, heads, n), float("-inf"))
+
+    def see(self, memory: torch.Tensor, pieces: torch.Tensor) -> None:
+        """Rows as a device visits them."""
+        layout = self._layout
+        for sequence, _, offset, n_rows, first in pieces.tolist():
+            size = layout.blocks(n_rows) * layout.block_bytes
+            x, _ = layout.unpack(memory[offset : offset + size].view(-1, layout.block_bytes), n_rows)
+            self.add(sequence, x, first)
+
+    def add(self, sequence: int, x: torch.Tensor, first: int) -> None:
+        """x [n, hidden]: tokens of a sequence from position `first` on."""
+        k, v = self._projection.rows(x, sequence, first)
+        one, all_ = slice(sequence, sequence + 1), self._queries
+        queries = Queries(
+            all_.q[one],
+            all_.dv,
+            all_.last_position,
+            None if all_.first_visible is None else all_.first_visible[one],
+            None if all_.visible is None else all_.visible[one],
+        )
+        o, lse = attend_rows(None, -1, queries, Tail(k, v, 0, len(x), first), self._threads)
+        self.o[one], self.lse[one] = merge(self.o[one], self.lse[one], o, lse)
