@@ -155,6 +155,7 @@ def test_a_batch_depends_on_seed_and_step_alone(data: Any) -> None:
     assert first[0].shape == first[1].shape == (16, 33)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not torch.equal(first[0], later[0])
+    assert not torch.equal(first[0], script.batch(data, dataclasses.replace(TINY, seed=1), 5, 32)[0])
     assert first[2].any()
 
 
@@ -162,6 +163,7 @@ def test_copies_are_judged_from_the_second_time_on() -> None:
     for seed, length in itertools.product(range(10), (16, 17, 65)):
         ids, marks = script.copy_sequence(np.random.default_rng(seed), length, 50)
         period = marks.index(1.0) if 1.0 in marks else length
+        assert period >= 8
         assert len(ids) == len(marks) == length
         assert ids[period:] == ids[: length - period]
         assert 0 not in ids

@@ -62,6 +62,10 @@ class Victim:
     def file(self) -> Path:
         return self.path / "gen-000001" / FILES[self.tier_name]
 
+    @property
+    def meta(self) -> Path:
+        return self.path / "gen-000001/meta.safetensors"
+
     def search(self, **options: Any) -> list[Hit]:
         """Reads every record of the tier, unless told otherwise."""
         return search(self.index, self.tier_name, **options)
@@ -104,6 +108,7 @@ class Victim:
             assert type(error) is kind, error
             assert (error.path, error.offset_bytes, error.size_bytes) == (str(self.file), *self.place(number))
             assert f"record {number} is not what was written" in str(error)
+            assert error.got != error.expected
             assert str(self.file) in str(error)
 
 
@@ -310,6 +315,11 @@ def unknown_centroid(victim: Victim, number: int, value: int) -> Callable[[bytea
     return change
 
 
+def search_from_ram(victim: Victim) -> list[Hit]:
+    with espnx.open(victim.path, compact="ram") as index:
+        return search(index, victim.tier_name)
+
+
 @pytest.mark.parametrize("value", ["first unknown", 2**31 - 1, -1, -(2**31)])
 def test_a_row_that_names_an_unknown_centroid(residual: Victim, value: int | str) -> None:
     book = residual.tier.codebook
@@ -317,11 +327,14 @@ def test_a_row_that_names_an_unknown_centroid(residual: Victim, value: int | str
     number = residual.right[7].number
     without = residual.search(exclude=[residual.right[7].id])
     with residual.bent(unknown_centroid(residual, number, book.n_centroids if isinstance(value, str) else value)):
-        with pytest.raises(errors.FormatError, match=f"record {number} names a centroid"):
-            residual.search()
+        loaded = lambda: search_from_ram(residual)  # noqa: E731
+        matched = lambda: search(residual.index, "full", rerank=0, explain=True)  # noqa: E731
+        for attempt in (residual.search, residual.verify, loaded, *([matched] if residual.tier_name == "full" else [])):
+            with pytest.raises(errors.FormatError, match=f"record {number} names a centroid") as caught:
+                attempt()
+            error = caught.value
+            assert (error.path, error.offset_bytes, error.size_bytes) == (str(residual.file), *residual.place(number))
         assert residual.search(exclude=[residual.right[7].id]) == without
-        with pytest.raises(errors.EspnxError, match="centroid"), espnx.open(residual.path, compact="ram") as index:
-            search(index, residual.tier_name)
     with residual.bent(unknown_centroid(residual, number, book.n_centroids - 1)):  # the last one there is
         assert residual.verify() == COUNT
         assert len(residual.search()) == COUNT
@@ -350,13 +363,21 @@ def rewritten(store: Path, change: Callable[[Tensors], None]) -> Iterator[None]:
         overwrite(top, before[1])
 
 
-def assert_not_used(victim: Victim, engine: NativeEngine, kind: type[errors.EspnxError], match: str) -> None:
-    """Neither search nor verify of the store, opened anew, does anything but raise."""
-    for where in ("ssd", "ram"):
-        with pytest.raises(kind, match=match), espnx.open(victim.path, engine=engine, compact=where) as index:
+def assert_not_used(victim: Victim, engine: NativeEngine, match: str, file: Path) -> None:
+    """Neither search nor verify of the store, opened anew, does anything but raise, and name the file."""
+
+    def searched(where: str) -> None:
+        with espnx.open(victim.path, engine=engine, compact=where) as index:
             search(index, victim.tier_name)
-    with pytest.raises(kind, match=match), EmbeddingStore(victim.path, engine) as store:
-        store.verify()
+
+    def verified() -> None:
+        with EmbeddingStore(victim.path, engine) as store:
+            store.verify()
+
+    for attempt in (lambda: searched("ssd"), lambda: searched("ram"), verified):
+        with pytest.raises(errors.FormatError, match=match) as caught:
+            attempt()
+        assert caught.value.path == str(file)
 
 
 @pytest.mark.parametrize("name", ["centroids", "bucket_cutoffs", "bucket_weights"])
@@ -365,7 +386,7 @@ def test_a_codebook_tensor_missing(residual: Victim, engine: NativeEngine, name:
         del tensors[f"{residual.tier_name}.{name}"]
 
     with rewritten(residual.path, change):
-        assert_not_used(residual, engine, errors.FormatError, f"codebook of the {residual.tier_name}")
+        assert_not_used(residual, engine, f"codebook of the {residual.tier_name} records missing", residual.meta)
 
 
 MALFORMED: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
@@ -390,7 +411,7 @@ def test_a_codebook_tensor_of_another_shape(residual: Victim, engine: NativeEngi
         tensors[f"{residual.tier_name}.{name}"] = bend(tensors[f"{residual.tier_name}.{name}"])
 
     with rewritten(residual.path, change):
-        assert_not_used(residual, engine, errors.EspnxError, r"codebook|token dimension")
+        assert_not_used(residual, engine, f"codebook of the {residual.tier_name}", residual.meta)
 
 
 def other_buckets(tensors: Tensors, tier: str) -> None:
@@ -416,19 +437,17 @@ MISFITS: dict[str, Callable[[Tensors, str], None]] = {
 def test_a_codebook_of_other_records(residual: Victim, engine: NativeEngine, what: str) -> None:
     """Right in itself, and not what these records were coded with: nothing is scored by it."""
     with rewritten(residual.path, lambda tensors: MISFITS[what](tensors, residual.tier_name)):
-        for where in ("ssd", "ram"):
-            with (
-                pytest.raises(errors.EspnxError, match=r"codebook|centroid"),
-                espnx.open(residual.path, engine=engine, compact=where) as index,
-            ):
-                search(index, residual.tier_name)
+        if what == "a single centroid":  # whole, and of the right shape: the records tell
+            assert_not_used(residual, engine, "names a centroid that is not in the codebook", residual.file)
+        else:
+            assert_not_used(residual, engine, f"codebook of the {residual.tier_name}.*rows of another codebook", residual.meta)
     with espnx.open(residual.path, engine=engine) as index:
         assert search(index, residual.tier_name) == residual.right
 
 
 def test_a_bit_of_a_codebook(residual: Victim, engine: NativeEngine) -> None:
     """Anywhere in the three tensors, and in what names them."""
-    meta = residual.path / "gen-000001/meta.safetensors"
+    meta = residual.meta
     original = meta.read_bytes()
     header_end = 8 + int.from_bytes(original[:8], "little")
     header = json.loads(original[8:header_end])
