@@ -66,6 +66,13 @@ class Extents:
         self._free[at : at + 1] = [part for part in parts if part[1]]
         self.used_bytes += size_bytes
 
+    def shrink(self) -> None:
+        """Cuts off what nobody has taken at the end of the file, unless it was reserved."""
+        if self._free and sum(self._free[-1]) == self.size_bytes and not self._promised_bytes:
+            offset, _ = self._free.pop()
+            self._engine.truncate(self._file, offset)
+            self.size_bytes = offset
+
     def reserve(self, size_bytes: int) -> None:
         """Makes sure that `size_bytes` more can be taken. Raises DiskFullError with bytes needed and free."""
         self._promised_bytes += size_bytes

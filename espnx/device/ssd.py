@@ -73,6 +73,7 @@ class SsdDevice:
         self._writing: deque[tuple[Segment, int]] = deque()
         self._writing_bytes = 0
         self._counts = DeviceStats()
+        self._pinned: dict[int, int] = {}
 
     def _open(self, name: str | None) -> FileHandle:
         path = os.path.join(self.directory, name or f".espnx-{uuid.uuid4().hex}")
@@ -142,7 +143,16 @@ class SsdDevice:
                 with contextlib.suppress(errors.EspnxError):
                     segment.writing.wait()
                 segment.writing = None
-            self.extents.give_back(segment.place, segment.size_bytes)
+            if segment.place not in self._pinned:
+                self.extents.give_back(segment.place, segment.size_bytes)
+
+    def pin(self, places: dict[int, int]) -> None:
+        """From now on these places (with their sizes), which segments hold, are not used again when the segments go; those pinned before
+        are, unless they are among them."""
+        for place, size_bytes in self._pinned.items():
+            if place not in places:
+                self.extents.give_back(place, size_bytes)
+        self._pinned = dict(places)
 
     def ahead(self, layout: RowLayout, uses: Sequence[Use]) -> int:
         self._check_open()
@@ -193,6 +203,7 @@ class SsdDevice:
     def sync(self) -> None:
         """What was put survives a power cut from here on."""
         self.flush()
+        self.extents.shrink()
         self.engine.sync(self._file)
 
     def stats(self) -> DeviceStats:

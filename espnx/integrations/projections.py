@@ -21,9 +21,9 @@ def attention_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 def _weights(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None] | None:
     """(K weight, K bias, V weight, V bias), as of linear layers."""
     k, v, both = (getattr(module, name, None) for name in ("k_proj", "v_proj", "c_attn"))
-    if type(k) is torch.nn.Linear and type(v) is torch.nn.Linear:  # a subclass may compute something else
+    if k is not None and v is not None and type(k) is type(v) is torch.nn.Linear:  # a subclass may compute something else
         return k.weight, k.bias, v.weight, v.bias
-    if type(both) is Conv1D and both.weight.shape[1] == 3 * both.weight.shape[0]:
+    if isinstance(both, Conv1D) and both.weight.shape[1] == 3 * both.weight.shape[0]:
         width = both.weight.shape[0]
         weight = both.weight.t()
         return weight[width : 2 * width], both.bias[width : 2 * width], weight[2 * width :], both.bias[2 * width :]
@@ -51,6 +51,16 @@ class Rotations:
     def at(self, sequence: int, first: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
         one = min(sequence, self._cos.shape[0] - 1)
         return self._cos[one : one + 1, first : first + n], self._sin[one : one + 1, first : first + n]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """To be kept."""
+        return {"rotations.cos": self._cos, "rotations.sin": self._sin} if self.count else {}
+
+    def restore(self, tensors: dict[str, torch.Tensor]) -> None:
+        """What was kept."""
+        if "rotations.cos" in tensors:
+            self._cos, self._sin = tensors["rotations.cos"], tensors["rotations.sin"]
+            self.count = self._cos.shape[1]
 
     def crop(self, count: int) -> None:
         if count < self.count:
@@ -83,4 +93,4 @@ def projection_of(module: torch.nn.Module, n_heads: int, rotations: Rotations | 
         return k
 
     needs_finish = norm is not None or rotations is not None
-    return Projection(k_weight, v_weight, k_bias, v_bias, n_heads, finish if needs_finish else None)  # type: ignore[arg-type]
+    return Projection(k_weight, v_weight, k_bias, v_bias, n_heads, finish if needs_finish else None)

@@ -8,28 +8,32 @@ Sliding-window, linear and other layers that hold little stay the framework's ow
 from __future__ import annotations
 
 import os
+import statistics
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from transformers import AttentionInterface, Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, CacheLayerMixin, get_layer_types_and_kwargs
 from transformers.masking_utils import AttentionMaskInterface
 
 from .. import errors
 from ..kv.cache import SsdCache, Step
+from ..kv.kept import ROWS_NAME, load, save
+from ..kv.library import KeptName
+from ..kv.schedule import Decision, Shape, decide
 from ..kv.visibility import Visibility
 from ..kv.xrows import Projection
+from .fingerprints import compare, fingerprint
+from .hf_attention import espnx_attention, padding_mask
 from .projections import Rotations, attention_modules, projection_of
 
 NAME = "espnx"
-_QUERIES_AT_ONCE = 256
-#: Arguments that change what attention computes; a model that passes one of them needs code of its own here.
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k")
 
 
 def enable(model: PreTrainedModel) -> PreTrainedModel:
@@ -52,7 +56,7 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
         if getattr(config, name, None):
             raise errors.InvalidInputError(what, got=f"{name} in its config", expected="plain scaled dot products")
     AttentionInterface.register(NAME, espnx_attention)
-    AttentionMaskInterface.register(NAME, _padding_mask)
+    AttentionMaskInterface.register(NAME, padding_mask)
     before = config._attn_implementation
     model.set_attn_implementation(NAME)
     if config._attn_implementation != NAME:
@@ -72,7 +76,10 @@ class KVCache(Cache):
     Args:
         config: of the model, or the model's text config.
         storage: a directory on the SSD; several: one for each SSD.
-        x_rows: of how many sequences of the batch the projections' input is kept instead of K and V.
+        x_rows: of how many sequences of the batch the projections' input is kept instead of K and V; None: as many as a short measurement
+            says is fastest (see `decision`).
+        name: keeps the cache in `storage` under this name: it is saved when it is closed, and continued when it is opened again, by this
+            process or another. None: nothing of it outlives the process.
         **options: of `espnx.kv.cache.SsdCache`: format, spill_interval, read_ahead_bytes, capacity_tokens, engine, threads, deadline_s.
 
     Attributes:
@@ -89,16 +96,27 @@ class KVCache(Cache):
         config: PreTrainedConfig,
         storage: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
-        x_rows: int = 0,
+        x_rows: int | None = None,
+        name: str | None = None,
         **options: Any,
     ):
         text = config.get_text_config(decoder=True)
         kinds, arguments = get_layer_types_and_kwargs(text)
-        self.store = SsdCache(storage, len(kinds), **options)
+        self._kept = None if name is None else KeptName(storage, name)
+        try:
+            self.store = SsdCache(storage if self._kept is None else self._kept.directories, len(kinds), **self._names(), **options)
+        except BaseException:
+            self._unlock()
+            raise
         self.tokens: torch.Tensor | None = None
         self.rotations = Rotations()
-        self.x_rows = self.store.x_rows = x_rows
+        self.decision: Decision | None = None
+        self._x_rows, self._threads = x_rows, int(options.get("threads") or 0)
+        self._forwards: list[tuple[int, float]] = []  # of the last passes: new tokens, and when
         self._masks: tuple[torch.Tensor | None, int, Visibility] | None = None
+        self._hidden: torch.Tensor | None = None
+        self._fingerprint: dict[str, Any] | None = None
+        self._closed = False
         layers: list[Any] = []
         for number, (kind, more) in enumerate(zip(kinds, arguments, strict=True)):
             if kind == "full_attention":
@@ -106,11 +124,48 @@ class KVCache(Cache):
             elif kind in DYNAMIC_LAYER_TYPE_MAPPING:
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**more))
             else:
-                self.store.close()
+                self._abandon()
                 raise errors.InvalidInputError(
                     f"layer {number} of this model", got=repr(kind), expected=", ".join(DYNAMIC_LAYER_TYPE_MAPPING)
                 )
         super().__init__(layers=layers)
+        if self._kept is not None:
+            self._open_kept()
+
+    def _names(self) -> dict[str, Any]:
+        return {} if self._kept is None else {"names": [ROWS_NAME] * len(self._kept.directories)}
+
+    def _open_kept(self) -> None:
+        """Continues what was saved under the name, if anything was."""
+        kept = self._kept
+        if kept is None:
+            return
+        if self._in_memory:
+            self._abandon()
+            raise errors.InvalidInputError(
+                "a kept cache", got="layers that are not full attention", expected="full attention in every layer", fix="name=None"
+            )
+        try:
+            found = load(self.store, kept.directories[0]) if kept.exists else None
+        except BaseException:
+            self._abandon()
+            raise
+        if found is not None:
+            self._fingerprint, tensors = found
+            self.tokens = tensors.get("tokens")
+            self._hidden = tensors["hidden"].bool() if "hidden" in tensors else None
+            self.rotations.restore(tensors)
+            self._x_rows = self.store.x_rows
+            for layer in self._stored:
+                layer.is_initialized = True
+
+    def _abandon(self) -> None:
+        self.store.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._kept is not None:
+            self._kept.unlock()
 
     @property
     def _stored(self) -> list[StoredLayer]:
@@ -125,11 +180,20 @@ class KVCache(Cache):
         known = self._masks
         if known is None or known[0] is not mask or known[1] != positions:
             known = self._masks = (mask, positions, Visibility.of(mask, n_sequences, positions))
+            self._hidden = known[2].hidden
         return known[2]
 
-    def note(self, ids: torch.Tensor | None) -> None:
-        """A forward pass with these new tokens begins."""
+    def note(self, model: torch.nn.Module, ids: torch.Tensor | None) -> None:
+        """A forward pass of a model with these new tokens begins."""
         held = self.get_seq_length()
+        if self._kept is not None and not self._forwards:
+            now = fingerprint(model)
+            if self._fingerprint is not None and held:
+                compare(self._fingerprint, now, self._kept.directories[0])
+            self._fingerprint = now
+        if held == 0:
+            self.store.x_rows = self._schedule(model, ids)
+        self._forwards = [*self._forwards[-255:], (0 if ids is None else ids.shape[1], time.perf_counter())]
         self.store.begin(held)
         for layer in self._stored:
             layer.pending = layer.inputs = None
@@ -140,6 +204,28 @@ class KVCache(Cache):
             self.tokens = ids.detach().cpu().clone() if held == 0 else None
         else:
             self.tokens = torch.cat([self.tokens[:, :held], ids.detach().cpu()], dim=1)
+
+    def _schedule(self, model: torch.nn.Module, ids: torch.Tensor | None) -> int:
+        """How many sequences keep X: as asked, or decided now that the batch is known."""
+        if self._x_rows is not None:
+            return self._x_rows
+        config = model.config.get_text_config(decoder=True)
+        modules = {module.layer_idx for module in attention_modules(model)}
+        if ids is None or any(layer.number not in modules for layer in self._stored):
+            return 0
+        heads, hidden = config.num_attention_heads, config.hidden_size
+        weight = next(model.parameters())
+        shape = Shape(
+            layers=len(self._stored), sequences=ids.shape[0], tokens=ids.shape[1], hidden=hidden, heads=heads,
+            n_kv=getattr(config, "num_key_value_heads", None) or heads, d=getattr(config, "head_dim", None) or hidden // heads,
+            dtype=weight.dtype, is_rotary=getattr(config, "rope_parameters", None) is not None,
+            weight_bytes=sum(part.numel() * part.element_size() for part in model.parameters()),
+        )  # fmt: skip
+        # Beams and samples of one prompt stand together and are exchanged among themselves: all of them keep X, or none.
+        same = (ids[1:] == ids[:-1]).all(dim=1).tolist()
+        group = same.index(False) + 1 if False in same else ids.shape[0]
+        self.decision = decide(shape, self.store.spread.devices, group if ids.shape[0] % group == 0 else ids.shape[0], self._threads)
+        return self.decision.x_rows
 
     # --- what generate does to a batch; the framework would do it layer by layer ---
 
@@ -176,14 +262,14 @@ class KVCache(Cache):
 
     def reset(self) -> None:
         self.store.clear()
-        self.store.x_rows = self.x_rows
         self.rotations = Rotations()
         self.tokens = self._masks = None
         for layer in self._in_memory:
             layer.reset()
 
     def stats(self) -> dict[str, Any]:
-        """Counters: tokens, bytes written and read, seconds of waiting and computing, the path that the bytes took."""
+        """Counters: tokens, bytes written and read, seconds of waiting and computing, the path that the bytes took; how many sequences keep
+        X, what was predicted when that was decided, and the measured time of a decoding step."""
         devices = [device.stats() for device in self.store.spread.devices]
         totals = {
             name: sum(getattr(device, name) for device in devices)
@@ -192,11 +278,56 @@ class KVCache(Cache):
         }
         return {
             "tokens": self.get_seq_length(), "sequences": self.store.sequences, **totals, "memory_bytes": self.store.memory_bytes,
-            "effective_path": self.store.spread.devices[0].effective_path,
+            "effective_path": self.store.spread.devices[0].effective_path, "x_rows": self.store.x_rows,
+            "decision": None if self.decision is None else self.decision.as_dict(), "step_s": self._step_seconds(),
         }  # fmt: skip
 
+    def _step_seconds(self) -> float | None:
+        """Median time from one decoding pass to the next, of the last ones."""
+        steps = [later - at for (n, at), (_, later) in pairwise(self._forwards) if n == 1]
+        return statistics.median(steps) if steps else None
+
+    def match(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
+        """Keeps as much of the cache as a new prompt begins with, forgets the rest, and returns the number of tokens kept: call it before
+        `generate`, which then reads only what is new. At least the prompt's last token is left to be read.
+
+        Args:
+            input_ids: int64 [sequences, n].
+            attention_mask: [sequences, n], or None.
+        """
+        held = self.get_seq_length()
+        keep = 0
+        if held and self.tokens is not None and len(input_ids) == self.store.sequences:
+            n = min(held, input_ids.shape[1] - 1)
+            same = (self.tokens[:, :n] == input_ids[:, :n].cpu()).all(dim=0)
+            hidden = torch.zeros_like(input_ids, dtype=torch.bool) if attention_mask is None else ~attention_mask.bool().cpu()
+            before = torch.zeros_like(hidden[:, :n]) if self._hidden is None else self._hidden[:, :n]
+            same &= (hidden[:, :n] == before).all(dim=0)
+            keep = int(same.to(torch.int64).cumprod(0).sum())
+        if keep < held:
+            self.crop(keep - held)
+        return keep
+
+    def save(self) -> None:
+        """Publishes the state of a kept cache: from here on another process can continue it. Raises WriteError, DiskFullError."""
+        if self._kept is None:
+            raise errors.InvalidInputError("save of a cache without a name", fix="KVCache(..., name=...)")
+        held = self.get_seq_length()
+        if self._fingerprint is not None:
+            tensors = {} if self.tokens is None else {"tokens": self.tokens[:, :held]}
+            if self._hidden is not None:
+                tensors["hidden"] = self._hidden[:, :held].to(torch.uint8)
+            save(self.store, self._kept.directories[0], self._fingerprint, tensors | self.rotations.tensors())
+            self._kept.touch()
+
     def close(self) -> None:
-        """Ends all I/O and returns the space. Whatever was cached is gone."""
+        """Ends all I/O. A kept cache is saved first; of any other the space returns and nothing is left."""
+        if self._kept is not None and not self._closed:
+            self._closed = True
+            try:
+                self.save()
+            finally:
+                self._abandon()
         self.store.close()
 
     def __enter__(self) -> Self:
@@ -279,96 +410,12 @@ class StoredLayer(CacheLayerMixin):
 def _note_forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     cache = kwargs.get("past_key_values")
     if isinstance(cache, KVCache):
-        cache.note(kwargs.get("input_ids", args[0] if args else None))
+        cache.note(model, kwargs.get("input_ids", args[0] if args else None))
 
 
 def _note_input(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     cache = kwargs.get("past_key_values")
     if isinstance(cache, KVCache) and cache.store.x_rows:
-        layer = cache.layers[module.layer_idx]  # type: ignore[index]
+        layer = cache.layers[module.layer_idx]
         if isinstance(layer, StoredLayer):
             layer.inputs = module, kwargs.get("hidden_states", args[0] if args else None), kwargs.get("position_embeddings")
-
-
-def _padding_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    *args: Any,
-    attention_mask: torch.Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    **kwargs: Any,
-) -> torch.Tensor | None:
-    """The two-dimensional mask as it is: causality and windows are the attention function's own affair. A matrix of queries x keys would
-    take 16 GiB for a padded prompt of 128K tokens."""
-    if not allow_is_causal_skip:
-        raise errors.InvalidInputError(
-            "this model's attention mask", got="more than causal, window and padding", expected="these alone",
-            fix="do not pass packed sequences or custom masks",
-        )  # fmt: skip
-    if attention_mask is not None:
-        attention_mask = attention_mask[:, -kv_length:]
-        if bool(attention_mask.all()):
-            return None
-    return attention_mask
-
-
-def espnx_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention function: query [b, heads, n, d], key and value as the cache returned them. Returns [b, n, heads, dv].
-
-    Raises InvalidInputError for what espnx does not compute: dropout, soft caps, sinks, position biases.
-    """
-    for name in _UNSUPPORTED:
-        if kwargs.get(name) is not None:
-            raise errors.InvalidInputError(f"attention of {type(module).__name__}", got=name, expected="plain scaled dot products")
-    if dropout:
-        raise errors.InvalidInputError("attention dropout", got=dropout, expected=0.0, fix="model.eval()")
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    layer: StoredLayer | None = getattr(key, "_espnx", None)
-    window = kwargs.get("sliding_window")
-    if layer is not None:
-        if window is not None:
-            raise errors.InvalidInputError(f"layer {layer.number}", got=f"a sliding window of {window}", expected="full attention")
-        o = layer.attend(query, attention_mask, scale)
-    else:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        o = _attend_in_memory(query, key, value, attention_mask, scale, window, causal)
-    return o.transpose(1, 2).contiguous(), None
-
-
-def _attend_in_memory(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, window: int | None, causal: bool
-) -> torch.Tensor:
-    """Layers that keep little, and models without a `KVCache`: the framework's own attention, some hundred queries at a time."""
-    n, length = q.shape[2], k.shape[2]
-    run: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
-    shared = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    narrow = window is not None and length > window
-    if mask is None and not narrow and (not causal or n == length or n == 1):
-        return run(q, k, v, is_causal=causal and n > 1, **shared)
-    parts = []
-    for begin in range(0, n, _QUERIES_AT_ONCE):
-        end = min(begin + _QUERIES_AT_ONCE, n)
-        at = torch.arange(length - n + begin, length - n + end, device=q.device)[:, None]
-        last = length - n + end if causal else length
-        first = max(0, length - n + begin - window + 1) if window is not None else 0
-        keys = torch.arange(first, last, device=q.device)
-        seen = keys <= at if causal else torch.ones_like(keys <= at)
-        if window is not None:
-            seen = seen & (keys > at - window)
-        if mask is not None:
-            seen = seen & mask[:, None, None, first:last].bool()
-        # A row that sees nothing is padding: it may see itself, so that no NaN arises, and nobody looks at it.
-        seen = seen | ((keys == at) & ~seen.any(dim=-1, keepdim=True))
-        parts.append(run(q[:, :, begin:end], k[:, :, first:last], v[:, :, first:last], attn_mask=seen, **shared))
-    return torch.cat(parts, dim=2)

@@ -295,7 +295,11 @@ class SsdCache:
             total = layout.blocks(self._capacity_tokens) * layout.block_bytes * n_sequences * heads * len(self.kv)
             for device in self.spread.devices:
                 device.extents.reserve(total // len(self.spread.devices))
-        return LayerRows(self.spread, layout, heads, like.dtype, self._spill_interval or layout.block_rows)
+        return self.make_rows(layout, heads, like.dtype)
+
+    def make_rows(self, layout: RowLayout, n_heads: int, dtype: torch.dtype) -> LayerRows:
+        """Empty rows with this cache's options."""
+        return LayerRows(self.spread, layout, n_heads, dtype, self._spill_interval or layout.block_rows)
 
     def crop(self, tokens: int) -> None:
         """Keeps the first `tokens` tokens of every sequence."""

@@ -153,6 +153,21 @@ class LayerRows:
         """Lets go of rows in memory before position `begin`, which must be stored."""
         self._keep_from(min(begin, self.stored))
 
+    # --- rows are kept (see kept.py) ---
+
+    def in_memory(self) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """(k [sequences, heads, n, d], v, position of the first): copies of the rows in memory; v is k for X."""
+        held = self.count - self._first
+        if not self._k.numel():
+            empty = torch.empty(self.sequences, self.n_heads, 0, self.layout.d, dtype=self._dtype)
+            return empty, empty if self.layout.is_shared else empty.new_empty(*empty.shape[:3], self.layout.dv), self._first
+        k = self._k[:, :, :held].clone()
+        return k, k if self._v is self._k else self._v[:, :, :held].clone(), self._first
+
+    def restore(self, runs: list[Run], count: int, stored: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Becomes what was kept."""
+        self.runs, self.count, self.stored, self._first, self._k, self._v = runs, count, stored, first, k, v
+
     # --- rows go ---
 
     def select(self, sequences: list[int]) -> None:

@@ -1,0 +1,169 @@
+"""Kept caches: an `SsdCache` that another process opens again and continues exactly (the written specification is docs/kv-format.md).
+
+Stored rows are immutable, and space that a published state names is not used again before the next state is published. So saving means
+writing what is not rows (tables, checksums, rows in memory, token ids) into a new file and renaming a manifest: whoever opens the cache
+after a crash finds the last state that was saved, whole.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import safetensors
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from .. import errors
+from ..device.interface import Segment
+from ..device.layout import DTYPES, RowLayout, format_of
+from ..ops.crc32c import crc32c
+from ..storage.manifest import read_manifest, write_manifest
+from ..storage.stream import read_file, replace_file
+from .cache import SsdCache
+from .rows import LayerRows, Run
+
+MAGIC, VERSION = "espnx-kv", 1
+ROWS_NAME = "rows.bin"
+_FIELDS = 8  # of a segment: run, sequence, device, place, first head, head step, heads, rows
+
+
+def save(cache: SsdCache, directory: str, fingerprint: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Publishes the state of a cache whose data files have names.
+
+    Args:
+        directory: of the manifest: the first of the cache's directories.
+        fingerprint: of the model; who opens the cache must have the same.
+        tensors: more to keep (token ids).
+
+    Raises:
+        WriteError, DiskFullError: the state before stays the published one.
+    """
+    cache.forget_ahead()
+    for device in cache.spread.devices:
+        device.sync()
+    kept, layers = dict(tensors), list[dict[str, Any]]()
+    for kind, every in (("x", cache.x), ("kv", cache.kv)):
+        for number, rows in enumerate(every):
+            if rows is not None:
+                layers.append(_describe(rows, f"{kind}.{number}", kept) | {"kind": kind, "layer": number})
+    engine = cache.spread.devices[0].engine
+    payload = save_tensors({name: tensor.contiguous() for name, tensor in kept.items()})
+    state = f"state-{crc32c(payload):08x}.safetensors"
+    replace_file(engine, os.path.join(directory, state), payload)
+    fields = {
+        "fingerprint": fingerprint, "x_rows": cache.x_rows, "layers": layers, "devices": len(cache.spread.devices),
+        "state": {"file": state, "size_bytes": len(payload), "crc32c": crc32c(payload)}, "n_layers": len(cache.kv),
+    }  # fmt: skip
+    write_manifest(engine, directory, MAGIC, VERSION, fields)
+    for number, device in enumerate(cache.spread.devices):
+        device.pin({segment.place: segment.size_bytes for segment in _segments(cache, number)})
+    for name in os.listdir(directory):
+        if name.startswith("state-") and name != state:
+            os.unlink(os.path.join(directory, name))
+
+
+def _segments(cache: SsdCache, number: int) -> list[Segment]:
+    """On a device, those that the cache looks at."""
+    return [
+        segment
+        for rows in cache.every
+        for run in rows.runs
+        for parts in run.parts
+        for device, segment in parts
+        if device == number and segment.size_bytes
+    ]
+
+
+def _describe(rows: LayerRows, name: str, kept: dict[str, torch.Tensor]) -> dict[str, Any]:
+    table, sums = list[list[int]](), list[np.ndarray]()
+    for number, run in enumerate(rows.runs):
+        for sequence, parts in enumerate(run.parts):
+            for device, segment in parts:
+                heads = segment.heads
+                table.append([number, sequence, device, segment.place, heads.start, heads.step, len(heads), segment.n_rows])
+                sums.append(segment.sums.reshape(-1))
+    k, v, first = rows.in_memory()
+    kept[f"{name}.segments"] = torch.tensor(table, dtype=torch.int64).reshape(-1, _FIELDS)
+    kept[f"{name}.sums"] = torch.from_numpy(np.concatenate(sums) if sums else np.empty(0, np.uint32)).view(torch.int32)
+    kept[f"{name}.runs"] = torch.tensor([[run.first_position, run.n_rows] for run in rows.runs], dtype=torch.int64).reshape(-1, 2)
+    kept[f"{name}.k"] = k
+    if v is not k:
+        kept[f"{name}.v"] = v
+    layout = rows.layout
+    return {
+        "format": layout.format, "d": layout.d, "dv": layout.dv, "is_shared": layout.is_shared, "heads": rows.n_heads,
+        "dtype": format_of(k.dtype), "count": rows.count, "stored": rows.stored, "first": first, "sequences": rows.sequences,
+    }  # fmt: skip
+
+
+def load(cache: SsdCache, directory: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Fills an empty cache, whose devices have the data files open, from the published state.
+
+    Returns:
+        (the fingerprint it was saved with, the tensors that `save` was given).
+
+    Raises:
+        StoreNotFoundError: nothing was saved.
+        FormatError, ChecksumError, TruncatedFileError: damaged, or of another number of layers or devices.
+    """
+    engine = cache.spread.devices[0].engine
+    fields = read_manifest(engine, directory, MAGIC, VERSION)
+    for name, got, expected in (
+        ("layers", fields["n_layers"], len(cache.kv)),
+        ("directories", fields["devices"], len(cache.spread.devices)),
+    ):
+        if got != expected:
+            raise errors.ForeignFileError(f"a cache with another number of {name}", path=directory, got=got, expected=expected)
+    tensors = _read_state(engine, os.path.join(directory, fields["state"]["file"]), fields["state"])
+    for described in fields["layers"]:
+        name = f"{described['kind']}.{described['layer']}"
+        rows = _restore(
+            cache, described, {part: tensors.pop(f"{name}.{part}", None) for part in ("segments", "sums", "runs", "k", "v")}, directory
+        )
+        (cache.x if described["kind"] == "x" else cache.kv)[described["layer"]] = rows
+    cache.x_rows = fields["x_rows"]
+    for number, device in enumerate(cache.spread.devices):
+        places = {segment.place: segment.size_bytes for segment in _segments(cache, number)}
+        for place, size_bytes in places.items():
+            device.extents.claim(place, size_bytes)
+        device.pin(places)
+    return fields["fingerprint"], tensors
+
+
+def _read_state(engine: Any, path: str, expected: dict[str, Any]) -> dict[str, torch.Tensor]:
+    payload = read_file(engine, path)
+    if len(payload) != expected["size_bytes"] or crc32c(payload) != expected["crc32c"]:
+        raise errors.ChecksumError(
+            "the state of a kept cache is damaged", path=path, got=f"{len(payload)} bytes", expected=f"{expected['size_bytes']} bytes",
+            fix="remove the cache (`espnx cache rm`); it is made again from its prompt",
+        )  # fmt: skip
+    try:
+        return load_tensors(bytes(payload))
+    except safetensors.SafetensorError as error:
+        raise errors.FormatError("the state of a kept cache is damaged", path=path, got=str(error)) from error
+
+
+def _restore(cache: SsdCache, described: dict[str, Any], parts: dict[str, torch.Tensor | None], path: str) -> LayerRows:
+    missing = [name for name in ("segments", "sums", "runs", "k") if parts[name] is None]
+    if missing:
+        raise errors.FormatError("the state of a kept cache lacks tensors", path=path, got=", ".join(missing))
+    layout = RowLayout(described["format"], described["d"], described["dv"], described["is_shared"])
+    rows = cache.make_rows(layout, described["heads"], DTYPES[described["dtype"]])
+    runs = [Run(first, n, [[] for _ in range(described["sequences"])]) for first, n in parts["runs"].tolist()]  # type: ignore[union-attr]
+    sums, begin = parts["sums"].view(torch.uint32).numpy(), 0  # type: ignore[union-attr]
+    known: dict[tuple[int, int], Segment] = {}
+    for number, sequence, device, place, first, step, heads, n_rows in parts["segments"].tolist():  # type: ignore[union-attr]
+        size = heads * layout.blocks(n_rows)
+        if (device, place) in known:  # beams share it
+            known[device, place].references += 1
+        else:
+            own = range(first, first + heads * step, step)
+            known[device, place] = Segment(layout, own, n_rows, place, sums[begin : begin + size].reshape(heads, -1))
+        runs[number].parts[sequence].append((device, known[device, place]))
+        begin += size
+    k, v = parts["k"], parts["v"]
+    rows.restore(runs, described["count"], described["stored"], described["first"], k, k if v is None else v)
+    return rows

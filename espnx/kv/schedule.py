@@ -1,0 +1,176 @@
+"""How many sequences keep X rows instead of K and V: the number with the least predicted step time (HILOS, section 4.2, generalised).
+
+HILOS balances two links; here the cores count too, since recomputing K and V can cost more than reading them. A decode step reads every
+stored byte once while the cores compute, so it takes the longer of the two::
+
+    T_ssd(x)     = layers * tokens * (x * hidden + (b - x) * 2 * n_kv * d) * item / B_ssd
+    T_compute(x) = dense + layers * tokens * ((b - x) * attend + x * (absorb or recompute))
+
+For r = hidden / (2 n_kv d) >= 1 (most models with grouped queries) X rows are no smaller than K and V: the answer is 0 without measuring.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..device.interface import Queries, Tail, Use
+from ..device.layout import RowLayout
+from ..device.ssd import SsdDevice, attend_rows
+
+_PROBE_BYTES = 96 << 20
+_ROWS_BYTES = 24 << 20
+#: Below so many bytes of K and V a step takes milliseconds whatever is stored.
+SMALL_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a cache will hold.
+
+    Attributes:
+        layers: with rows on SSD.
+        sequences, tokens: of the batch.
+        hidden, heads, n_kv, d: of the model.
+        dtype: of rows.
+        is_rotary: K must be recomputed (rotation or k-norm), not absorbed.
+        weight_bytes: of all the model's parameters, read once a step.
+    """
+
+    layers: int
+    sequences: int
+    tokens: int
+    hidden: int
+    heads: int
+    n_kv: int
+    d: int
+    dtype: torch.dtype
+    is_rotary: bool
+    weight_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """r: bytes of an X row over those of a K and a V row."""
+        return self.hidden / (2 * self.n_kv * self.d)
+
+    @property
+    def kv_bytes(self) -> int:
+        """K and V of one sequence, all layers."""
+        return self.layers * self.tokens * 2 * self.n_kv * self.d * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Rates of this machine, measured.
+
+    Attributes:
+        ssd_bytes_per_s: reads, all devices together.
+        attend_bytes_per_s: attention over K and V rows in memory, all threads.
+        x_s_per_token: of one X row: absorbed attention, or recomputing and attending.
+        dense_s: a step's other work.
+    """
+
+    ssd_bytes_per_s: float
+    attend_bytes_per_s: float
+    x_s_per_token: float
+    dense_s: float
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Attributes: x_rows; why; predicted_s: step time for each number of X rows from 0 on (empty: nothing was predicted); the costs."""
+
+    x_rows: int
+    why: str
+    predicted_s: tuple[float, ...] = ()
+    costs: Costs | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def predict(shape: Shape, costs: Costs, x_rows: int) -> float:
+    """Seconds of a decode step with `x_rows` sequences kept as X."""
+    kv, x = shape.sequences - x_rows, x_rows
+    ssd_s = shape.kv_bytes * (kv + x * shape.ratio) / costs.ssd_bytes_per_s
+    x_s = x * shape.layers * shape.tokens * costs.x_s_per_token
+    return max(ssd_s, costs.dense_s + kv * shape.kv_bytes / costs.attend_bytes_per_s + x_s)
+
+
+def choose(shape: Shape, costs: Costs, group: int = 1) -> Decision:
+    """The number of X rows, a multiple of `group`, with the least predicted time; the smaller of equals."""
+    times = tuple(predict(shape, costs, x) for x in range(shape.sequences + 1))
+    best = min(range(0, shape.sequences + 1, group), key=lambda x: (times[x], x))
+    return Decision(best, "the least predicted step time", times, costs)
+
+
+def decide(shape: Shape, devices: list[SsdDevice], group: int = 1, threads: int = 0) -> Decision:
+    """Measures what must be known, and chooses."""
+    if shape.ratio >= 1:
+        return Decision(0, f"X rows take {shape.ratio:.2f} of the bytes of K and V")
+    if shape.sequences * shape.kv_bytes < SMALL_BYTES:
+        return Decision(0, "too few bytes to matter")
+    return choose(shape, measure(shape, devices, threads), group)
+
+
+def measure(shape: Shape, devices: list[SsdDevice], threads: int = 0) -> Costs:
+    """Rates of these devices and cores for such rows: about a second on a slow drive."""
+    attend_s = _attend_seconds(shape, shape.n_kv, shape.d, shape.heads // shape.n_kv, threads, is_shared=False)
+    if shape.is_rotary:
+        rows = 256
+        x = torch.randn(rows, shape.hidden).to(shape.dtype)
+        weight = torch.randn(shape.n_kv * shape.d, shape.hidden).to(shape.dtype)
+        x_s = 2 * _best(lambda: F.linear(x, weight)) / rows + attend_s
+    else:
+        x_s = _attend_seconds(shape, 1, shape.hidden, shape.heads, threads, is_shared=True)
+    row_bytes = 2 * shape.n_kv * shape.d * shape.dtype.itemsize
+    memory_bytes_per_s = row_bytes / attend_s  # attention over K and V rows with few queries is as fast as memory
+    return Costs(sum(read_rate(device) for device in devices), row_bytes / attend_s, x_s, shape.weight_bytes / memory_bytes_per_s)
+
+
+def read_rate(device: SsdDevice) -> float:
+    """Bytes a second of the reads of attention, caches of no kind in the way. The first half of the bytes only fills the queue."""
+    layout = RowLayout("fp16", 128, 128)
+    n = _PROBE_BYTES // (16 * layout.row_bytes)
+    segment = device.put(
+        layout, torch.zeros(1, 16, n, 128, dtype=torch.float16), torch.zeros(1, 16, n, 128, dtype=torch.float16), range(16)
+    )[0]
+    try:
+        device.flush()
+        half: list[float] = []
+        seen = 0
+
+        def see(memory: torch.Tensor, pieces: torch.Tensor) -> None:
+            nonlocal seen
+            seen += memory.numel()
+            if not half and seen * 2 >= segment.size_bytes:
+                half.extend((time.perf_counter(), float(seen)))
+
+        device.visit(device.ahead(layout, [Use(segment, 0, n, 0)]), see)
+        return (seen - half[1]) / max(time.perf_counter() - half[0], 1e-6)
+    finally:
+        device.release(segment)
+
+
+def _attend_seconds(shape: Shape, heads: int, d: int, queries: int, threads: int, *, is_shared: bool) -> float:
+    """Of one token's rows, all heads: attention from memory."""
+    n = max(64, _ROWS_BYTES // (heads * d * shape.dtype.itemsize * (1 if is_shared else 2)))
+    k = torch.zeros(1, heads, n, d, dtype=shape.dtype)
+    v = k if is_shared else torch.zeros_like(k)
+    look = Queries(torch.zeros(1, heads, queries, d), d)
+    return _best(lambda: attend_rows(None, -1, look, Tail(k, v, 0, n, 0), threads)) / n
+
+
+def _best(work: Callable[[], Any], times: int = 3) -> float:
+    """Seconds of the fastest of some runs."""
+    found = []
+    for _ in range(times):
+        begun = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - begun)
+    return min(found)
