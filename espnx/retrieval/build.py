@@ -27,7 +27,7 @@ from ..storage.stream import StreamWriter, crc32c, make_directory, read_file, wr
 from . import arrange, generations
 from .adding import Base
 from .budget import MemoryBudget
-from .codebooks import TokenSource, codebook_tensors, train_codebooks
+from .codebooks import TokenSource, codebook_sum, codebook_tensors, train_codebooks
 from .documents import Document, batches, decode_rows, encode
 from .encoder import Encoder
 from .encoding import Target, fills, tokens_of
@@ -37,7 +37,7 @@ from .pooling import make_pooling
 from .projection import Projection
 from .publish import Written, finish_part, publish
 from .record import RecordSchema
-from .segments import SegmentWriter, copy_texts, pieces
+from .segments import SegmentWriter, copy_texts, pieces, resident_bytes
 from .spool import DISCARD, Spool, SpoolWriter, spool_salt, write_state
 from .store import FIRST_STAGE_NAME, TEXTS_NAME, Segment, codebook_of, store_salt
 from .texts import TextReader, TextWriter
@@ -95,6 +95,10 @@ class Builder:
         spooled = options.format if codebook is not None or token_format(options.format).is_lossless_float else "fp16"
         self.spool_schema = RecordSchema(spooled, *dims)
         self.schema = RecordSchema(options.format, dims[0], dims[1] if options.pca is None else options.pca)
+        if codebook is not None:
+            token_format(options.format).check_codebook(dims[1], codebook)
+            if options.pca is not None:
+                raise errors.InvalidInputError("pca beside codebook=", got=options.pca, expected="None: rows are kept bit for bit")
         self.compact = None if options.compact is None else RecordSchema(options.compact, 0, self.schema.dim)
         vector = options.pooling or ("cls" if dims[0] else "mean")
         if vector == "cls" and not dims[0]:
@@ -116,6 +120,7 @@ class Builder:
             "encoder": name,
             "d_cls": self.spool_schema.d_cls,
             "dim": self.spool_schema.dim,
+            "codebook": None if self.codebook is None else codebook_sum(self.codebook),
             **options,
         }
 
@@ -135,7 +140,8 @@ class Builder:
             writers = self._write(spool)
         finally:
             spool.close()
-        self._publish(writers, published)
+        extra = self._extra()
+        self._publish(writers, extra, published)
         written = time.perf_counter()
         writer = writers[0]
         meta = writer.metadata()
@@ -146,7 +152,7 @@ class Builder:
             generation=self.state["generation"],
             resumed_documents=resumed,
             record_bytes=sum(segment.size_bytes for each in writers for segment in each.segments),
-            resident_bytes_per_document=sum(array.nbytes for array in meta.values()) / max(writer.count, 1),
+            resident_bytes_per_document=resident_bytes(writers, extra) / max(writer.count, 1),
             nlist=self.state["nlist"],
             nprobe=self.state["nprobe"],
             spool_s=spooled - begun,
@@ -166,7 +172,7 @@ class Builder:
                     self._compare(spool.texts, batch, seen)
                 else:
                     schema = self.spool_schema
-                    batch = decode_rows(batch, schema.format, schema.dim, self.codebook)
+                    batch = decode_rows(batch, self.schema.format, schema.dim, self.codebook)
                     vectors = encode(batch, self.encoder)
                     spool.append([d.id for d in batch], [d.text for d in batch], vectors, [d.rows for d in batch])
                 seen += len(batch)
@@ -343,7 +349,7 @@ class Builder:
     ) -> None:
         first = writers[0]
         projection, tensors = self._projection(), self._codebook_tensors()
-        targets = [Target(schema, codebook_of(tensors, name, schema)) for name, schema in self._tiers()]
+        targets = [Target(schema, codebook_of(tensors, name, schema, self.building)) for name, schema in self._tiers()]
         again = [segment.records for segment in first.segments]  # finished by an interrupted build
         left, free_at = (again.pop(0) if again else 0), [4096] * len(writers)
         for run in runs:
@@ -369,13 +375,17 @@ class Builder:
     def _segments_state(self, writers: list[SegmentWriter]) -> dict[str, Any]:
         return {name: writer.state() for (name, _), writer in zip(self._tiers(), writers, strict=True)}
 
-    def _publish(self, writers: list[SegmentWriter], published: dict[str, Any] | None) -> None:
-        extra: dict[str, np.ndarray] = {}
-        if self.base is None:
-            extra = self._codebook_tensors()
-            projection = self._projection()
-            if projection is not None:
-                extra["projection"] = projection.components.numpy()
+    def _extra(self) -> dict[str, np.ndarray]:
+        """Tensors of a base part beside those of its records: codebooks and projection."""
+        if self.base is not None:
+            return {}
+        extra = self._codebook_tensors()
+        projection = self._projection()
+        if projection is not None:
+            extra["projection"] = projection.components.numpy()
+        return extra
+
+    def _publish(self, writers: list[SegmentWriter], extra: dict[str, np.ndarray], published: dict[str, Any] | None) -> None:
         names = [name for name, _ in self._tiers()]
         written = Written(
             generation=self.state["generation"],
@@ -419,6 +429,7 @@ class Builder:
                 "steps": self.state["steps"],
             },
             "cls_weight": self.options.cls_weight if self.schema.d_cls else 0.0,
+            "directories": list(self.options.directories),
             "parts": [entry] if entry["count"] else [],
             "deleted": None,
         }
@@ -455,7 +466,8 @@ def build(
     Raises:
         InvalidInputError: documents, vectors or options that do not fit; a store is there and `replace` is not set.
         StoreBusyError: another process is building here.
-        DiskFullError, WriteError, ReadError, ...: what was spooled is kept; the same call resumes.
+        DiskFullError, WriteError, ReadError, ...: what was spooled is kept; the same call resumes. A WriteError that says "published":
+            the store is there, and only the last flush failed.
     """
     if dims is None:
         if encoder is None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..ops.maxsim import Codebook
+from ..storage.stream import crc32c
 from .encoding import tokens_of
 from .projection import Projection
 from .segments import pieces
@@ -60,3 +61,11 @@ def train_codebooks(source: TokenSource, formats: Mapping[str, str], centroids: 
 def codebook_tensors(tier: str, book: Codebook) -> dict[str, np.ndarray]:
     """As a store's metadata holds them: ``full.centroids``, ..."""
     return {f"{tier}.{field.name}": getattr(book, field.name).numpy() for field in fields(book)}
+
+
+def codebook_sum(book: Codebook) -> int:
+    """A checksum that tells codebooks apart."""
+    total = 0
+    for tensor in codebook_tensors("full", book).values():
+        total = crc32c(tensor.reshape(-1).view(np.uint8), total)
+    return total

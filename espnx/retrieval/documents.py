@@ -92,9 +92,19 @@ def _expected_tokens(document: Document) -> int:
 def decode_rows(batch: list[Document], fmt: str, dim: int, codebook: Codebook | None) -> list[Document]:
     """The batch, documents that bring token rows with the vectors they stand for. Raises InvalidInputError for rows that do not fit."""
     bringing = [document for document in batch if document.rows is not None]
+    size = token_row_bytes(fmt, dim)
+    if codebook is not None and len(bringing) < len(batch):
+        other = next(document for document in batch if document.rows is None)
+        raise errors.InvalidInputError(
+            f"document {other.id!r} beside codebook=", got="a text" if other.vectors is None else "vectors",
+            expected=f"rows, uint8 [n, {size}]", fix="code its tokens with that codebook, or leave codebook= out: the build trains one",
+        )  # fmt: skip
     if not bringing:
         return batch
-    size = token_row_bytes(fmt, dim)
+    if not token_format(fmt).needs_codebook:
+        raise errors.InvalidInputError(
+            f"document {bringing[0].id!r} in a store of {fmt}", got="rows", expected="vectors", fix="only residual formats take rows"
+        )
     parts = [_flat_rows(document, size, codebook) for document in bringing]
     # Together: a codebook's tables are prepared once a call.
     tokens = token_format(fmt).decode(torch.from_numpy(np.concatenate(parts)), dim, codebook).split([len(part) // size for part in parts])

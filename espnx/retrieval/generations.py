@@ -8,6 +8,7 @@ DIR/espnx-ID-gen-000002/ its data segments on another SSD
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import shutil
@@ -17,6 +18,7 @@ from typing import Any
 
 from .. import errors
 from ..storage import NativeEngine
+from ..storage.manifest import NAME as MANIFEST_NAME
 from ..storage.manifest import read_manifest
 from ..storage.stream import make_directory
 from .spool import read_state, write_state
@@ -27,6 +29,20 @@ BUILDING = "building"
 
 def name(generation: int) -> str:
     return f"gen-{generation:06d}"
+
+
+def following(path: str, generation: int) -> int:
+    """The generation after this one whose directory is not there yet: what lies in another's would become part of the new one."""
+    known = [int(entry[4:]) for entry in os.listdir(path) if entry.startswith("gen-") and entry[4:].isdigit()]
+    return max([generation, *known]) + 1
+
+
+def manifest_file(path: str) -> int:
+    """Which file is the manifest (0: none): another one after every publication. Asked without an engine, which may be what fails."""
+    try:
+        return os.stat(os.path.join(path, MANIFEST_NAME)).st_ino
+    except OSError:
+        return 0
 
 
 def published(engine: NativeEngine, path: str, replace: bool) -> dict[str, Any] | None:
@@ -73,11 +89,10 @@ def begin(
     keep = directories_of(live) if live else set()
     if state is None:
         _discard(engine, path, keep)
-        known = [int(entry[4:]) for entry in os.listdir(path) if entry.startswith("gen-") and entry[4:].isdigit()]
         state = {
             "settings": settings,
             "store_id": live["store_id"] if live and settings["kind"] == "add" else uuid.uuid4().hex,
-            "generation": max([live["generation"] if live else 0, *known]) + 1,
+            "generation": following(path, live["generation"] if live else 0),
             "phase": "spool",
             "documents": 0,
             "spool_bytes": {},
@@ -137,9 +152,16 @@ def data_paths(manifest: Mapping[str, Any]) -> set[str]:
     return {os.path.dirname(segment["path"]) for segment in segments if os.path.isabs(segment["path"])}
 
 
+def data_roots(manifest: Mapping[str, Any]) -> list[str]:
+    """Where a store's data segments go, those without one included; empty for its own directory."""
+    return list(manifest.get("directories") or sorted({os.path.dirname(directory) for directory in data_paths(manifest)}))
+
+
 def clean(path: str, live: Mapping[str, Any], replaced: Mapping[str, Any] | None = None) -> None:
-    """Removes what no manifest refers to: builds that ended or crashed, parts that were compacted away. Readers that have such files open
-    keep them until they close."""
+    """Removes what no manifest refers to: changes that ended, failed or crashed, parts that were compacted away. Readers that have such
+    files open keep them until they close."""
+    with contextlib.suppress(OSError):
+        os.unlink(os.path.join(path, f"{MANIFEST_NAME}.new"))
     shutil.rmtree(os.path.join(path, BUILDING), ignore_errors=True)
     keep = directories_of(live)
     for entry in os.listdir(path):
@@ -147,7 +169,7 @@ def clean(path: str, live: Mapping[str, Any], replaced: Mapping[str, Any] | None
             shutil.rmtree(os.path.join(path, entry), ignore_errors=True)
     used = data_paths(live)
     known = used | (data_paths(replaced) if replaced else set())
-    for parent in {os.path.dirname(directory) for directory in known}:
+    for parent in {*data_roots(live), *(data_roots(replaced) if replaced else ())}:
         for found in glob.glob(os.path.join(glob.escape(parent), f"espnx-{live['store_id'][:12]}-gen-*")):
             if found not in used:
                 shutil.rmtree(found, ignore_errors=True)

@@ -3,9 +3,10 @@ who has an older one open keeps it."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from .. import errors
 from ..storage import NativeEngine
 from ..storage.lock import DirectoryLock
+from ..storage.manifest import read_manifest
 from ..storage.stream import make_directory, write_file
 from . import generations
 from .adding import Base, contents_of
@@ -24,7 +26,7 @@ from .encoder import Encoder
 from .options import BuildOptions
 from .publish import finish_part, publish
 from .spool import read_state
-from .store import EmbeddingStore
+from .store import MAGIC, VERSION, EmbeddingStore
 from .texts import DocumentId
 
 DELETED_NAME = "deleted.bin"
@@ -50,14 +52,23 @@ def _ignore(phase: str, done: int, total: int | None) -> None:
 
 @contextmanager
 def _writing(path: str | os.PathLike[str], engine: NativeEngine | None) -> Iterator[tuple[str, NativeEngine, EmbeddingStore]]:
-    """The store, locked for writing."""
+    """The store, locked for writing. What a change leaves that fails, or that was killed before, is removed."""
     where = os.fspath(path)
-    if not os.path.isdir(where):  # before the lock would be made there
-        raise errors.StoreNotFoundError("no published store", path=where, fix="build one with `espnx index build`, or check the path")
     owned = NativeEngine(pool_bytes=64 << 20) if engine is None else engine
     try:
+        read_manifest(owned, where, MAGIC, VERSION)  # before a lock would be made in a directory that is no store
         with DirectoryLock(where), EmbeddingStore(where, owned) as store:
-            yield where, owned, store
+            _refuse_interrupted_build(where, owned, store.manifest["generation"])
+            owned.sync_directory(where)  # the change before may have failed at just this
+            generations.clean(where, store.manifest)
+            live = generations.manifest_file(where)
+            try:
+                yield where, owned, store
+            except BaseException:
+                if generations.manifest_file(where) == live:
+                    with suppress(OSError):  # the first error is the one to tell
+                        generations.clean(where, store.manifest)
+                raise
     finally:
         if engine is None:
             owned.close()
@@ -85,18 +96,18 @@ def add(
     """Adds documents to a store. Nothing is trained again: they go into the lists that are there, with the store's own settings.
 
     Args:
-        documents: as of `build`. Their ids must be new; the id of a deleted document may be used again.
+        documents: as of `build`; with none, no version is published. Their ids must be new; the id of a deleted document may be used again.
         encoder: the one the store was built with; needed unless every document brings its vectors.
         memory: what the process may use.
 
     Raises:
         InvalidInputError: an id that the store holds, vectors that do not fit, another encoder. The store stays as it is.
         StoreNotFoundError: there is no store. StoreBusyError: another process writes to it.
-        DiskFullError, WriteError, ReadError, ...: the store stays as it is.
+        DiskFullError, WriteError, ReadError, ...: the store stays as it is, unless a WriteError says "published": then the documents are
+            in it, and only the last flush failed.
     """
     with _writing(path, engine) as (where, owned, store):
         manifest = store.manifest
-        _refuse_interrupted_build(where, owned, manifest["generation"])
         built, records, stage = manifest["encoder"], manifest["records"], manifest["first_stage"]
         if encoder is not None and built["name"] is not None and encoder.name != built["name"]:
             raise errors.InvalidInputError("the store was built with another encoder", got=encoder.name, expected=built["name"])
@@ -111,12 +122,16 @@ def add(
             pca=records["dim"] if store.projection is not None else None,
             cls_weight=manifest["cls_weight"],
             memory=memory,
-            directories=sorted({os.path.dirname(directory) for directory in generations.data_paths(manifest)}),
+            directories=generations.data_roots(manifest),
             compact=manifest["compact"]["format"] if manifest["compact"] else None,
             pooling=stage["vector"],
         )
         builder = Builder(where, encoder, options, owned, (built["d_cls"], built["dim"]), progress, base=Base.of(store))
-        return builder.run(_new_documents(store, documents), restart=True, replace=True)
+        new = _new_documents(store, documents)
+        first = next(new, None)
+        if first is None:
+            return BuildReport(where, 0, 0, manifest["generation"], 0, 0, 0.0, stage["nlist"], 0, 0.0, 0.0, 0.0)
+        return builder.run(itertools.chain([first], new), restart=True, replace=True)
 
 
 def _new_documents(store: EmbeddingStore, documents: Iterable[Any]) -> Iterator[Document]:
@@ -142,18 +157,32 @@ def _checked_new(store: EmbeddingStore, batch: list[Document]) -> list[Document]
     return batch
 
 
+def _distinct(ids: Iterable[DocumentId]) -> list[DocumentId]:
+    """The ids, each once. Raises InvalidInputError for what cannot be one."""
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+        raise errors.InvalidInputError("ids", got=repr(ids), expected="a collection of document ids", fix=f"pass [{ids!r}]")
+    wanted: dict[DocumentId, None] = {}
+    for identifier in ids:
+        if isinstance(identifier, bool) or not isinstance(identifier, (int, str)):
+            raise errors.InvalidInputError("document id", got=repr(identifier), expected="a str or a 64-bit int")
+        if isinstance(identifier, int) and not -(2**63) <= identifier < 2**63:
+            raise errors.InvalidInputError("document id", got=f"an int of {identifier.bit_length()} bits", expected="a str or a 64-bit int")
+        if isinstance(identifier, str) and any("\ud800" <= letter <= "\udfff" for letter in identifier):
+            raise errors.InvalidInputError("document id", got=f"{identifier!r}, a lone surrogate", expected="text that UTF-8 can hold")
+        wanted[identifier] = None
+    return list(wanted)
+
+
 def delete(path: str | os.PathLike[str], ids: Iterable[DocumentId], *, engine: NativeEngine | None = None) -> int:
     """Deletes documents by id; their bytes stay until `compact`. Returns how many there were.
 
     Raises:
-        InvalidInputError: an id that the store does not hold (then nothing is deleted), or one string in place of a collection.
-        StoreNotFoundError, StoreBusyError, DiskFullError, WriteError, ReadError, ...: the store stays as it is.
+        InvalidInputError: an id that the store does not hold (then nothing is deleted), or one that none can have, or no collection.
+        StoreNotFoundError, StoreBusyError, DiskFullError, WriteError, ReadError, ...: the store stays as it is, unless a WriteError says
+            "published": then they are deleted, and only the last flush failed.
     """
-    if isinstance(ids, (str, bytes)):
-        raise errors.InvalidInputError("ids", got=repr(ids), expected="a collection of document ids", fix=f"pass [{ids!r}]")
-    wanted = list(dict.fromkeys(ids))
+    wanted = _distinct(ids)
     with _writing(path, engine) as (where, owned, store):
-        _refuse_interrupted_build(where, owned, store.manifest["generation"])
         numbers = store.texts.numbers(wanted)
         if (numbers < 0).any():
             missing = wanted[int(np.flatnonzero(numbers < 0)[0])]
@@ -163,7 +192,7 @@ def delete(path: str | os.PathLike[str], ids: Iterable[DocumentId], *, engine: N
         bitmap = np.zeros(-(-store.end_number // 8), dtype=np.uint8) if store.deleted is None else store.deleted.copy()
         np.bitwise_or.at(bitmap, numbers >> 3, (1 << (numbers & 7)).astype(np.uint8))
         contents = contents_of(store.manifest)
-        contents["generation"] += 1
+        contents["generation"] = generations.following(where, contents["generation"])
         directory = generations.name(contents["generation"])
         make_directory(os.path.join(where, directory))
         _, crc = write_file(owned, os.path.join(where, directory, DELETED_NAME), bitmap.tobytes())
@@ -182,18 +211,18 @@ def compact(
     nothing is trained or encoded again. Needs the new store's size on disk beside the old one.
 
     Raises:
-        StoreNotFoundError, StoreBusyError, DiskFullError, WriteError, ReadError, ...: the store stays as it is.
+        StoreNotFoundError, StoreBusyError, DiskFullError, WriteError, ReadError, ...: the store stays as it is, unless a WriteError says
+            "published": then it is compacted, and only the last flush failed.
     """
     with _writing(path, engine) as (where, owned, store):
         manifest = store.manifest
-        _refuse_interrupted_build(where, owned, manifest["generation"])
         before = sum(tier.size_bytes for tier in (store.full, store.compact) if tier is not None)
         total = sum(part.count for part in store.parts)
         contents = contents_of(manifest)
-        contents["generation"] = contents["base_generation"] = manifest["generation"] + 1
+        contents["generation"] = contents["base_generation"] = generations.following(where, manifest["generation"])
         contents["deleted"], contents["parts"] = None, []
         if store.count:
-            directories = sorted({os.path.dirname(directory) for directory in generations.data_paths(manifest)})
+            directories = generations.data_roots(manifest)
             written = write_compacted(owned, store, contents["generation"], directories, memory, progress)
             contents["records"]["tokens"] = written.tokens
             contents["parts"] = [finish_part(owned, where, written, directories)]

@@ -49,7 +49,7 @@ class BuildOptions:
     centroids: int | None = None
 
     def __post_init__(self) -> None:
-        if self.format not in FORMAT_NUMBERS:
+        if not isinstance(self.format, str) or self.format not in FORMAT_NUMBERS:
             raise errors.InvalidInputError("unknown record format", got=repr(self.format), expected=" or ".join(FORMAT_NUMBERS))
         code = self.first_stage
         if code not in CODES and not (code.startswith("pq") and code[2:].isdigit()):

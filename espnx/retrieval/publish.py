@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save as save_safetensors
 
+from .. import errors
 from ..storage import NativeEngine
 from ..storage.manifest import write_manifest
 from ..storage.stream import file_sums, read_windows, write_file
@@ -67,6 +68,20 @@ def finish_part(engine: NativeEngine, path: str, written: Written, directories: 
 
 
 def publish(engine: NativeEngine, path: str, contents: Mapping[str, Any], replaced: Mapping[str, Any] | None) -> None:
-    """Makes `contents` the store's manifest, then removes what only the manifest before it referred to."""
-    write_manifest(engine, path, MAGIC, VERSION, dict(contents))
+    """Makes `contents` the store's manifest, then removes what only the manifest before it referred to.
+
+    Raises what writing raises: nothing was published; or WriteError that says "published": only the last flush failed.
+    """
+    before = generations.manifest_file(path)
+    try:
+        write_manifest(engine, path, MAGIC, VERSION, dict(contents))
+    except errors.StorageError as error:
+        if generations.manifest_file(path) == before:
+            raise
+        # Nothing is removed: after a power cut the version before may be the one that is there.
+        raise errors.WriteError(
+            "cannot flush the directory of the new version", path=path, errno=error.errno,
+            got=f"{error.got}: it is published, but not known to survive a power cut",
+            fix="do not repeat the change; check the device, then compact (or change something else), which flushes again",
+        ) from error  # fmt: skip
     generations.clean(path, contents, replaced)

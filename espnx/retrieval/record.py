@@ -27,6 +27,7 @@ import torch
 from .. import errors
 from ..ops.crc32c import crc32c_ranges
 from ..ops.maxsim import token_format, token_row_bytes
+from ..ops.maxsim.residual import CODE_BYTES
 from ..storage.native import load_native
 from .encoder import Encoded
 
@@ -56,7 +57,7 @@ class RecordSchema:
     dim: int
 
     def __post_init__(self) -> None:
-        if self.format not in FORMAT_NUMBERS:
+        if not isinstance(self.format, str) or self.format not in FORMAT_NUMBERS:
             raise errors.InvalidInputError("unknown record format", got=repr(self.format), expected=" or ".join(FORMAT_NUMBERS))
         for name, value, least in (("d_cls", self.d_cls, 0), ("dim", self.dim, 8)):
             if value < least or value % 8 or value > 65536:
@@ -227,5 +228,30 @@ def damage(
         if not intact[i]:
             reasons.append((i, f"CRC32C {found[i]:08x} where the record says {header['crc32c'][i]:08x}"))
         else:
-            reasons.append((i, f"record {header['number'][i]} with {header['n_tokens'][i]} tokens"))
+            reasons.append((i, _in_words(header[i], schema)))
     return reasons
+
+
+def _in_words(header: np.void, schema: RecordSchema) -> str:
+    """What the header of a record says of it: its format only where it is another one."""
+    said, names = f"record {header['number']} with {header['n_tokens']} tokens", {known: name for name, known in FORMAT_NUMBERS.items()}
+    if header["format"] != schema.format_number:
+        said += f" in format {header['format']} ({names.get(int(header['format']), 'unknown')})"
+    return said if header["magic"] == _MAGIC else f"{said}, marked {header['magic']:#04x}"
+
+
+def unknown_centroid(
+    memory: torch.Tensor, schema: RecordSchema, positions: torch.Tensor, n_tokens: np.ndarray, n_centroids: int
+) -> tuple[int, int] | None:
+    """(index, centroid number) of the first of residual records in an I/O buffer that names a centroid which the codebook has not."""
+    ends = np.cumsum(n_tokens, dtype=np.int64)
+    for items in np.split(np.arange(len(ends)), np.flatnonzero(np.diff(ends // _ROWS_AT_ONCE)) + 1):
+        counts = torch.from_numpy(n_tokens[items].astype(np.int64))
+        item = torch.repeat_interleave(counts)
+        row = torch.arange(len(item)) - (counts.cumsum(0) - counts)[item]
+        begin = positions[torch.from_numpy(items)][item] + schema.fixed_bytes + row * schema.row_bytes
+        codes = memory[(begin[:, None] + torch.arange(CODE_BYTES)).to(memory.device)].view(torch.int32).view(-1)
+        bad = ((codes < 0) | (codes >= n_centroids)).nonzero().cpu()
+        if len(bad):
+            return int(items[item[bad[0, 0]]]), int(codes[bad[0, 0]])
+    return None

@@ -7,6 +7,7 @@ import torch
 
 from ..ops.maxsim import maxsim_reference
 from .encoder import Encoded
+from .filters import allowed_records
 from .first_stage import FirstStage
 from .record import HEADER_BYTES
 from .store import EmbeddingStore
@@ -22,20 +23,28 @@ class InMemoryReference:
 
     def __init__(self, store: EmbeddingStore, first_stage: FirstStage):
         self.store, self.first_stage = store, first_stage
-        numbers = np.arange(store.count)
+        parts = [np.arange(part.first_number, part.first_number + part.count) for part in store.parts]
+        numbers = np.concatenate(parts) if parts else np.empty(0, np.int64)
         future = store.full.read(numbers, gap_bytes=1 << 20)
-        self.memory, self.positions = future.wait(), future.position_bytes
-        store.full.check(self.memory, self.positions, numbers)
+        self.memory = future.wait()
+        store.full.check(self.memory, future.position_bytes, numbers)
+        self.positions = torch.zeros(store.end_number, dtype=torch.int64)
+        self.positions[torch.from_numpy(numbers)] = future.position_bytes
 
     def rank(self, query: Encoded, *, candidates: int, nprobe: int, cls_weight: float) -> list[tuple[int, float]]:
         """(record number, ``cls_weight * CLS + MaxSim``) of all candidates, best first; ties by record number."""
-        schema = self.store.schema
+        schema, pooling = self.store.schema, self.store.pooling
+        vector = (query.cls if pooling is None else pooling.query(query.tokens)).numpy()
         tokens = query.tokens if self.store.projection is None else self.store.projection(query.tokens)
-        numbers, _ = self.first_stage.start(query.cls.numpy()[None], min(candidates, self.store.count), nprobe).complete()[0]
+        allowed, findable = allowed_records(self.store, None, None)
+        numbers, _ = self.first_stage.start(vector[None], min(candidates, findable), nprobe, allowed).complete()[0]
         at = self.positions[torch.from_numpy(numbers)]
         n_tokens = torch.from_numpy(self.store.n_tokens[numbers].astype(np.int64))
-        scores = maxsim_reference(tokens, self.memory, at + schema.fixed_bytes, n_tokens, schema.format)
-        cls = maxsim_reference(query.cls.reshape(1, -1), self.memory, at + HEADER_BYTES, torch.ones_like(n_tokens), schema.format)
-        total = (scores + cls_weight * cls).numpy()
+        scores = maxsim_reference(tokens, self.memory, at + schema.fixed_bytes, n_tokens, schema.format, self.store.full.codebook)
+        if schema.d_cls:
+            ones = torch.ones_like(n_tokens)
+            cls = maxsim_reference(query.cls.reshape(1, -1), self.memory, at + HEADER_BYTES, ones, schema.cls_format)
+            scores = scores + cls_weight * cls
+        total = scores.numpy()
         order = np.lexsort((numbers, -total))
         return [(int(numbers[i]), float(total[i])) for i in order]

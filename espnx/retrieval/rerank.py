@@ -105,9 +105,7 @@ def _score_natively(tier: Tier, future: NativeFuture, numbers: np.ndarray, pairs
     if damaged >= 0:
         one = torch.tensor([damaged])
         tier.check(future.memory, future.position_bytes[one], numbers[one.numpy()])
-        raise errors.FormatError(
-            f"record {numbers[damaged]} names a centroid that is not in the codebook", fix="build the store again from its source"
-        )
+        raise errors.ChecksumError(f"record {numbers[damaged]} was found damaged, then whole", fix="search again; check the memory")
     return Scored(scores.numpy(), maxsim_s, waited_s, time.perf_counter())
 
 

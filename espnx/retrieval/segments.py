@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 import numpy as np
@@ -127,9 +127,21 @@ class SegmentWriter:
             "segment_begin": np.array([segment.first_record for segment in self.segments], dtype=np.int64),
         }
 
+    @property
+    def resident_bytes(self) -> int:
+        """What an open store holds of this tier, beside token counts and codebook (`Tier.resident_bytes`)."""
+        return 8 * len(self.group_offset_bytes) + 16 * len(self.segments)
+
     def state(self) -> list[dict[str, object]]:
         """The finished segments, for the build's state file."""
         return [asdict(segment) for segment in self.segments]
+
+
+def resident_bytes(writers: Sequence[SegmentWriter], extra: Mapping[str, np.ndarray]) -> int:
+    """What an open store of this part holds (`EmbeddingStore.resident_bytes`). `extra`: codebooks and projection."""
+    counts = sum(array.nbytes for array in writers[0].n_tokens)
+    shared = sum(array.nbytes for name, array in extra.items() if name.endswith((".centroids", "projection")))
+    return counts + sum(writer.resident_bytes for writer in writers) + (shared if counts else 0)
 
 
 def copy_texts(source: TextReader, target: TextWriter, arrivals: np.ndarray, first_number: int) -> None:

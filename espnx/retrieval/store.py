@@ -21,6 +21,7 @@ from .. import errors
 from ..ops.maxsim import Codebook, token_format
 from ..storage import Engine, NativeEngine
 from ..storage.engine import FileHandle
+from ..storage.manifest import NAME as MANIFEST_NAME
 from ..storage.manifest import read_manifest
 from ..storage.stream import crc32c, file_sums, read_file, read_range, read_windows
 from .first_stage import load_faiss
@@ -231,11 +232,7 @@ class EmbeddingStore:
         return bitmap
 
     def _open_tier(self, name: str) -> Tier:
-        records = self.manifest["records"]
-        if name == "full":
-            schema = RecordSchema(records["format"], records["d_cls"], records["dim"])
-        else:
-            schema = RecordSchema(self.manifest["compact"]["format"], 0, self.manifest["compact"]["dim"])
+        schema = self._schema(name)
         files: list[FileHandle] = []
         for part in self.parts:
             for number, segment in enumerate(part.segments(name)):
@@ -247,8 +244,24 @@ class EmbeddingStore:
         placement = Placement(
             torch.from_numpy(np.concatenate(groups) if groups else np.empty(0, np.int64)), torch.tensor(begins, dtype=torch.int64), files
         )
-        book = codebook_of(self.parts[0].meta if self.parts else {}, name, schema)
+        book = None
+        if self.parts:
+            book = codebook_of(self.parts[0].meta, name, schema, os.path.join(self.parts[0].directory, META_NAME))
         return Tier(self.record_engine, schema, self.n_tokens, placement, self.salt, book)
+
+    def _schema(self, tier: str) -> RecordSchema:
+        described = self.manifest["records" if tier == "full" else "compact"]
+        try:
+            return RecordSchema(described["format"], described.get("d_cls", 0), described["dim"])
+        except errors.InvalidInputError as error:
+            path = os.path.join(self.path, MANIFEST_NAME)
+            raise errors.FormatError(
+                f"{tier} records: {error.what}",
+                path=path,
+                got=error.got,
+                expected=error.expected,
+                fix="open it with the espnx that wrote it",
+            ) from error
 
     def _checked_path(self, part: Part, name: str) -> str:
         """Path of a file of a part whose size is what the manifest says."""
@@ -308,7 +321,10 @@ class EmbeddingStore:
         faiss, stage, merged = load_faiss(), self.manifest["first_stage"], None
         for part in self.parts:
             source = _Bytes(self.checked_windows(part, FIRST_STAGE_NAME))
-            index = faiss.read_index(faiss.PyCallbackIOReader(source.read))
+            try:
+                index = faiss.read_index(faiss.PyCallbackIOReader(source.read))
+            finally:  # now, not whenever it is collected: the engine may be closed by then
+                source.close()
             got, expected = (index.ntotal, index.d, index.nlist), (part.count, stage["dim"], stage["nlist"])
             if got != expected:
                 path = os.path.join(part.directory, FIRST_STAGE_NAME)
@@ -360,14 +376,23 @@ class EmbeddingStore:
         self.close()
 
 
-def codebook_of(meta: dict[str, np.ndarray], tier: str, schema: RecordSchema) -> Codebook | None:
-    """The codebook of a tier among the tensors of the base part's metadata; None where its format has none."""
+def codebook_of(meta: dict[str, np.ndarray], tier: str, schema: RecordSchema, path: str) -> Codebook | None:
+    """The codebook of a tier among the tensors of the base part's metadata; None where its format has none.
+
+    Raises FormatError, naming `path`, where it is missing, malformed or of other records.
+    """
     if not token_format(schema.format).needs_codebook or not meta:
         return None
+    what = f"codebook of the {tier} records"
     tensors = {field.name: meta.get(f"{tier}.{field.name}") for field in fields(Codebook)}
     if any(tensor is None for tensor in tensors.values()):
-        raise errors.FormatError(f"codebook of the {tier} records missing", fix=_REBUILD)
-    return Codebook(**{name: torch.from_numpy(tensor) for name, tensor in tensors.items()})
+        raise errors.FormatError(f"{what} missing", path=path, fix=_REBUILD)
+    try:
+        book = Codebook(**{name: torch.from_numpy(tensor) for name, tensor in tensors.items()})
+        token_format(schema.format).check_codebook(schema.dim, book)
+    except errors.InvalidInputError as error:
+        raise errors.FormatError(f"{what}: {error.what}", path=path, got=error.got, expected=error.expected, fix=_REBUILD) from error
+    return book
 
 
 class _Bytes:
@@ -389,3 +414,7 @@ class _Bytes:
             parts.append(bytes(part))
             have += len(part)
         return b"".join(parts)
+
+    def close(self) -> None:
+        """Closes the file that the arrays come from."""
+        self._windows.close()

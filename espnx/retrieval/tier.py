@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from ..ops.maxsim import Codebook
 from ..storage import Engine, NativeEngine, Plan
 from ..storage.engine import DEFAULT_DEADLINE_S, FileHandle, Future
 from ..storage.native import RecordPlace, load_native
-from .record import RecordSchema, damage
+from .record import RecordSchema, damage, unknown_centroid
 
 _REBUILD = "restore the store from a copy, or build it again"
 
@@ -87,19 +88,34 @@ class Tier:
         return self._engine.read_records(wanted, self._record_place, gap_bytes=gap_bytes, priority=priority, deadline_s=deadline_s)
 
     def check(self, memory: torch.Tensor, positions: torch.Tensor, numbers: np.ndarray) -> None:
-        """Raises ChecksumError or StaleDataError, naming file, offset and length, unless every record is whole and the right one."""
-        found = damage(memory, self.schema, positions, numbers, self.n_tokens[numbers], self.salt)
-        if not found:
+        """Raises ChecksumError or StaleDataError, naming file, offset and length, unless every record is whole and the right one;
+        FormatError likewise where one names a centroid that the codebook has not."""
+        n_tokens = self.n_tokens[numbers]
+        found = damage(memory, self.schema, positions, numbers, n_tokens, self.salt)
+        if found:
+            index, what = found[0]
+            expected = f"record {numbers[index]} with {n_tokens[index]} tokens"
+            raise (errors.ChecksumError if what.startswith("CRC32C") else errors.StaleDataError)(
+                f"record {numbers[index]} is not what was written" + (f" (and {len(found) - 1} more)" if len(found) > 1 else ""),
+                **self._place(numbers[index : index + 1]),
+                got=what,
+                expected=f"{expected} in format {self.schema.format_number} ({self.schema.format})",
+                fix="run `espnx index verify`; " + _REBUILD,
+            )
+        if self.codebook is None:
             return
-        index, what = found[0]
-        segment, offset_bytes, size_bytes = self.locate(numbers[index : index + 1])
-        kind = errors.ChecksumError if what.startswith("CRC32C") else errors.StaleDataError
-        raise kind(
-            f"record {numbers[index]} is not what was written" + (f" (and {len(found) - 1} more)" if len(found) > 1 else ""),
-            path=self._placement.files[int(segment[0])].path,
-            offset_bytes=int(offset_bytes[0]),
-            size_bytes=int(size_bytes[0]),
-            got=what,
-            expected=f"record {numbers[index]} with {self.n_tokens[numbers[index]]} tokens",
-            fix="run `espnx index verify`; " + _REBUILD,
-        )
+        unknown = unknown_centroid(memory, self.schema, positions, n_tokens, self.codebook.n_centroids)
+        if unknown is not None:
+            raise errors.FormatError(
+                f"record {numbers[unknown[0]]} names a centroid that is not in the codebook",
+                **self._place(numbers[unknown[0] : unknown[0] + 1]),
+                got=unknown[1],
+                expected=f"0 to {self.codebook.n_centroids - 1}",
+                fix=_REBUILD,
+            )
+
+    def _place(self, number: np.ndarray) -> dict[str, Any]:
+        """Of one record, as errors name it."""
+        segment, offset_bytes, size_bytes = self.locate(number)
+        path = self._placement.files[int(segment[0])].path
+        return {"path": path, "offset_bytes": int(offset_bytes[0]), "size_bytes": int(size_bytes[0])}

@@ -159,6 +159,7 @@ def refused(path: Path, change: Callable[[], object], said: str) -> None:
     manifest, before = (path / "MANIFEST.json").read_bytes(), ranking(path)
     with pytest.raises(errors.InvalidInputError, match=said):
         change()
+    assert_tidy(path)
     assert (path / "MANIFEST.json").read_bytes() == manifest
     with espnx.open(path) as index:
         assert ranking_of(index) == before

@@ -14,6 +14,7 @@ import torch
 import espnx
 from espnx import errors
 from espnx.ops.maxsim import Codebook, token_format
+from espnx.retrieval.record import RecordSchema, unknown_centroid
 from espnx.retrieval.reference import InMemoryReference
 from espnx.storage import manifest
 from tests.ops.records import codebook_for
@@ -142,6 +143,31 @@ def test_formats_that_are_no_names(folder: Path, unknown: Any) -> None:
     with pytest.raises(errors.InvalidInputError, match="unknown token format"):
         token_format(unknown)
     refused(folder, corpus(3, dim=DIM), "unknown record format", format=unknown)
+
+
+@pytest.mark.parametrize("fmt", RESIDUAL)
+def test_the_record_that_names_an_unknown_centroid(fmt: str) -> None:
+    """In any order in memory, at any address; the first and the last row of short and long records."""
+    schema, counts = RecordSchema(fmt, D_CLS, DIM), np.array([0, 5000, 3, 4100, 0, 4096, 1, 65_535, 2, 0], np.uint16)
+    order = [7, 2, 9, 0, 5, 1, 8, 3, 4, 6]
+    ends = np.cumsum([schema.fixed_bytes + int(counts[i]) * schema.row_bytes + 1 for i in order])
+    positions = torch.zeros(len(counts), dtype=torch.int64)
+    positions[torch.tensor(order)] = torch.from_numpy(np.r_[0, ends[:-1]])
+    memory = torch.full((int(ends[-1]),), 255, dtype=torch.uint8)
+    for position, count in zip(positions.tolist(), counts.tolist(), strict=True):
+        rows = memory[position + schema.fixed_bytes :][: count * schema.row_bytes].view(count, schema.row_bytes)
+        rows[:, :4] = torch.tensor([12, 0, 0, 0], dtype=torch.uint8)
+    find = lambda: unknown_centroid(memory, schema, positions, counts, 13)  # noqa: E731
+    assert find() is None
+    assert unknown_centroid(memory, schema, positions, counts, 12) == (1, 12)
+    for i in np.flatnonzero(counts).tolist():
+        for row in (0, int(counts[i]) - 1):
+            at = int(positions[i]) + schema.fixed_bytes + row * schema.row_bytes
+            for value in (13, -1, 2**31 - 1, -(2**31)):
+                memory[at : at + 4] = torch.from_numpy(np.array([value], "<i4").view(np.uint8))
+                assert find() == (i, value)
+            memory[at : at + 4] = torch.tensor([12, 0, 0, 0], dtype=torch.uint8)
+    assert unknown_centroid(memory, schema, positions[:0], counts[:0], 13) is None
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -51,13 +51,13 @@ class FloatFormat(TokenFormat):
     def encode(self, tokens: torch.Tensor, codebook: Codebook | None = None) -> torch.Tensor:
         """As `TokenFormat.encode`; a finite value that is too large for the format is refused, infinities and NaNs are kept."""
         self.check_codebook(tokens.shape[-1], codebook)
-        stored = tokens.to(self.dtype).contiguous()
+        stored = tokens.to(self.dtype).contiguous().reshape(-1)  # in one dimension, since an empty tensor may have any strides in two
         if torch.isinf(stored).sum() != torch.isinf(tokens).sum():
             largest = tokens[torch.isfinite(tokens)].abs().max().item()
             raise InvalidInputError(
                 f"cannot store token values as {self.name}", got=largest, expected=f"at most {torch.finfo(self.dtype).max}", fix="use fp32"
             )
-        return stored.view(torch.uint8).reshape(-1)
+        return stored.view(torch.uint8)
 
     def decode(self, rows: torch.Tensor, d: int, codebook: Codebook | None = None) -> torch.Tensor:
         self.check_codebook(d, codebook)
@@ -84,7 +84,7 @@ def token_format(name: str) -> TokenFormat:
     """The format of that name. Raises InvalidInputError for any other."""
     try:
         return FORMATS[name]
-    except KeyError:
+    except (KeyError, TypeError):  # a list has no hash
         raise InvalidInputError("unknown token format", got=repr(name), expected=" or ".join(FORMATS)) from None
 
 
