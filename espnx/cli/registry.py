@@ -48,6 +48,11 @@ COMMANDS = {
     "index verify": Command("espnx.cli.index:verify", "read a whole index and check every record's checksum"),
     "index info": Command("espnx.cli.index:info", "show what an index holds, and its sizes on disk and in memory"),
     "search": Command("espnx.cli.search", "search an index"),
+    "generate": Command("espnx.cli.generate", "generate for a file of prompts, the KV cache on SSD"),
+    "cache ls": Command("espnx.cli.cache:ls", "list kept KV caches"),
+    "cache verify": Command("espnx.cli.cache:verify", "read a kept KV cache whole and check every block's checksum"),
+    "cache rm": Command("espnx.cli.cache:rm", "remove kept KV caches, by name or the least recently used"),
+    "plan": Command("espnx.cli.plan", "what a model needs on SSD and in memory, and what its decoding will wait for"),
     "bench": Command("espnx.cli.bench", "measure, beside baselines, in the same run"),
 }
-GROUPS = {"index": "build, change, import, verify and inspect an index"}
+GROUPS = {"index": "build, change, import, verify and inspect an index", "cache": "list, verify and remove kept KV caches"}

@@ -8,12 +8,10 @@ Sliding-window, linear and other layers that hold little stay the framework's ow
 from __future__ import annotations
 
 import os
-import statistics
 import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import pairwise
 from types import TracebackType
 from typing import Any, Self
 
@@ -112,7 +110,8 @@ class KVCache(Cache):
         self.rotations = Rotations()
         self.decision: Decision | None = None
         self._x_rows, self._threads = x_rows, int(options.get("threads") or 0)
-        self._forwards: list[tuple[int, float]] = []  # of the last passes: new tokens, and when
+        self._pass: tuple[bool, int, float] | None = None  # the last one to begin: is it a decoding step, its tokens, when
+        self._spent = {False: [0, 0.0, 0], True: [0, 0.0, 0]}  # prefill and decode: tokens, seconds, passes
         self._masks: tuple[torch.Tensor | None, int, Visibility] | None = None
         self._hidden: torch.Tensor | None = None
         self._fingerprint: dict[str, Any] | None = None
@@ -186,14 +185,14 @@ class KVCache(Cache):
     def note(self, model: torch.nn.Module, ids: torch.Tensor | None) -> None:
         """A forward pass of a model with these new tokens begins."""
         held = self.get_seq_length()
-        if self._kept is not None and not self._forwards:
+        if self._kept is not None and self._pass is None:
             now = fingerprint(model)
             if self._fingerprint is not None and held:
                 compare(self._fingerprint, now, self._kept.directories[0])
             self._fingerprint = now
         if held == 0:
             self.store.x_rows = self._schedule(model, ids)
-        self._forwards = [*self._forwards[-255:], (0 if ids is None else ids.shape[1], time.perf_counter())]
+        self._time(ids)
         self.store.begin(held)
         for layer in self._stored:
             layer.pending = layer.inputs = None
@@ -269,8 +268,9 @@ class KVCache(Cache):
 
     def stats(self) -> dict[str, Any]:
         """Counters: tokens, bytes written and read, seconds of waiting and computing, the path that the bytes took; how many sequences keep
-        X, what was predicted when that was decided, and the measured time of a decoding step."""
+        X, what was predicted when that was decided, and the measured mean time of a decoding step."""
         devices = [device.stats() for device in self.store.spread.devices]
+        prefill, decode = self._spent[False], self._spent[True]
         totals = {
             name: sum(getattr(device, name) for device in devices)
             for name, value in asdict(devices[0]).items()
@@ -279,13 +279,19 @@ class KVCache(Cache):
         return {
             "tokens": self.get_seq_length(), "sequences": self.store.sequences, **totals, "memory_bytes": self.store.memory_bytes,
             "effective_path": self.store.spread.devices[0].effective_path, "x_rows": self.store.x_rows,
-            "decision": None if self.decision is None else self.decision.as_dict(), "step_s": self._step_seconds(),
+            "decision": None if self.decision is None else self.decision.as_dict(),
+            "prefill_tokens": prefill[0], "prefill_s": prefill[1], "decode_tokens": decode[0], "decode_s": decode[1],
+            "step_s": decode[1] / decode[2] if decode[2] else None,
         }  # fmt: skip
 
-    def _step_seconds(self) -> float | None:
-        """Median time from one decoding pass to the next, of the last ones."""
-        steps = [later - at for (n, at), (_, later) in pairwise(self._forwards) if n == 1]
-        return statistics.median(steps) if steps else None
+    def _time(self, ids: torch.Tensor | None) -> None:
+        """A pass lasts until the next one begins: sampling and the rest of `generate` count too."""
+        now = time.perf_counter()
+        if self._pass is not None and self.get_seq_length():
+            is_step, tokens, begun = self._pass
+            spent = self._spent[is_step]
+            self._spent[is_step] = [spent[0] + tokens, spent[1] + now - begun, spent[2] + 1]
+        self._pass = None if ids is None else (ids.shape[1] == 1, ids.numel(), now)
 
     def match(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
         """Keeps as much of the cache as a new prompt begins with, forgets the rest, and returns the number of tokens kept: call it before

@@ -224,8 +224,8 @@ class SsdCache:
         seen = step.visibility
         every = None if last is None else last.repeat(heads)
         queries = Queries(absorb(step.q, projection, step.scale), projection.hidden, every, seen.first_visible, seen.visible)
-        o, _ = self._gather(rows, queries)
-        return release(o, projection, heads)
+        o, lse = self._gather(rows, queries)
+        return release(o, lse, projection, heads)
 
     def _recompute(self, rows: LayerRows, step: Step, last: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         projection = step.projection
@@ -316,8 +316,13 @@ class SsdCache:
         if list(sequences[: len(kept)]) != kept:
             raise errors.InvalidInputError("beams that mix sequences kept as X with others", got=self.x_rows, fix="x_rows=0")
         self.forget_ahead()
-        for rows in self.every:
-            rows.select(kept if rows.layout.is_shared else [i - self.x_rows for i in sequences[len(kept) :]])
+        for every, chosen in ((self.x, kept), (self.kv, [i - self.x_rows for i in sequences[len(kept) :]])):
+            for number, rows in enumerate(every):
+                if rows is not None and chosen:
+                    rows.select(chosen)
+                elif rows is not None:
+                    rows.clear()
+                    every[number] = None
         self.x_rows = len(kept)
 
     def clear(self) -> None:

@@ -80,14 +80,16 @@ def absorb(q: torch.Tensor, projection: Projection, scale: float) -> torch.Tenso
     return moved.float().mul(scale).reshape(n_sequences, 1, heads * n, projection.hidden).contiguous()
 
 
-def release(o: torch.Tensor, projection: Projection, heads: int) -> torch.Tensor:
-    """Weighted sums of X rows, [sequences, 1, heads * n, hidden], as weighted sums of V: float32 [sequences, heads, n, dv]."""
+def release(o: torch.Tensor, lse: torch.Tensor, projection: Projection, heads: int) -> torch.Tensor:
+    """Weighted sums of X rows, [sequences, 1, heads * n, hidden], as weighted sums of V: float32 [sequences, heads, n, dv]. Where `lse`
+    says that nothing was seen, zeros."""
     n_sequences, _, flat, hidden = o.shape
     grouped = o.reshape(n_sequences, projection.n_heads, flat // projection.n_heads, hidden)
     weight = projection.v_weight.view(projection.n_heads, -1, hidden)
     moved = torch.matmul(grouped.to(weight.dtype), weight.transpose(-1, -2)).float()
     if projection.v_bias is not None:
-        moved = moved + projection.v_bias.float().view(projection.n_heads, 1, -1)
+        seen = lse.reshape(n_sequences, projection.n_heads, flat // projection.n_heads, 1) > float("-inf")
+        moved = moved + projection.v_bias.float().view(projection.n_heads, 1, -1) * seen
     return moved.reshape(n_sequences, heads, flat // heads, -1)
 
 

@@ -1,0 +1,96 @@
+"""``espnx generate``: a file of prompts through a model whose KV cache lies on SSD."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from .output import add_json_option, emit, json_document, render_table
+
+if TYPE_CHECKING:
+    from ..integrations.generation import Report
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, metavar="DIR", help="folder of a Hugging Face model with its tokenizer")
+    parser.add_argument("--prompts", required=True, metavar="FILE", help='a prompt a line, or .jsonl with {"id": ..., "prompt": ...}')
+    parser.add_argument("--storage", required=True, action="append", metavar="DIR", help="on the SSD; may be repeated, once for each SSD")
+    parser.add_argument(
+        "--out", metavar="FILE", help="results, a JSON line each; a second run goes on after them (default: PROMPTS.out.jsonl)"
+    )
+    parser.add_argument("--batch", type=int, default=4, metavar="N", help="prompts at a time, of like length (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
+    parser.add_argument("--num-beams", type=int, default=1, metavar="N", help="beam search (default: none)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="sample (default: take the likeliest token)")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
+    parser.add_argument(
+        "--prefill-chunk", type=int, metavar="N", help="read prompts N tokens at a time, to bound memory (default: at once)"
+    )
+    parser.add_argument(
+        "--x-rows", type=int, metavar="N", help="sequences that keep X instead of K and V (default: decided by measurement)"
+    )
+    parser.add_argument("--format", choices=("int8",), help="of stored rows; lossy (default: as the model computes them)")
+    parser.add_argument("--capacity", type=int, metavar="TOKENS", help="reserve space for so many tokens of each sequence at the start")
+    parser.add_argument("--memory", metavar="SIZE", help="stream weights that do not fit into so much (default: load them all)")
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="default: that of the checkpoint")
+    parser.add_argument("--engine", default="auto", help="auto, uring, posix (default: %(default)s)")
+    add_json_option(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    from ..integrations.generation import generate_file, load_model, read_prompts
+    from .progress import ProgressLine
+
+    prompts = read_prompts(args.prompts)
+    out = args.out or f"{args.prompts}.out.jsonl"
+    torch.manual_seed(args.seed)
+    generate_options: dict[str, Any] = {
+        "max_new_tokens": args.max_new_tokens,
+        "num_beams": args.num_beams,
+        "do_sample": args.temperature > 0,
+    }
+    if args.temperature > 0:
+        generate_options["temperature"] = args.temperature
+    if args.prefill_chunk:
+        generate_options["prefill_chunk_size"] = args.prefill_chunk
+    names = ("model", "max_new_tokens", "num_beams", "temperature", "seed", "format", "dtype")
+    settings = {name: getattr(args, name) for name in names}
+    cache_options = {"x_rows": args.x_rows, "format": args.format, "capacity_tokens": args.capacity, "engine": args.engine}
+    model, tokenizer = load_model(args.model, args.memory, getattr(torch, args.dtype) if args.dtype else None)
+    with ProgressLine() as progress:
+        report = generate_file(
+            model, tokenizer, prompts, out, args.storage, batch_size=args.batch, settings=settings, cache_options=cache_options,
+            generate_options=generate_options, progress=lambda done, total: progress.update("prompts", done, total),
+        )  # fmt: skip
+    emit(args, _text(report, out), json_document("generate", out=out, prompts=report.prompts, skipped=report.skipped, batches=report.stats))
+    return 0
+
+
+def _text(report: Report, out: str) -> str:
+    rows: list[tuple[str, object]] = [("results", out), ("prompts", f"{report.prompts} now, {report.skipped} before")]
+    if report.stats:
+        last = report.stats[-1]
+        for name in ("prefill", "decode"):
+            tokens, seconds = report.total(f"{name}_tokens"), report.total(f"{name}_s")
+            rows.append((name, f"{tokens:,.0f} tokens, {tokens / seconds:,.1f} tokens/s" if seconds else f"{tokens:,.0f} tokens"))
+        written, read, moved = (report.total(f"bytes_{name}") / 2**20 for name in ("written", "read", "moved"))
+        rows += [
+            ("bytes", f"{written:,.1f} MiB written, {read:,.1f} MiB asked, {moved:,.1f} MiB moved"),
+            ("effective path", last["effective_path"]),
+            ("waited for the disk", f"{report.total('waiting_s'):.1f} s"),
+            ("sequences kept as X", _decision(last)),
+        ]
+    return render_table(("", ""), rows)
+
+
+def _decision(stats: dict[str, Any]) -> str:
+    decision = stats["decision"]
+    if decision is None:
+        return f"{stats['x_rows']}, as asked"
+    text = f"{decision['x_rows']} ({decision['why']})"
+    if decision["predicted_s"]:
+        measured = "-" if stats["step_s"] is None else f"{stats['step_s']:.3f} s"
+        text += f"; a step predicted {decision['predicted_s'][decision['x_rows']]:.3f} s, measured {measured}"
+    return text

@@ -1,0 +1,121 @@
+"""``espnx plan``: what a model needs, by tier, and what its decoding will wait for, before anything runs."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+from ..errors import InvalidInputError
+from ..sizes import format_size, parse_size
+from .output import add_json_option, emit, json_document, render_table
+
+DESCRIPTION = """Sizes come from the configuration and the headers of the weights; nothing of the model is loaded. With --storage the
+disk is measured (a temporary file of at most 256 MiB, read past the page cache), and memory and matrix products for a moment each; the
+time of a decoding step is modelled from that as a lower bound: every byte and operation once, all resources at work at a time.
+
+  espnx plan --model llama-8b --batch 4 --context 128000 --memory 8GiB --storage /mnt/nvme
+  espnx plan --model config.json --batch 1 --context 32768"""
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def configure(parser: ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face model's folder, or a config.json alone")
+    parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences (default: %(default)s)")
+    parser.add_argument("--context", type=int, required=True, metavar="S", help="tokens of each prompt")
+    parser.add_argument("--new", type=int, default=1, metavar="N", help="tokens to generate for each (default: %(default)s)")
+    parser.add_argument("--memory", metavar="SIZE", help="for weights, such as 8GiB (default: as much as they take)")
+    parser.add_argument("--storage", metavar="DIR", help="where K and V will lie; it is measured (default: no times)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of weights, K and V (default: as stored, else as the config says)")
+    add_json_option(parser)
+
+
+def run(args: Namespace) -> int:
+    from dataclasses import asdict
+
+    try:
+        import torch
+
+        from ..integrations.streamed_plan import plan_model
+    except ImportError as error:
+        if error.name != "transformers":
+            raise
+        from ..errors import MissingDependencyError
+
+        raise MissingDependencyError("plan", got=str(error), expected="transformers", fix="pip install 'espnx[models]'") from error
+    memory = None if args.memory is None else parse_size(args.memory)
+    if memory == 0:
+        raise InvalidInputError("--memory", got=0, expected="a size above 0")
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    plan = plan_model(
+        args.model, batch=args.batch, context=args.context, new=args.new, memory_bytes=memory, storage=args.storage, dtype=dtype
+    )
+    rows = [*_sizes(asdict(plan), args), *_times(asdict(plan), plan.bound_by, args.batch)]
+    inputs = {"path": args.model, "batch": args.batch, "context": args.context, "new": args.new, "memory_bytes": memory}
+    kinds = {"sizes": "computed", "speeds": "measured", "seconds": "modelled"}
+    document = json_document("plan", inputs=inputs | {"storage": args.storage}, kinds=kinds, bound_by=plan.bound_by, **asdict(plan))
+    emit(args, render_table(("", "", ""), rows), document)
+    return 0
+
+
+def _sizes(plan: dict[str, Any], args: Namespace) -> list[tuple[str, str, str]]:
+    model, weights, kv = plan["model"], plan["weights"], plan["kv"]
+    layers = f"{weights['layers_resident']} of {model['layers']} layers"
+    tokens = f"{args.batch} x {args.context + args.new:,} tokens"
+    rows = [
+        ("model", model["class"], f"{model['parameters']:,} parameters, {model['dtype']}"),
+        (
+            "weights",
+            format_size(weights["total_bytes"]),
+            f"from {model['sizes_from']}; the least memory: {format_size(weights['least_memory_bytes'])}",
+        ),
+        ("  in memory", format_size(weights["resident_bytes"]), f"{layers}, and all outside them"),
+        ("  streamed", format_size(weights["streamed_bytes"]), f"{weights['layers_streamed']} layers, read in each forward pass"),
+        ("  buffers", format_size(weights["buffer_bytes"]), "that they are read into"),
+        (
+            "K and V",
+            format_size(kv["total_bytes"]),
+            f"{tokens}, {format_size(kv['bytes_per_token'])} a token in {kv['layers_on_ssd']} layers",
+        ),
+        ("  on SSD", format_size(kv["ssd_bytes"]), "whole blocks"),
+        ("  in memory", format_size(kv["memory_tail_bytes"] + kv["memory_checksum_bytes"]), "newest tokens and checksums, at most"),
+        ("  buffers", format_size(kv["memory_buffer_bytes"]), "read ahead, for each directory"),
+    ]
+    if kv["layers_with_window"]:
+        rows.append(("  windows", format_size(kv["memory_window_bytes"]), f"{kv['layers_with_window']} sliding layers, in memory"))
+    if kv["layers_of_other_kinds"]:
+        rows.append(("  states", "n/a", f"{kv['layers_of_other_kinds']} layers that keep no rows for each token"))
+    ratio = kv["x_to_kv_ratio"]
+    says = "X would take less than K and V" if ratio < 1 else "X would not save anything"
+    rows.append(("X instead", format_size(kv["x_ssd_bytes"]), f"r = hidden / (2 n_kv d) = {ratio:.4g}: {says}"))
+    return rows
+
+
+def _times(plan: dict[str, Any], bound_by: str | None, batch: int) -> list[tuple[str, str, str]]:
+    step, speeds, seconds = plan["step"], plan["speeds"], plan["seconds"]
+    needs = {
+        "disk": step["read_bytes"], "disk of weights": step["read_weight_bytes"], "disk of K and V": step["read_kv_bytes"],
+        "memory": step["memory_bytes"],
+    }  # fmt: skip
+    if bound_by is None:
+        return [
+            ("last step", "n/a", "needs --storage DIR: nothing was measured"),
+            ("  disk", "n/a", f"{format_size(step['read_bytes'])} / bandwidth"),
+            ("  memory", "n/a", f"{format_size(step['memory_bytes'])} / bandwidth"),
+            ("  compute", "n/a", f"{step['operations']:.4g} operations / rate"),
+        ]
+    of = {
+        "disk": "storage_bytes_per_s", "disk of weights": "weights_bytes_per_s", "disk of K and V": "storage_bytes_per_s",
+        "memory": "memory_bytes_per_s",
+    }  # fmt: skip
+    longest = seconds[bound_by]
+    rate = f"at most {batch / longest:.4g} tokens a second" if longest else "nothing to wait for"
+    rows = [("last step", f"{longest:.4g} s", f"at least (modelled), bound by {bound_by}: {rate}")]
+    for name, value in seconds.items():
+        if name == "compute":
+            how = f"{step['operations']:.4g} operations at {speeds['gemm_operations_per_s'] / 1e9:.4g} G/s (measured)"
+        else:
+            path = f" by {speeds['storage_path']}" if name.startswith("disk") else ""
+            how = f"{format_size(needs[name])} at {format_size(speeds[of[name]])}/s (measured{path})"
+        rows.append((f"  {name}", f"{value:.4g} s", how))
+    return rows

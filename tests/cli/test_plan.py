@@ -1,0 +1,162 @@
+"""``espnx plan``: sizes that what really happens confirms, times only where something was measured, and wrong usage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from espnx.cli.main import main
+from espnx.integrations.streamed import load_streamed
+from espnx.integrations.transformers import KVCache, enable
+from espnx.storage import weights_speed
+
+SHAPE = {"hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "vocab_size": 97}
+GQA = {**SHAPE, "intermediate_size": 96, "num_key_value_heads": 2}
+CONFIGS = {
+    "llama": transformers.LlamaConfig(**GQA),
+    "mixtral": transformers.MixtralConfig(**GQA, num_local_experts=4, num_experts_per_tok=2),
+    "opt": transformers.OPTConfig(**SHAPE, ffn_dim=96, word_embed_proj_dim=64, max_position_embeddings=256),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    where = tmp_path_factory.mktemp("models")
+    transformers.utils.logging.disable_progress_bar()
+    for name, config in CONFIGS.items():
+        AutoModelForCausalLM.from_config(config).save_pretrained(where / name, max_shard_size="60KB")
+    return {name: where / name for name in CONFIGS}
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    code = main(["plan", *map(str, words), "--json", "-"])
+    out = capsys.readouterr()
+    assert code == 0, out.err
+    return json.loads(out.out)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("extra", [None, 0, 150_000])
+def test_the_weights_are_what_load_streamed_takes(name: str, extra: int | None, folders: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = folders[name]
+    free = plan(capsys, "--model", folder, "--context", 1)
+    memory = free["weights"]["memory_bytes"] if extra is None else free["weights"]["least_memory_bytes"] + extra
+    weights = plan(capsys, "--model", folder, "--context", 1, "--memory", memory)["weights"]
+    model = load_streamed(folder, memory)
+    with torch.no_grad():
+        model(torch.ones((1, 3), dtype=torch.int64))
+    stats = model.espnx_stats()
+    model.espnx_weights.close()
+    whole = AutoModelForCausalLM.from_pretrained(folder)
+    assert weights["total_bytes"] == sum(p.numel() * p.element_size() for p in whole.parameters())
+    assert weights["resident_bytes"] + weights["streamed_bytes"] == weights["total_bytes"]
+    for key in ("layers_resident", "layers_streamed"):
+        assert weights[key] == stats[key]
+    assert weights["memory_bytes"] == stats["planned_bytes"] <= memory
+    assert weights["read_bytes_per_pass"] == stats["bytes_per_pass"]
+    assert weights["buffer_bytes"] >= stats["buffer_bytes"] > weights["buffer_bytes"] * 0.9 or stats["buffer_bytes"] == 0
+    assert (extra is None) == (weights["layers_streamed"] == 0)
+
+
+@pytest.mark.parametrize(("name", "ratio"), [("llama", 1.0), ("opt", 0.5)])
+def test_k_and_v_are_what_the_cache_stores(
+    name: str, ratio: float, folders: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch, tokens = 3, 129
+    kv = plan(capsys, "--model", folders[name], "--batch", batch, "--context", tokens - 1, "--new", 1)["kv"]
+    model = enable(AutoModelForCausalLM.from_pretrained(folders[name]))
+    with KVCache(model.config, tmp_path, x_rows=0) as cache, torch.no_grad():
+        model(torch.ones((batch, tokens), dtype=torch.int64), past_key_values=cache)
+        stats = cache.stats()
+        assert kv["ssd_bytes"] == stats["bytes_written"]
+        assert cache.store.memory_bytes <= kv["memory_tail_bytes"] + kv["memory_checksum_bytes"]
+    rows = batch * 5 * tokens * 2 * (2 if name == "llama" else 4) * 16 * 4  # layers, K and V, KV heads, d, fp32
+    assert kv["total_bytes"] == rows
+    assert kv["bytes_per_token"] * batch * tokens == rows
+    assert kv["x_to_kv_ratio"] == ratio
+    assert kv["x_bytes_per_token"] == 5 * 64 * 4
+
+
+def test_a_config_alone_is_enough(folders: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    file = folders["mixtral"] / "config.json"
+    alone = plan(capsys, "--model", file, "--context", 7)
+    whole = plan(capsys, "--model", folders["mixtral"], "--context", 7)
+    assert alone["model"] | {"sizes_from": "headers"} == whole["model"]
+    assert alone["model"]["sizes_from"] == "config"
+    assert alone["weights"]["total_bytes"] == whole["weights"]["total_bytes"]
+    assert alone["kv"] == whole["kv"]
+    half = plan(capsys, "--model", file, "--context", 7, "--dtype", "bfloat16")
+    assert 2 * half["weights"]["total_bytes"] == whole["weights"]["total_bytes"]
+
+
+def test_windows_stay_in_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers.MistralConfig(**GQA, sliding_window=8).save_pretrained(tmp_path)
+    kv = plan(capsys, "--model", tmp_path / "config.json", "--batch", 2, "--context", 100)["kv"]
+    assert kv["ssd_bytes"] == kv["layers_on_ssd"] == 0
+    assert kv["memory_window_bytes"] == kv["total_bytes"] == 2 * 5 * 7 * 2 * 2 * 16 * 4
+
+
+def test_without_storage_there_are_no_times(folders: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    document = plan(capsys, "--model", folders["llama"], "--context", 100)
+    assert document["speeds"] == document["seconds"] == {}
+    assert document["bound_by"] is None
+    assert main(["plan", "--model", str(folders["llama"]), "--context", "100"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines[-3:]] == ["n/a"] * 3
+
+
+def test_the_bound_follows_from_what_was_measured(
+    folders: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_speed, "PROBE_BYTES", (5 << 20) + 4096)
+    monkeypatch.setattr(weights_speed, "_RUN_S", 0.01)
+    words = ("--model", folders["opt"], "--batch", 2, "--context", 200, "--storage", tmp_path)
+    smallest = plan(capsys, *words)["weights"]["least_memory_bytes"]
+    document = plan(capsys, *words, "--memory", smallest)
+    step, speeds, seconds = document["step"], document["speeds"], document["seconds"]
+    assert list(tmp_path.iterdir()) == []  # the probe is gone
+    assert speeds["probe_bytes"] == (5 << 20) + 4096
+    assert step["read_bytes"] == document["weights"]["read_bytes_per_pass"] + document["kv"]["ssd_bytes"] > 0
+    assert seconds["disk"] == pytest.approx(step["read_bytes"] / speeds["storage_bytes_per_s"])
+    assert seconds["compute"] == pytest.approx(step["operations"] / speeds["gemm_operations_per_s"])
+    assert document["bound_by"] == max(seconds, key=lambda name: seconds[name])
+    assert document["kinds"] == {"sizes": "computed", "speeds": "measured", "seconds": "modelled"}
+    assert main(["plan", *map(str, words)]) == 0
+    assert "bound by" in capsys.readouterr().out
+
+
+def test_operations_are_two_for_each_weight_and_token(folders: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    step = plan(capsys, "--model", folders["mixtral"], "--batch", 3, "--context", 10, "--new", 2)["step"]
+    attention, expert = 64 * 64 * 2 + 64 * 32 * 2, 3 * 64 * 96
+    per_layer = attention + 2 * expert + 4 * 64 + 2 * 64  # two of four experts, router, norms
+    used = 5 * per_layer + 97 * 64 + 64  # head and last norm; the embedding is looked up
+    assert step["operations"] == 2 * 3 * used + 2 * 3 * 5 * 4 * 32 * 12
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("--model", "/absent", "--context", "1"), 2, "config.json"),
+        (("--model", "{llama}", "--context", "0"), 2, "context"),
+        (("--model", "{llama}", "--context", "1", "--batch", "0"), 2, "batch"),
+        (("--model", "{llama}", "--context", "1", "--memory", "0"), 2, "--memory"),
+        (("--model", "{llama}", "--context", "1", "--memory", "1KiB"), 2, "at least"),
+        (("--model", "{llama}", "--context", "1", "--memory", "much"), 2, "cannot read a size"),
+        (("--model", "{llama}", "--context", "1", "--storage", "/absent"), 1, "cannot write"),
+        (("--model", "{llama}"), 2, "--context"),
+    ],
+)
+def test_wrong_usage(words: tuple[str, ...], code: int, message: str, folders: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    filled = [word.replace("{llama}", str(folders["llama"])) for word in words]
+    try:
+        got = main(["plan", *filled])
+    except SystemExit as error:
+        got = int(error.code or 0)
+    assert got == code
+    assert message in capsys.readouterr().err
