@@ -58,6 +58,39 @@ def _not_finite(p, values, seen):
     return tl.where(nans > 0, float("nan"), added)
 
 
+@triton.jit
+def _rescaled(best, total, scores):
+    """Online softmax: (the new peaks, the new sums, what older sums are worth now, the scores' weights)."""
+    above = tl.maximum(best, tl.max(scores, axis=1))
+    # A query that has seen no row yet has no peak to subtract.
+    peak = tl.where(above == float("-inf"), 0.0, above)
+    alpha = tl.exp(best - peak)
+    p = tl.exp(scores - peak[:, None])
+    return above, total * alpha + tl.sum(p, axis=1), alpha, p
+
+
+@triton.jit
+def _store_state(o_ptr, lse_ptr, place, is_query, best, total, sums, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Writes o, normalised, and its log-sum-exp; zeros and -inf for a query that saw nothing."""
+    is_empty = total == 0
+    column = tl.arange(0, BLOCK_DV)
+    o = tl.where(is_empty[:, None], 0.0, sums / total[:, None])
+    tl.store(o_ptr + place[:, None] * DV + column[None, :], o, mask=is_query[:, None] & (column < DV)[None, :])
+    tl.store(lse_ptr + place, tl.where(is_empty, float("-inf"), best + tl.log(total)), mask=is_query)
+
+
+@triton.jit
+def _v_begins(block_rows, K_BEGIN: tl.constexpr, D: tl.constexpr, FORMAT: tl.constexpr, IS_X: tl.constexpr, ITEM_BYTES: tl.constexpr):
+    """Where the V rows of a block begin, and their scales."""
+    v_scale_begin = K_BEGIN + block_rows * D * ITEM_BYTES
+    v_begin = v_scale_begin
+    if FORMAT == "int8":
+        v_begin += 4 * block_rows
+    if IS_X:
+        v_begin = v_scale_begin * 0 + K_BEGIN
+    return v_begin, v_scale_begin
+
+
 @triton.jit(do_not_specialize=["n_kv", "n_queries", "q_len", "n_blocks", "block_rows", "split_rows", "visible_stride"])
 def attention_kernel(
     query_ptr,
@@ -102,13 +135,7 @@ def attention_kernel(
     last = tl.zeros([BLOCK_Q], dtype=tl.int64) + n_rows
     if HAS_LAST:
         last = tl.load(last_position_ptr + sequence * q_len + q % q_len, mask=is_query, other=-1)
-    v_scale_begin = K_BEGIN + block_rows * D * ITEM_BYTES
-    v_begin = v_scale_begin
-    if FORMAT == "int8":
-        v_begin += 4 * block_rows
-    if IS_X:
-        v_begin = v_scale_begin * 0 + K_BEGIN
-
+    v_begin, v_scale_begin = _v_begins(block_rows, K_BEGIN, D, FORMAT, IS_X, ITEM_BYTES)
     best = tl.full([BLOCK_Q], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_Q], dtype=tl.float32)
     sums = tl.zeros([BLOCK_Q, BLOCK_DV], dtype=tl.float32)
@@ -124,22 +151,12 @@ def attention_kernel(
         keys = _rows_tile(base, K_BEGIN, 0, in_block, is_row, D, BLOCK_D, FORMAT, False)
         seen = is_query[:, None] & is_row[None, :] & (t[None, :] <= last[:, None])
         scores = tl.where(seen, tl.dot(query, tl.trans(keys), input_precision=PRECISION), float("-inf"))
-        above = tl.maximum(best, tl.max(scores, axis=1))
-        # A query that has seen no row yet has no peak to subtract.
-        peak = tl.where(above == float("-inf"), 0.0, above)
-        alpha = tl.exp(best - peak)
-        p = tl.exp(scores - peak[:, None])
-        best = above
-        total = total * alpha + tl.sum(p, axis=1)
+        best, total, alpha, p = _rescaled(best, total, scores)
         values = _rows_tile(base, v_begin, v_scale_begin, in_block, is_row, DV, BLOCK_DV, FORMAT, True)
         is_finite = tl.abs(values) < float("inf")
         sums = sums * alpha[:, None] + tl.dot(p, tl.where(is_finite, values, 0.0), input_precision=PRECISION)
         if tl.min(tl.min(is_finite.to(tl.int32), axis=1), axis=0) == 0:
             sums += _not_finite(p, values, seen)
 
-    is_empty = total == 0
-    column = tl.arange(0, BLOCK_DV)
     place = (split * tl.num_programs(0) + head) * n_queries + q
-    o = tl.where(is_empty[:, None], 0.0, sums / total[:, None])
-    tl.store(o_ptr + place[:, None] * DV + column[None, :], o, mask=is_query[:, None] & (column < DV)[None, :])
-    tl.store(lse_ptr + place, tl.where(is_empty, float("-inf"), best + tl.log(total)), mask=is_query)
+    _store_state(o_ptr, lse_ptr, place, is_query, best, total, sums, DV, BLOCK_DV)

@@ -12,6 +12,10 @@ ESPNX_LEVEL inline Vec load_some(const uint8_t* row, int64_t k, int64_t n) {
   return n >= kWidth ? v_decode<kFormat>(row, k) : v_decode_half<kFormat>(row, k);
 }
 
+ESPNX_LEVEL inline void prefetch(const uint8_t* bytes, int64_t n_bytes) {
+  for (int64_t at = 0; at < n_bytes; at += 64) __builtin_prefetch(bytes + at, 0, 2);
+}
+
 template <RowFormat kFormat, int kQueries, int kRows>
 ESPNX_LEVEL inline void score_block(const float* q, const uint8_t* rows, int64_t row_bytes, int64_t d, float* scores) {
   Vec sum[kQueries][kRows];
@@ -56,6 +60,7 @@ ESPNX_LEVEL void score_some(const float* q, const RowSpan& span, int64_t d, floa
   const int64_t row_bytes = d * item_bytes(kFormat);
   int64_t t = 0;
   for (; t + 4 <= span.n; t += 4) {
+    if (span.ahead != nullptr) prefetch(span.ahead + t * span.ahead_row_bytes, 4 * span.ahead_row_bytes);
     score_block<kFormat, kQueries, 4>(q, span.rows + t * row_bytes, row_bytes, d, scores + t);
   }
   for (; t < span.n; ++t) score_block<kFormat, kQueries, 1>(q, span.rows + t * row_bytes, row_bytes, d, scores + t);
@@ -87,7 +92,9 @@ ESPNX_LEVEL inline void weigh_block(const WeighTask& task, int64_t c) {
   const float* p = task.p;
   for (int64_t s = 0; s < task.n_spans; ++s) {
     const uint8_t* row = task.spans[s].rows;
+    const uint8_t* ahead = c == 0 && task.is_first ? task.spans[s].ahead : nullptr;
     for (int64_t t = 0; t < task.spans[s].n; ++t, row += task.row_bytes, p += task.p_row_stride) {
+      if (ahead != nullptr) prefetch(ahead + t * task.spans[s].ahead_row_bytes, task.spans[s].ahead_row_bytes);
       Vec value[kVectors];
 #pragma GCC unroll 8
       for (int j = 0; j < kVectors; ++j) {

@@ -50,6 +50,10 @@ struct RowSpan {
   const uint8_t* rows;
   const uint8_t* scales;  // int8 only, fp32: per channel where the rows are K, per row where they are V
   int64_t n;
+  // What will be read next, as many rows: prefetched row by row on the way, since blocks of K and V in turn defeat the
+  // prefetchers.
+  const uint8_t* ahead;  // any address, or nullptr
+  int64_t ahead_row_bytes;
 };
 
 struct DecodeTask {
@@ -72,6 +76,7 @@ struct WeighTask {
   int64_t o_stride;
   float* out;
   int64_t out_stride;
+  bool is_first;  // of the calls that read these rows: the one that prefetches
 };
 
 // scores[s][t][lane] is set to (or, with `add`, increased by) the products of strips and decoded rows over n_k values.

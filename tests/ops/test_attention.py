@@ -188,6 +188,25 @@ def test_large_and_tiny_scores(cpu_level: str) -> None:
 
 
 @LEVELS
+@pytest.mark.parametrize("q_len", [8, 4000])
+def test_exponential(cpu_level: str, q_len: int) -> None:
+    """Two rows with scores of 0 and -x, exactly: ``o = e / (1 + e)`` shows e = exp(-x), good to 2 units in the last place (2^-22)."""
+    case = make_case(n_rows=[2], d=8, n_kv=1, block_rows=2, fmt="fp32", q_len=q_len)
+    rows = torch.zeros(2, 2, 8)  # of K, then of V
+    rows[0, 1, 0], rows[1, 1, :] = -1.0, 1.0
+    case.buffer = rows.view(torch.uint8).flatten()
+    case.table, case.scale = torch.zeros(1, 1, 1, dtype=torch.int64), 1.0
+    x = torch.linspace(0, 100, q_len)
+    case.query = torch.zeros(1, 1, q_len, 8)
+    case.query[..., 0] = x
+    o, _ = case.run()
+    e = torch.exp(-x.double())
+    expected = e / (1 + e)
+    error = (o[0, 0, :, 0] - expected).abs()
+    assert bool((error <= (2.0**-22 + 4 * U) * expected + 2.0**-125).all())  # with the roundings of 1 + e and of the quotient
+
+
+@LEVELS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_dtypes_of_the_query(cpu_level: str, dtype: torch.dtype) -> None:
     case = make_case(n_rows=[100], q_len=3)

@@ -1,4 +1,4 @@
-"""The Triton version of attention: in Triton's interpreter against the reference, and compiled ahead of time, which needs no GPU.
+"""The Triton version of attention in Triton's interpreter, against the reference.
 
 Triton decides between interpreter and compiler when it is imported, so one of the tests here runs the others' file in a process of its own.
 """
@@ -15,25 +15,13 @@ import pytest
 import torch
 
 from espnx.errors import InvalidInputError
-from espnx.ops.attention.cuda import attention_triton, launch_shape, row_constants
+from espnx.ops.attention.cuda import attention_triton
 from tests.ops.test_attention import FORMATS, Case, assert_close, causal, make_case
 
 pytest.importorskip("triton", reason="triton has no wheel for this machine's processor")
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Triton 3.6 needs NumPy below 2.4 for its interpreter, and there it warns.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
-SHARED_BYTES_MAX = {80: 163 * 1024, 90: 227 * 1024}
-TYPES = {
-    "query_ptr": "*fp32",
-    "buffer_ptr": "*u8",
-    "block_offset_bytes_ptr": "*i64",
-    "n_rows_ptr": "*i64",
-    "visible_ptr": "*u8",
-    "last_position_ptr": "*i64",
-    "o_ptr": "*fp32",
-    "lse_ptr": "*fp32",
-    **dict.fromkeys(("n_kv", "n_queries", "q_len", "n_blocks", "block_rows", "split_rows", "visible_stride"), "i32"),
-}
 # Tensor cores add with truncation and take products in three TF32 parts, off by 2^-21 at most; so do two results that are merged.
 PRECISION = {"unit": 2.0**-23, "product_error": 2.0**-20}
 
@@ -100,36 +88,6 @@ def test_in_the_interpreter(pytestconfig: pytest.Config, tmp_path: Path) -> None
     finished = subprocess.run(command, cwd=pytestconfig.rootpath, env=environment, capture_output=True, text=True, timeout=110)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "16 passed" in finished.stdout
-
-
-@pytest.mark.skipif(IS_INTERPRETED, reason="[triton] compiles")
-@pytest.mark.parametrize("capability", SHARED_BYTES_MAX)
-@pytest.mark.parametrize(
-    ("fmt", "d", "dv", "n_queries", "align_bytes"),
-    [("fp16", 128, 128, 1, 16), ("fp16", 128, 128, 200, 16), ("bf16", 64, 64, 8, 16), ("int8", 128, 128, 8, 16),
-     ("fp32", 256, 256, 64, 16), ("fp16", 256, 0, 64, 16), ("fp16", 24, 8, 3, 2)],
-)  # fmt: skip
-def test_compiled_ahead_of_time(
-    capability: int, fmt: str, d: int, dv: int, n_queries: int, align_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from espnx.kernels.attention import attention_kernel
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    switches = {"HAS_VISIBLE": align_bytes == 2, "HAS_LAST": n_queries > 8, "ALIGN_BYTES": align_bytes}
-    constants = {**row_constants(fmt, d, dv), **launch_shape(n_queries, d, dv or d), **switches}
-    signature = {name: TYPES.get(name, "constexpr") for name in attention_kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(attention_kernel.arg_names) if name.endswith("_ptr")}
-    source = ASTSource(fn=attention_kernel, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"enable_fp_fusion": True, "num_stages": 1}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    assert compiled.asm["cubin"][:4] == b"\x7fELF"
-    assert compiled.metadata.shared <= SHARED_BYTES_MAX[capability]
-    uses_tensor_cores = "tf32" in compiled.asm["ptx"]
-    assert uses_tensor_cores == (fmt != "fp32"), "rows of 16 bits and fewer belong on tensor cores; fp32 must not be rounded to TF32"
 
 
 def test_what_cuda_refuses() -> None:

@@ -122,7 +122,7 @@ def _merged(o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 def _alignment(buffer: torch.Tensor, block_offset_bytes: torch.Tensor, n_rows: torch.Tensor, block_rows: int, fmt: str) -> int:
-    """What every needed block's address is a multiple of: 16, or the element's size (int8: that of the scales). Raises InvalidInputError."""
+    """What every needed block's address is a multiple of: 16, or the size of an element (int8: of a scale). Raises InvalidInputError."""
     element_bytes = max(ROW_FORMATS[fmt].itemsize, 4 if fmt == "int8" else 1)
     needed = torch.arange(block_offset_bytes.shape[2], device=n_rows.device) * block_rows < n_rows[:, None]
     needed = needed[:, None, :].to(block_offset_bytes.device).expand_as(block_offset_bytes)
