@@ -28,7 +28,8 @@ class Extents:
     def __init__(self, engine: NativeEngine, file: FileHandle, reserved_bytes: int = 0):
         self._engine, self._file = engine, file
         self._free: list[tuple[int, int]] = []  # (offset, size), sorted, never adjacent
-        self.used_bytes = self.size_bytes = self._promised_bytes = 0
+        self.used_bytes = self.size_bytes = 0
+        self._is_reserved = False
         if reserved_bytes:
             self.reserve(reserved_bytes)
 
@@ -68,21 +69,17 @@ class Extents:
 
     def shrink(self) -> None:
         """Cuts off what nobody has taken at the end of the file, unless it was reserved."""
-        if self._free and sum(self._free[-1]) == self.size_bytes and not self._promised_bytes:
+        if self._free and sum(self._free[-1]) == self.size_bytes and not self._is_reserved:
             offset, _ = self._free.pop()
             self._engine.truncate(self._file, offset)
             self.size_bytes = offset
 
     def reserve(self, size_bytes: int) -> None:
-        """Makes sure that `size_bytes` more can be taken. Raises DiskFullError with bytes needed and free."""
-        self._promised_bytes += size_bytes
-        missing = self._promised_bytes - self.size_bytes
+        """Makes sure that there is room for `size_bytes` beside what is taken now. Raises DiskFullError with bytes needed and free."""
+        missing = size_bytes - (self.size_bytes - self.used_bytes)
         if missing > 0:
-            try:
-                self._grow(missing)
-            except BaseException:
-                self._promised_bytes -= size_bytes
-                raise
+            self._grow(missing)
+        self._is_reserved = True
 
     def _grow(self, by_bytes: int) -> None:
         free_bytes = load_native().free_bytes(os.fsencode(os.path.dirname(self._file.path) or "."))

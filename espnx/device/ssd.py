@@ -109,11 +109,11 @@ class SsdDevice:
             layout.pack(k, v, memory.view(n_sequences, len(heads), blocks, layout.block_bytes))
             sums = _sums(memory, layout.block_bytes).reshape(n_sequences, len(heads), blocks)
             plan = Plan.of(self._file, [offset], [total_bytes], [0])
-            future = self.engine.write(plan, memory, deadline_s=self._deadline_s)
+            writing = _Write(self.engine, plan, memory, self._deadline_s)
         except BaseException:
             self.extents.give_back(offset, total_bytes)
             raise
-        found = [Segment(layout, heads, n_rows, offset + i * each_bytes, sums[i], future) for i in range(n_sequences)]
+        found = [Segment(layout, heads, n_rows, offset + i * each_bytes, sums[i], writing) for i in range(n_sequences)]
         self._writing.extend((segment, each_bytes) for segment in found)
         self._writing_bytes += total_bytes
         self._counts.bytes_written += total_bytes
@@ -125,7 +125,7 @@ class SsdDevice:
         while self._writing and (self._writing_bytes > max(keep_bytes, 0) or self._writing[0][0].writing is None):
             segment, size_bytes = self._writing[0]
             if segment.writing is not None:
-                segment.writing.wait()  # raises what the write raised; the segment stays in line and raises again
+                segment.writing.wait()  # raises what the write raised; the segment stays in line, and its rows are written again
             self._writing.popleft()
             self._writing_bytes -= size_bytes
             segment.writing = None
@@ -139,11 +139,9 @@ class SsdDevice:
 
     def release(self, segment: Segment) -> None:
         if segment.size_bytes:
-            if segment.writing is not None:
-                with contextlib.suppress(errors.EspnxError):
-                    segment.writing.wait()
-                segment.writing = None
-            if segment.place not in self._pinned:
+            is_over = segment.writing is None or segment.writing.end()
+            segment.writing = None
+            if segment.place not in self._pinned and is_over:
                 self.extents.give_back(segment.place, segment.size_bytes)
 
     def pin(self, places: dict[int, int]) -> None:
@@ -236,6 +234,39 @@ class SsdDevice:
             self.engine.close()
         else:
             self.engine.close_file(self._file)
+
+
+class _Write:
+    """Rows under way to a device. Where that fails, whoever waits is told once, and they are written again from the same memory: they may
+    be nowhere else."""
+
+    def __init__(self, engine: NativeEngine, plan: Plan, memory: torch.Tensor, deadline_s: float):
+        self._engine, self._plan, self._memory, self._deadline_s = engine, plan, memory, deadline_s
+        self._future = engine.write(plan, memory, deadline_s=deadline_s)
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> None:
+        """Raises what the write raised."""
+        try:
+            self._future.wait()
+        except errors.StorageError:
+            self._future = self._engine.write(self._plan, self._memory, deadline_s=self._deadline_s)
+            raise
+
+    def end(self) -> bool:
+        """Waits, whatever comes of it. False where the device may still write to the place: nothing else may be put there."""
+        try:
+            self._future.wait()
+        except errors.DeadlineExceededError:
+            return False
+        except errors.EspnxError:
+            return True
+        return True
+
+    def cancel(self) -> None:
+        self._future.cancel()
 
 
 def attend_rows(stream: Any, ticket: int, queries: Queries, tail: Tail | None, threads: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -59,6 +59,10 @@ def espnx_attention(
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise errors.InvalidInputError(f"attention of {type(module).__name__}", got=name, expected="plain scaled dot products")
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise errors.InvalidInputError(
+            "attention mask", got=f"{attention_mask.dim()} dimensions", expected="[sequences, positions]", fix="pass the padding mask"
+        )
     if dropout:
         raise errors.InvalidInputError("attention dropout", got=dropout, expected=0.0, fix="model.eval()")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)

@@ -42,6 +42,7 @@ class GroupedCache(Cache):
         super().__init__(layers=caches[0].layers)
         self.caches = list(caches)
         self.sizes: list[int] = []
+        self._held: list[int] = []  # tokens in each cache when the forward pass under way began
 
     def begin(self, model: nn.Module, rows: int, ids: torch.Tensor | None) -> None:
         """A forward pass of a model with so many rows begins."""
@@ -51,9 +52,20 @@ class GroupedCache(Cache):
             self.sizes = _sizes(rows, len(self.caches))
         if len(self.sizes) != len(self.caches):
             raise errors.InvalidInputError("rows of a batch", got=rows, expected=f"at least {len(self.caches)}, one for each cache")
+        self._held = [cache.get_seq_length() for cache in self.caches]
         for cache, part in zip(self.caches, [None] * len(self.sizes) if ids is None else ids.split(self.sizes), strict=True):
             if isinstance(cache, KVCache):
                 cache.note(model, part)
+
+    def undo(self) -> None:
+        """Takes the forward pass under way out of all caches, but for layers that keep a window or a state."""
+        for cache, held in zip(self.caches, self._held, strict=True):
+            if isinstance(cache, KVCache):
+                cache.store.crop(held)
+            else:
+                for layer in cache.layers:
+                    if type(layer) is DynamicLayer and layer.get_seq_length() > held:
+                        layer.crop(held - layer.get_seq_length())
 
     def reset(self) -> None:
         self.sizes = []
@@ -150,10 +162,15 @@ def _in_parts(layer: nn.Module, forward: Callable[..., Any], number: int, n: int
         split = {name: _split(layer, name, value, rows, sizes) for name, value in flat.items() if name not in _CACHES}
         caches = _split_cache(cache, number, sizes)
         outputs = []
-        for i, part in enumerate(caches):
-            own = {name: values[i] for name, values in split.items()}
-            own |= {name: part for name in _CACHES if flat.get(name) is not None}
-            outputs.append(forward(**own))
+        try:
+            for i, part in enumerate(caches):
+                own = {name: values[i] for name, values in split.items()}
+                own |= {name: part for name in _CACHES if flat.get(name) is not None}
+                outputs.append(forward(**own))
+        except BaseException:
+            if isinstance(cache, GroupedCache):
+                cache.undo()
+            raise
         _join_cache(cache, number, caches)
         return _join(outputs)
 
@@ -231,8 +248,7 @@ def undo(cache: Cache, number: int, tokens: int) -> None:
     Layers that keep a window or a state have forgotten what they held before; they stay as they are.
     """
     if isinstance(cache, GroupedCache):
-        for part in cache.caches:
-            undo(part, number, tokens)
+        cache.undo()
     elif isinstance(cache, KVCache):
         stored = [i for i, layer in enumerate(cache.layers) if isinstance(layer, StoredLayer)]
         if stored and stored[0] < number:

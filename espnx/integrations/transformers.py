@@ -7,6 +7,7 @@ Sliding-window, linear and other layers that hold little stay the framework's ow
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 import weakref
@@ -64,7 +65,8 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
         )  # fmt: skip
     if not getattr(model, "_espnx_hooks", None):
         hooks = [module.register_forward_pre_hook(_note_input, with_kwargs=True) for module in attention_modules(model)]
-        model._espnx_hooks = [model.register_forward_pre_hook(_note_forward, with_kwargs=True), *hooks]
+        whole = {id(part): part for part in (model, model.base_model)}.values()  # either may be called
+        model._espnx_hooks = [*(part.register_forward_pre_hook(_note_forward, with_kwargs=True) for part in whole), *hooks]
     return model
 
 
@@ -115,7 +117,8 @@ class KVCache(Cache):
         self._masks: tuple[torch.Tensor | None, int, Visibility] | None = None
         self._hidden: torch.Tensor | None = None
         self._fingerprint: dict[str, Any] | None = None
-        self._closed = False
+        self._closed = self._noted = False
+        self._before: list[dict[str, Any]] = []
         layers: list[Any] = []
         for number, (kind, more) in enumerate(zip(kinds, arguments, strict=True)):
             if kind == "full_attention":
@@ -184,6 +187,10 @@ class KVCache(Cache):
 
     def note(self, model: torch.nn.Module, ids: torch.Tensor | None) -> None:
         """A forward pass of a model with these new tokens begins."""
+        if self._noted:  # by the model around this one
+            return
+        for layer in self._stored:
+            layer.pending = layer.inputs = None
         held = self.get_seq_length()
         if self._kept is not None and self._pass is None:
             now = fingerprint(model)
@@ -194,8 +201,11 @@ class KVCache(Cache):
             self.store.x_rows = self._schedule(model, ids)
         self._time(ids)
         self.store.begin(held)
-        for layer in self._stored:
-            layer.pending = layer.inputs = None
+        self._noted = True
+        # An update makes new tensors where it appends, and changes old ones in layers of other kinds.
+        self._before = [
+            dict(vars(layer)) if isinstance(layer, CacheLayerMixin) else copy.deepcopy(vars(layer)) for layer in self._in_memory
+        ]
         self.rotations.crop(held)
         if ids is None:
             self.tokens = None
@@ -225,6 +235,16 @@ class KVCache(Cache):
         group = same.index(False) + 1 if False in same else ids.shape[0]
         self.decision = decide(shape, self.store.spread.devices, group if ids.shape[0] % group == 0 else ids.shape[0], self._threads)
         return self.decision.x_rows
+
+    def begun(self) -> None:
+        """The forward pass that was noted has reached a layer: the next note is of another one."""
+        self._noted = False
+
+    def undo(self) -> None:
+        """A forward pass has failed: layers in memory return to what they were before it, as the store has done."""
+        for layer, before in zip(self._in_memory, self._before, strict=False):
+            vars(layer).clear()
+            vars(layer).update(before)
 
     # --- what generate does to a batch; the framework would do it layer by layer ---
 
@@ -373,6 +393,7 @@ class StoredLayer(CacheLayerMixin):
             raise errors.InvalidInputError(
                 "K and V went into the cache, but attention did not ask for them", fix="call espnx.enable(model) before generate"
             )
+        self.cache.begun()
         tagged = key_states.view_as(key_states)
         tagged._espnx = self
         self.pending = key_states, value_states
@@ -389,7 +410,8 @@ class StoredLayer(CacheLayerMixin):
             visibility = cache.visibility(mask, k.shape[0], positions)
             step = Step(query, k, v, scale, visibility, *self._input(cache, k))
             return cache.store.attend(self.number, step)
-        except errors.EspnxError as error:
+        except BaseException as error:
+            cache.undo()
             if cache.tokens is not None:
                 error.sequences = cache.tokens  # type: ignore[attr-defined]
             raise
@@ -404,7 +426,7 @@ class StoredLayer(CacheLayerMixin):
         return x, projection_of(module, k.shape[1], None if rotary is None else cache.rotations)
 
     def get_seq_length(self) -> int:
-        return self.cache.store.length(self.number) + (0 if self.pending is None else self.pending[0].shape[2])
+        return self.cache.store.length(self.number)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -414,9 +436,10 @@ class StoredLayer(CacheLayerMixin):
 
 
 def _note_forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    cache = kwargs.get("past_key_values")
-    if isinstance(cache, KVCache):
-        cache.note(model, kwargs.get("input_ids", args[0] if args else None))
+    cache = next((value for value in (*kwargs.values(), *args) if isinstance(value, KVCache)), None)
+    if cache is not None:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        cache.note(model, ids if isinstance(ids, torch.Tensor) and not ids.is_floating_point() else None)
 
 
 def _note_input(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

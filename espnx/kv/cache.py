@@ -156,7 +156,14 @@ class SsdCache:
         """
         n_sequences = step.k.shape[0]
         split = min(self.x_rows, n_sequences)
+        # Rows outlive the mode in which they came: tensors of inference mode could not be changed outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            return self._attend(layer, step, n_sequences, split)
+
+    def _attend(self, layer: int, step: Step, n_sequences: int, split: int) -> torch.Tensor:
         try:
+            if not self.every:
+                self._reserve(step, split)
             parts = []
             if split:
                 parts.append(self._attend_x(layer, step.part(0, split)))
@@ -170,8 +177,7 @@ class SsdCache:
     def _attend_kv(self, layer: int, step: Step) -> torch.Tensor:
         rows = self.kv[layer]
         if rows is None:
-            layout = RowLayout(self._format or format_of(step.k.dtype), step.k.shape[-1], step.v.shape[-1])
-            rows = self.kv[layer] = self._new_rows(layout, step.k)
+            rows = self.kv[layer] = self._new_rows(self._kv_layout(step), step.k)
         past, n = rows.count, step.k.shape[2]
         if n >= CHUNK_TOKENS:
             o, lse = self._attend_new(step, past)
@@ -191,7 +197,7 @@ class SsdCache:
         x = step.x.unsqueeze(1)
         if rows is None:
             step.projection.check(step.x[0, :8], step.k[0, :, :8], step.v[0, :, :8], 0)
-            rows = self.x[layer] = self._new_rows(RowLayout(format_of(x.dtype), x.shape[-1], x.shape[-1], is_shared=True), x)
+            rows = self.x[layer] = self._new_rows(_x_layout(step.x), x)
         past, n = rows.count, x.shape[2]
         if n >= CHUNK_TOKENS:
             o, lse = self._attend_new(step, past)
@@ -289,13 +295,25 @@ class SsdCache:
 
     # --- the batch ---
 
+    def _reserve(self, step: Step, split: int) -> None:
+        """Space for the declared capacity, so that a full disk shows before any work."""
+        if self._capacity_tokens is None:
+            return
+        total = 0
+        for layout, streams in (
+            (self._kv_layout(step), (len(step.k) - split) * step.k.shape[1]),
+            (_x_layout(step.x) if split and step.x is not None else None, split),
+        ):
+            if layout is not None:
+                total += layout.blocks(self._capacity_tokens) * layout.block_bytes * streams * len(self.kv)
+        for device in self.spread.devices:
+            device.extents.reserve(-(-total // len(self.spread.devices)))
+
+    def _kv_layout(self, step: Step) -> RowLayout:
+        return RowLayout(self._format or format_of(step.k.dtype), step.k.shape[-1], step.v.shape[-1])
+
     def _new_rows(self, layout: RowLayout, like: torch.Tensor) -> LayerRows:
-        n_sequences, heads = like.shape[:2]
-        if self._capacity_tokens is not None and not any(rows for rows in self.every if rows.layout.is_shared == layout.is_shared):
-            total = layout.blocks(self._capacity_tokens) * layout.block_bytes * n_sequences * heads * len(self.kv)
-            for device in self.spread.devices:
-                device.extents.reserve(total // len(self.spread.devices))
-        return self.make_rows(layout, heads, like.dtype)
+        return self.make_rows(layout, like.shape[1], like.dtype)
 
     def make_rows(self, layout: RowLayout, n_heads: int, dtype: torch.dtype) -> LayerRows:
         """Empty rows with this cache's options."""
@@ -334,6 +352,10 @@ class SsdCache:
 
     def close(self) -> None:
         self.spread.close()
+
+
+def _x_layout(x: torch.Tensor) -> RowLayout:
+    return RowLayout(format_of(x.dtype), x.shape[-1], x.shape[-1], is_shared=True)
 
 
 def _queries(step: Step, n_heads: int, dv: int, last: torch.Tensor | None) -> Queries:

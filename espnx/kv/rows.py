@@ -182,7 +182,7 @@ class LayerRows:
                 for device, segment in parts:
                     self._drop(device, segment)
         if self._k.numel():
-            index = torch.tensor(sequences, device=self._k.device)
+            index = torch.tensor(sequences, dtype=torch.int64, device=self._k.device)
             is_shared = self._v is self._k
             self._k = self._k.index_select(0, index)
             self._v = self._k if is_shared else self._v.index_select(0, index)

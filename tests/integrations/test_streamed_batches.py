@@ -136,6 +136,30 @@ def test_a_part_that_fails_leaves_no_trace(expected: Any) -> None:
         model(IDS, past_key_values=cache)
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "ssd"])
+def test_a_part_that_fails_is_taken_out_of_every_cache(kind: str, expected: Any, tmp_path: Path) -> None:
+    model = enable(expected["qwen3"][0])
+    make: Any = {"dynamic": lambda: DynamicCache(config=model.config), "ssd": lambda: KVCache(model.config, tmp_path)}[kind]
+    caches = GroupedCache([make(), make()])
+    calls = []
+
+    def fail_fourth(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("fourth")
+
+    with micro_batches(model, 2), torch.no_grad():
+        model(IDS, past_key_values=caches)
+        hook = model.model.layers[3].mlp.register_forward_pre_hook(fail_fourth)
+        want = model(IDS[:, :1], past_key_values=caches).logits
+        caches.crop(-1)
+        with pytest.raises(RuntimeError, match="fourth"):
+            model(IDS[:, :1], past_key_values=caches)
+        hook.remove()
+        assert [cache.get_seq_length(layer) for cache in caches.caches for layer in range(LAYERS)] == [IDS.shape[1]] * 2 * LAYERS
+        torch.testing.assert_close(model(IDS[:, :1], past_key_values=caches).logits, want, rtol=0, atol=1e-5)
+
+
 def test_what_micro_batches_cannot_split(expected: Any) -> None:
     model, _ = expected["llama"]
     with pytest.raises(errors.InvalidInputError, match="at least 1"), micro_batches(model, 0):
