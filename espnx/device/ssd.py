@@ -229,6 +229,7 @@ class SsdDevice:
         for segment, _ in self._writing:
             if segment.writing is not None:
                 segment.writing.cancel()
+                segment.writing = None  # it has the data file open, and with it its space
         self._writing.clear()
         if self._owns_engine:
             self.engine.close()

@@ -266,8 +266,8 @@ class KVCache(Cache):
 
     def _select(self, sequences: list[int]) -> None:
         if sequences != list(range(self.store.sequences)):
+            self.store.select(sequences)  # may refuse
             self.rotations.select(sequences)
-            self.store.select(sequences)
             if self.tokens is not None:
                 self.tokens = self.tokens[sequences]
 

@@ -124,7 +124,6 @@ def test_options(folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
-@pytest.mark.xfail(strict=True, reason="rotations are reordered before the refusal")
 def test_x_rows_and_beams_that_mix(folder: Path) -> None:
     """Beams of a prompt kept as X may not become beams of one kept as K and V; the error says what to do, and the cache is whole."""
     model = enabled("llama")

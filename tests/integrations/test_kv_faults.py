@@ -167,7 +167,6 @@ def test_a_closed_cache(folder: Path) -> None:
         generate(enabled("llama"), prompt([30, 30, 30]), cache, max_new_tokens=20)
 
 
-@pytest.mark.xfail(strict=True, reason="futures of writes keep the data file, and with it its space, until the cache is garbage")
 def test_closing_returns_the_space(folder: Path) -> None:
     """At once: the data file has no name, so its space is there as long as anything has it open."""
     before = open_descriptors()

@@ -65,7 +65,7 @@ def _double(model: PreTrainedModel) -> PreTrainedModel:
     copied = type(model)(model.config)
     copied.load_state_dict(model.state_dict())
     copied = copied.double().eval()
-    copied.set_attn_implementation("eager")
+    copied.set_attn_implementation("sdpa")  # the eager one has its softmax in fp32
     return copied
 
 
@@ -73,9 +73,9 @@ def test_int8_is_as_lossy_as_said(folder: Path) -> None:
     """Rows in int8 are half a step of 1/127 of their largest value apart; logits stay near, and far nearer than without those rows."""
     new = torch.randint(3, 90, (2, NEW), generator=torch.Generator().manual_seed(3))
     model = enabled("llama")
-    exact = fed(plain("llama"), DynamicCache(config=model.config), [140, 131], new, 256)
+    exact = fed(plain("llama"), DynamicCache(config=model.config), [280, 261], new, 512)
     with KVCache(model.config, folder, format="int8", spill_interval=64) as cache:
-        got = fed(model, cache, [140, 131], new, 256)
+        got = fed(model, cache, [280, 261], new, 512)
         assert cache.stats()["bytes_read"] > 0
     size, apart = float(exact.square().mean().sqrt()), distance(got, exact)
     assert 0 < apart < 0.05 * size
