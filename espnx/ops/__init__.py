@@ -5,16 +5,20 @@ The ops are ``torch.ops.espnx.*``; the functions here check their arguments firs
 
 from __future__ import annotations
 
+from .attention import attention, attention_reference, merge
 from .crc32c import crc32c, crc32c_ranges, crc32c_ranges_reference, crc32c_reference
 from .maxsim import maxsim, maxsim_reference, token_format, token_row_bytes
 
 __all__ = [
+    "attention",
+    "attention_reference",
     "crc32c",
     "crc32c_ranges",
     "crc32c_ranges_reference",
     "crc32c_reference",
     "maxsim",
     "maxsim_reference",
+    "merge",
     "token_format",
     "token_row_bytes",
 ]

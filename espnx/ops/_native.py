@@ -23,7 +23,7 @@ def load_ops() -> None:
         importlib.import_module("espnx._C")
     except ImportError as error:
         raise MissingDependencyError("espnx's compiled ops cannot be loaded", got=str(error), fix=_BUILD) from error
-    for op in ("maxsim", "crc32c"):
+    for op in ("maxsim", "crc32c", "attention"):
         if not hasattr(torch.ops.espnx, op):
             raise MissingDependencyError(
                 f"espnx's compiled extension has no op {op}", expected="an extension built from the same source as the package", fix=_BUILD

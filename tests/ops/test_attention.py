@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -45,7 +46,7 @@ class Case:
         return self.query, self.buffer, self.table, self.n_rows
 
     @property
-    def options(self) -> dict[str, object]:
+    def options(self) -> dict[str, Any]:
         names = ("block_rows", "format", "dv", "visible", "last_position", "scale")
         return {name: getattr(self, name) for name in names}
 

@@ -28,7 +28,7 @@ PRECISION = {"unit": 2.0**-23, "product_error": 2.0**-20}
 
 def run(case: Case, n_splits: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     scale = case.query.shape[-1] ** -0.5 if case.scale is None else case.scale
-    rows = (case.block_rows, case.format, scale, case.dv, case.visible, case.last_position)
+    rows: tuple[Any, ...] = (case.block_rows, case.format, scale, case.dv, case.visible, case.last_position)
     return attention_triton(*case.args, *rows, n_splits=n_splits)
 
 

@@ -49,7 +49,7 @@ struct Problem {
   int64_t k_begin, v_begin, k_scales, v_scales;
 
   Problem() {
-    n = 1 + below(40), d = 8 * (1 + below(9)), n_rows = 1 + below(300), block_rows = 1 + below(70);
+    n = 1 + below(40), d = 8 * (1 + below(below(4) ? 9 : 40)), n_rows = 1 + below(300), block_rows = 1 + below(70);
     is_x = below(4) == 0, is_int8 = !is_x && below(3) == 0;
     dv = is_x ? d : 8 * (1 + below(20));
     const int64_t item = is_int8 ? 1 : 4, k_bytes = block_rows * d * item;
@@ -74,6 +74,15 @@ struct Problem {
     if (below(2)) for (int64_t i = 0; i < n; ++i) first.push_back(below(9) ? first_position + below(n_rows + 20) - 10 : INT64_MIN);
     if (!last.empty()) last[0] = INT64_MAX;
     if (below(2)) for (int64_t i = 0; i < n_rows; ++i) visible.push_back(below(3) ? 1 : 0);
+    for (size_t r = 0; r < visible.size(); ++r) if (!visible[r]) spoil(static_cast<int64_t>(r));
+  }
+  // Bytes of 0xFF, which are NaNs, where nobody is to look.
+  void spoil(int64_t row) {
+    uint8_t* block = bytes.get() + row / block_rows * stride;
+    const int64_t r = row % block_rows, item = is_int8 ? 1 : 4;
+    std::memset(block + k_begin + r * d * item, 0xFF, d * item);
+    std::memset(block + v_begin + r * dv * item, 0xFF, dv * item);
+    if (is_int8) std::memset(block + k_begin + v_scales + 4 * r, 0xFF, 4);
   }
   void fill(uint8_t* to, int64_t count) {
     for (int64_t i = 0; i < count; ++i) {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import torch
 
 from ...errors import InvalidInputError
@@ -61,7 +59,7 @@ def attention(
     check_rows(block_rows, d, values, format)
     if threads is not None and threads < 1:
         raise InvalidInputError("attention threads", got=threads, expected="1 or more, or None to leave it to the op")
-    load_attention()
+    load_ops()
     factor = d**-0.5 if scale is None else float(scale)
     try:
         o, lse = torch.ops.espnx.attention(
@@ -95,9 +93,3 @@ def merge(o1: torch.Tensor, lse1: torch.Tensor, o2: torch.Tensor, lse2: torch.Te
     lse = torch.logaddexp(lse1, lse2)
     peak = torch.where(lse == -torch.inf, 0.0, lse)
     return torch.exp(lse1 - peak)[..., None] * o1 + torch.exp(lse2 - peak)[..., None] * o2, lse
-
-
-def load_attention() -> None:
-    """Makes ``torch.ops.espnx.attention`` callable. Raises MissingDependencyError."""
-    load_ops()
-    importlib.import_module("espnx.ops.attention.dispatch")
