@@ -9,7 +9,7 @@ import torch
 
 from espnx.errors import InvalidInputError
 from espnx.ops.attention import ROW_FORMATS, merge
-from espnx.ops.attention.api import load_attention
+from espnx.ops._native import load_ops
 from tests.ops.test_attention import FORMATS, LEVELS, Case, assert_close, causal, make_case
 
 
@@ -161,7 +161,7 @@ def test_no_copy_of_the_buffer_and_one_kv_head_for_all() -> None:
 
 @pytest.mark.parametrize("fmt", ROW_FORMATS)
 def test_opcheck(fmt: str) -> None:
-    load_attention()
+    load_ops()
     case = make_case(n_rows=[20, 33], group=2, fmt=fmt, d=16, dv=24)
     required = (*case.args, case.block_rows, fmt, 0.25, case.dv)
     torch.library.opcheck(torch.ops.espnx.attention.default, required)
@@ -170,7 +170,7 @@ def test_opcheck(fmt: str) -> None:
 
 
 def test_shapes_without_data() -> None:
-    load_attention()
+    load_ops()
     meta = torch.device("meta")
     table = torch.empty(2, 4, 9, dtype=torch.int64, device=meta)
     query = torch.empty(2, 8, 5, 64, device=meta, dtype=torch.bfloat16)

@@ -1,0 +1,96 @@
+"""Rows of the KV benchmark as a table, for the terminal and for documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from espnx.sizes import format_size
+
+from .result import Row
+
+_ABSENT = "-"
+
+
+def _number(value: float | None, unit: float = 1, digits: int = 2) -> str:
+    return _ABSENT if value is None else f"{value / unit:.{digits}f}"
+
+
+def _metric(name: str, unit: float = 1, digits: int = 2) -> Callable[[Row], str]:
+    return lambda row: _number(row.metrics.get(name), unit, digits)
+
+
+def what(row: Row) -> str:
+    """``opt-1.3b, 4 x 3840``."""
+    params = row.params
+    if params.get("show") == "attend":
+        return str(params["shape"])
+    text = f"{params['model']}, {params['batch']} x {params['context']}"
+    if params.get("throttle_bytes_per_s"):
+        text += f", {params['throttle_bytes_per_s'] / 1e6:g} MB/s"
+    return text
+
+
+def _step_ms(row: Row) -> str:
+    if "step_s" not in row.metrics or row.iqr_s is None or not row.median_s:
+        return _number(row.median_s, 1e-3)
+    return f"{row.metrics['step_s'] * 1e3:.2f} ({row.iqr_s / row.median_s * row.metrics['step_s'] * 1e3:.2f})"
+
+
+def _moved(row: Row) -> str:
+    steps = row.bytes_asked / row.metrics["asked_per_step"] if "asked_per_step" in row.metrics else 1
+    return _number(row.bytes_moved / steps, 1e6, 1) if row.n else _ABSENT
+
+
+def _asked(row: Row) -> str:
+    return _number(row.metrics.get("asked_per_step", row.bytes_asked), 1e6, 1) if row.n else _ABSENT
+
+
+def _bound(row: Row) -> str:
+    is_disk = row.metrics.get("is_disk_bound")
+    return _ABSENT if is_disk is None else "disk" if is_disk else "compute"
+
+
+def _memory(name: str) -> Callable[[Row], str]:
+    return lambda row: format_size(int(row.metrics[name])) if name in row.metrics else _ABSENT
+
+
+# Columns that have something to say in one of the rows are shown; those after "system" and before "bound" are numbers.
+_COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
+    ("show", lambda row: str(row.params.get("show", _ABSENT))),
+    ("what", what),
+    ("system", lambda row: row.system),
+    ("cache", lambda row: row.cache),
+    ("ms/step (IQR)", _step_ms),
+    ("tokens/s", _metric("tokens_per_s", 1, 1)),
+    ("MB asked", _asked),
+    ("MB read", _moved),
+    ("wait ms", _metric("waiting_s_per_step", 1e-3)),
+    ("compute ms", _metric("computing_s_per_step", 1e-3)),
+    ("x fio", _metric("over_fio")),
+    ("bound", _bound),
+    ("X rows", lambda row: str(int(row.metrics["x_rows"])) if row.metrics.get("x_rows") else _ABSENT),
+    ("GB/s", _metric("bytes_per_s", 1e9, 1)),
+    ("write requests", _metric("requests_written", 1, 0)),
+    ("MB written", _metric("bytes_written", 1e6, 2)),
+    ("write amplification", _metric("write_amplification")),
+    ("peak memory", _memory("peak_bytes")),
+    ("stored", _memory("stored_bytes")),
+    ("memory/stored", _metric("memory_over_stored", 1, 4)),
+    ("same tokens", _metric("same_tokens", 1, 3)),
+    ("logit error", _metric("logit_error", 1, 4)),
+    ("n", lambda row: str(row.n)),
+    ("correct", lambda row: "yes" if row.correct else "NO"),
+)
+
+
+def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Headers and cells, one line per row."""
+    columns = [(name, [cell(row) for row in rows]) for name, cell in _COLUMNS]
+    columns = [(name, cells) for name, cells in columns if set(cells) != {_ABSENT}]
+    for name in sorted({name for row in rows for name in row.ratio if not name.startswith("fio-")}):
+        columns.append((f"vs {name} [IQR]", [_ratio(row, name) for row in rows]))
+    return [name for name, _ in columns], [list(line) for line in zip(*(cells for _, cells in columns), strict=True)]
+
+
+def _ratio(row: Row, name: str) -> str:
+    return f"{row.ratio[name]:.2f}x [{row.metrics.get(f'ratio_iqr_{name}', 0.0):.2f}]" if name in row.ratio else _ABSENT
