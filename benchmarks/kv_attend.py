@@ -28,7 +28,7 @@ from .runner import Sample, compare
 SHAPES: Mapping[str, tuple[int, int, int]] = {"MHA d=64": (32, 1, 64), "MHA d=128": (16, 1, 128), "GQA 8 d=128": (2, 8, 128)}
 _LEAST_BYTES, _QUICK_BYTES, _CACHES = 256 << 20, 4 << 20, 4
 # fp16 and bf16 outputs and weights are rounded once each; eight times that holds for sums of them.
-_ROUNDINGS = 8
+ROUNDINGS = 8
 _CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
 
@@ -72,7 +72,7 @@ class AttendWork:
             expected = scores.softmax(-1) @ self.v[0, head].float()
             worst = max(worst, float((found[0, head].float() - expected).abs().max()))
             largest = max(largest, float(expected.abs().max()))
-        allowed = _ROUNDINGS * torch.finfo(self.k.dtype).eps * largest
+        allowed = ROUNDINGS * torch.finfo(self.k.dtype).eps * largest
         return None if worst <= allowed else f"off by {worst:.3g}, allowed are {allowed:.3g}"
 
     def run(self, name: str) -> float:
@@ -81,7 +81,7 @@ class AttendWork:
         return time.perf_counter() - begin
 
 
-class _System:
+class AttendSystem:
     """A way to go over the rows, for the runner."""
 
     requested_path = effective_path = "memory"
@@ -126,8 +126,8 @@ def show_attend(options: Options, say: Say) -> list[Row]:
         with ExitStack() as stack:
             worker = stack.enter_context(KVWorker("attend", None))
             words: dict[str, Any] = {"heads": heads, "groups": groups, "d": d, "size_bytes": size_bytes, "dtype": options.dtype}
-            worker.ask("attend_open", **words, seed=options.seed)
-            ours, stream, sdpa = (_System(name, worker) for name in ("espnx", "stream", "sdpa"))
+            worker.ask("attend_open", kind="rows", **words, seed=options.seed)
+            ours, stream, sdpa = (AttendSystem(name, worker) for name in ("espnx", "stream", "sdpa"))
             params = {"show": "attend", "shape": shape, **words, "threads": 1}
             found += compare("kv", params, [ours], [stream, sdpa], pairs=options.pairs, seed=options.seed, say=say)
     return found

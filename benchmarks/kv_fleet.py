@@ -135,7 +135,7 @@ class Fleet:
                     options=dict(spec.options),
                 )  # fmt: skip
                 if is_seeded:
-                    worker.ask("seed")
+                    self.facts[spec.name] |= worker.ask("seed")
             for spec in specs if is_seeded else []:
                 peak_bytes = self.steps(spec.name, warm_up, do="warm_up")["peak_bytes"]
                 if limit.kind == "auto":

@@ -165,7 +165,19 @@ def measure(task: Task, ours: Sequence[Spec], baselines: Sequence[Spec], plan: P
             settle_s=_SETTLE_S if plan.throttle else 0,
         )
         verdicts = {spec.name: judge(fleet, spec, reference) for spec in specs}
-    return judged(rows, verdicts, say)
+        rows = judged(rows, verdicts, say)
+        predicted = next((times for spec in ours if (times := fleet.facts[spec.name]["predicted_s"])), ())
+        names = {spec.name for spec in ours}
+        return [_beside_prediction(row, predicted) if row.system in names else row for row in rows]
+
+
+def _beside_prediction(row: Row, predicted: Sequence[float]) -> Row:
+    """A row with the step time that a system which decides for itself foretold for that number of X rows, if one took part."""
+    if not predicted or "x_rows" not in row.metrics:
+        return row
+    x_rows = int(row.metrics["x_rows"])
+    is_choice = predicted[x_rows] == min(predicted)
+    return dataclasses.replace(row, metrics={**row.metrics, "predicted_s": predicted[x_rows], "is_scheduled": float(is_choice)})
 
 
 def _fio_systems(task: Task, plan: Plan, say: Say) -> list[System]:

@@ -23,6 +23,7 @@ from .kv_attend import AttendWork
 from .kv_models import Task
 from .kv_rss import reset_peak, resident_bytes
 from .kv_systems import Decoder, HFDecoder, open_decoder
+from .kv_xrows import XWork
 
 Answer = dict[str, Any]
 _SAMPLE_S = 0.005
@@ -58,7 +59,7 @@ class Session:
         self.decoder.seed()
         for path in self.decoder.files():
             cache.drop(path)
-        return {}
+        return {"predicted_s": self.decoder.predicted_s()}
 
     def do_residency(self) -> Answer:
         """The part of the files behind the page cache that is in memory."""
@@ -129,8 +130,8 @@ class Session:
 
     # --- attention from memory ---
 
-    def do_attend_open(self, **words: Any) -> Answer:
-        self._attend = AttendWork(**words)
+    def do_attend_open(self, kind: str, **words: Any) -> Answer:
+        self._attend: AttendWork | XWork = XWork(**words) if kind == "x" else AttendWork(**words)
         return {}
 
     def do_attend_check(self, name: str) -> Answer:

@@ -10,6 +10,7 @@ from .kv_fleet import Spec
 from .kv_measure import measure
 from .kv_options import Options
 from .kv_rss import show_rss
+from .kv_xrows import show_x
 from .registry import Say
 from .result import Row
 
@@ -25,9 +26,10 @@ def measure_shows(options: Options, say: Say) -> list[Row]:
         "context": show_context,
         "batch": show_batch,
         "attend": show_attend,
+        "x": show_x,
         "rss": show_rss,
     }
-    if set(options.shows) - {"attend"}:
+    if set(options.shows) - {"attend", "x"}:
         say("No prefill: every system starts from the same seeded random K and V; all are fed the same tokens.")
     rows: list[Row] = []
     for show in options.shows:

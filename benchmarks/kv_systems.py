@@ -47,6 +47,9 @@ class Decoder(Protocol):
     def files(self) -> list[Path]:
         """That it reads through the page cache."""
 
+    def predicted_s(self) -> tuple[float, ...]:
+        """Step times that the system foretold when it was filled, for 0, 1, ... sequences that keep X; none where it does not."""
+
     def close(self) -> None: ...
 
 
@@ -90,6 +93,9 @@ class HFDecoder:
 
     def files(self) -> list[Path]:
         return []
+
+    def predicted_s(self) -> tuple[float, ...]:
+        return ()
 
     def close(self) -> None:
         pass
@@ -147,6 +153,9 @@ class EspnxDecoder(HFDecoder):
         # Seconds are those of all threads, which wait and compute at the same time.
         threads = self.options.get("threads") or torch.get_num_threads()
         return {name: stats[name] / (threads if name.endswith("_s") else 1) for name in COUNTERS}
+
+    def predicted_s(self) -> tuple[float, ...]:
+        return () if self.cache.decision is None else self.cache.decision.predicted_s
 
     def close(self) -> None:
         self.cache.close()

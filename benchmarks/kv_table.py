@@ -22,7 +22,7 @@ def _metric(name: str, unit: float = 1, digits: int = 2) -> Callable[[Row], str]
 def what(row: Row) -> str:
     """``opt-1.3b, 4 x 3840``."""
     params = row.params
-    if params.get("show") == "attend":
+    if params.get("show") in ("attend", "x"):
         return str(params["shape"])
     text = f"{params['model']}, {params['batch']} x {params['context']}"
     if params.get("throttle_bytes_per_s"):
@@ -50,6 +50,13 @@ def _bound(row: Row) -> str:
     return _ABSENT if is_disk is None else "disk" if is_disk else "compute"
 
 
+def _x_rows(row: Row) -> str:
+    """With a mark where the scheduler would have it so."""
+    if not row.metrics.get("x_rows") and "is_scheduled" not in row.metrics:
+        return _ABSENT
+    return f"{int(row.metrics['x_rows'])}{' *' if row.metrics.get('is_scheduled') else ''}"
+
+
 def _memory(name: str) -> Callable[[Row], str]:
     return lambda row: format_size(int(row.metrics[name])) if name in row.metrics else _ABSENT
 
@@ -68,8 +75,11 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("compute ms", _metric("computing_s_per_step", 1e-3)),
     ("x fio", _metric("over_fio")),
     ("bound", _bound),
-    ("X rows", lambda row: str(int(row.metrics["x_rows"])) if row.metrics.get("x_rows") else _ABSENT),
+    ("X rows (* chosen)", _x_rows),
+    ("predicted ms", _metric("predicted_s", 1e-3)),
     ("GB/s", _metric("bytes_per_s", 1e9, 1)),
+    ("GFLOP", _metric("flop", 1e9)),
+    ("GFLOP/s", _metric("flop_per_s", 1e9, 0)),
     ("write requests", _metric("requests_written", 1, 0)),
     ("MB written", _metric("bytes_written", 1e6, 2)),
     ("write amplification", _metric("write_amplification")),

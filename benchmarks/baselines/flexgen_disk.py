@@ -193,6 +193,9 @@ class FlexGenDecoder:
     def files(self) -> list[Path]:
         return sorted(path for path in self.storage.iterdir() if path.is_file())
 
+    def predicted_s(self) -> tuple[float, ...]:
+        return ()
+
     def close(self) -> None:
         self._gate.end()
         if self._thread.is_alive():

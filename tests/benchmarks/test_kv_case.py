@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from espnx.benchmarks import kv_attend, kv_fleet
+from espnx.benchmarks import kv_attend, kv_fleet, kv_xrows
 from espnx.benchmarks.cgroup import MemoryGroup
 from espnx.benchmarks.kv_fleet import Fleet, KVWorker, Limit
 from espnx.benchmarks.kv_measure import Plan, Verdict, judged
@@ -23,6 +23,7 @@ from espnx.benchmarks.kv_table import table
 from espnx.benchmarks.result import Row, load, rows_of
 from espnx.benchmarks.retrieval_fleet import WorkerError
 from espnx.cli.main import main
+from espnx.kv import schedule
 from tests.benchmarks.common import row
 
 CONFIG = {
@@ -54,6 +55,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starting Python and importing transformers once for each system would take most of a minute on a busy machine."""
     monkeypatch.setattr(kv_fleet, "KVWorker", HereWorker)
     monkeypatch.setattr(kv_attend, "KVWorker", HereWorker)
+    monkeypatch.setattr(kv_xrows, "KVWorker", HereWorker)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(os, "sched_setaffinity", lambda process, chosen: None)
 
@@ -94,6 +96,33 @@ def test_every_system_of_x_rows_starts_from_projected_rows(tmp_path: Path) -> No
     assert set(found) == {"espnx", "espnx-x2", "host", "dynamic"}
     assert all(one.correct and one.params["prefill"] == "seeded X, projected" for one in found.values())
     assert (found["espnx"].metrics["x_rows"], found["espnx-x2"].metrics["x_rows"]) == (0, 2)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_prediction_stands_beside_every_number_of_x_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "SMALL_BYTES", 0)
+    monkeypatch.setattr(schedule, "measure", lambda *_: schedule.Costs(1e6, 1e9, 1e-9, 0.0))
+    result = tmp_path / "r.json"
+    words = ["--pairs", "1", "--context", "100", "--batch", "2", "--x-rows", "0,1,auto", "--baseline", "host", "--json", str(result)]
+    assert bench(tmp_path, *words) == 0
+    found = {row.system: row.metrics for row in rows_of(load(result))}
+    # On so slow a disk X, half of the bytes, is kept of all sequences.
+    assert found["espnx-auto"]["x_rows"] == 2
+    assert [found[name]["is_scheduled"] for name in ("espnx", "espnx-x1", "espnx-auto")] == [0, 0, 1]
+    assert found["espnx"]["predicted_s"] == pytest.approx(2 * found["espnx-auto"]["predicted_s"])
+    assert "predicted_s" not in found["host"]
+
+
+@pytest.mark.usefixtures("here")
+def test_absorbed_beside_recomputed(tmp_path: Path) -> None:
+    result = tmp_path / "r.json"
+    assert bench(tmp_path, "--show", "x", "--pairs", "1", "--json", str(result)) == 0
+    absorbed, recomputed = rows_of(load(result))
+    assert (absorbed.system, recomputed.system, set(absorbed.ratio)) == ("absorbed", "recomputed", {"recomputed"})
+    assert absorbed.correct
+    assert recomputed.correct
+    # d times less arithmetic, but for the attention over the rows that were made again.
+    assert recomputed.metrics["flop"] == 16 * absorbed.metrics["flop"] + 96 * 4 * 64
 
 
 @pytest.mark.usefixtures("here")
@@ -145,7 +174,7 @@ def test_attention_from_memory(tmp_path: Path) -> None:
 
 def test_a_process_answers_and_tells_its_errors() -> None:
     with KVWorker("attend", None) as worker:
-        worker.ask("attend_open", heads=2, groups=2, d=64, size_bytes=1 << 16, dtype="fp16", seed=1)
+        worker.ask("attend_open", kind="rows", heads=2, groups=2, d=64, size_bytes=1 << 16, dtype="fp16", seed=1)
         assert worker.ask("attend_check", name="espnx")["problem"] is None
         with pytest.raises(WorkerError, match="a command came before"):
             worker.ask("seed")
