@@ -27,9 +27,9 @@ _TOKENS, _QUICK_TOKENS = 3840, 96
 
 
 class XWork:
-    """In the worker: X rows of one sequence and one layer, and two ways to attend over them with one query."""
+    """In the worker: X rows of one layer, and two ways to attend over them with one query for each sequence."""
 
-    def __init__(self, hidden: int, heads: int, d: int, tokens: int, dtype: str, threads: int, seed: int):
+    def __init__(self, hidden: int, heads: int, d: int, batch: int, tokens: int, dtype: str, threads: int, seed: int):
         torch.set_num_threads(threads)
         self._threads, kind = threads, DTYPES[dtype]
         generator = torch.Generator().manual_seed(seed)
@@ -37,10 +37,10 @@ class XWork:
         def draw(*size: int) -> torch.Tensor:
             return torch.randn(size, generator=generator)
 
-        self.x = draw(1, 1, tokens, hidden).to(kind)
+        self.x = draw(batch, 1, tokens, hidden).to(kind)
         weights = [draw(heads * d, hidden).mul(hidden**-0.5).to(kind) for _ in range(2)]
         self.projection = Projection(weights[0], weights[1], None, None, heads, None)
-        self.q, self.scale, self.heads, self.d = draw(1, heads, 1, d).to(kind), d**-0.5, heads, d
+        self.q, self.scale, self.heads, self.d = draw(batch, heads, 1, d).to(kind), d**-0.5, heads, d
         self.bytes_asked = self.x.numel() * kind.itemsize
 
     def absorbed(self) -> torch.Tensor:
@@ -52,17 +52,18 @@ class XWork:
         queries = Queries(self.q.float().mul(self.scale).contiguous(), self.d)
         layout = RowLayout("fp16", self.projection.hidden, self.projection.hidden, is_shared=True)
         made = Recomputer(queries, self.projection, layout, self._threads)
-        made.add(0, self.x[0, 0], 0)
+        for sequence, rows in enumerate(self.x):
+            made.add(sequence, rows[0], 0)
         return made.o
 
     def check(self, name: str) -> str | None:
-        found = getattr(self, name)()[0].float()
-        x = self.x[0, 0].double()
+        found = getattr(self, name)()[-1].float()
+        x = self.x[-1, 0].double()
         k, v = (
             (x @ weight.double().T).unflatten(-1, (self.heads, self.d)).transpose(0, 1)
             for weight in (self.projection.k_weight, self.projection.v_weight)
         )
-        weights = (self.q[0].double() @ k.transpose(-1, -2) * self.scale).softmax(-1)
+        weights = (self.q[-1].double() @ k.transpose(-1, -2) * self.scale).softmax(-1)
         expected = weights @ v
         # Scores of deviation 1 are off by their roundoff, and with them the weights of all rows; weighted by the rows' largest values.
         allowed = ROUNDINGS * torch.finfo(self.x.dtype).eps * float((weights @ v.abs()).max())
@@ -81,21 +82,21 @@ def operations(hidden: int, heads: int, d: int, tokens: int) -> Mapping[str, int
 
 
 def show_x(options: Options, say: Say) -> list[Row]:
-    """X rows of one sequence and one layer of the model, from memory."""
+    """X rows of one layer of the model, from memory."""
     hidden = options.task(options.plan()).hf_config().hidden_size
     shape = KVShape.of(options.task(options.plan()).hf_config())
     words: dict[str, Any] = {
-        "hidden": hidden, "heads": shape.heads, "d": shape.d, "tokens": _QUICK_TOKENS if options.quick else _TOKENS,
+        "hidden": hidden, "heads": shape.heads, "d": shape.d, "batch": options.batch, "tokens": _QUICK_TOKENS if options.quick else _TOKENS,
         "dtype": options.dtype, "threads": int(options.cache.get("threads", torch.get_num_threads())),
     }  # fmt: skip
-    say(f"x: {options.name}, {words['tokens']} rows of {hidden}")
+    say(f"x: {options.name}, {options.batch} x {words['tokens']} rows of {hidden}")
     with ExitStack() as stack:
         worker = stack.enter_context(KVWorker("x", None))
         worker.ask("attend_open", kind="x", **words, seed=options.seed)
         absorbed, recomputed = (AttendSystem(name, worker) for name in ("absorbed", "recomputed"))
-        params = {"show": "x", "shape": f"{options.name}, {words['tokens']} rows", **words}
+        params = {"show": "x", "shape": f"{options.name}, {options.batch} x {words['tokens']} rows", **words}
         rows = compare("kv", params, [absorbed], [recomputed], pairs=options.pairs, seed=options.seed, say=say)
-    needed = operations(hidden, shape.heads, shape.d, words["tokens"])
+    needed = operations(hidden, shape.heads, shape.d, options.batch * words["tokens"])
     return [_with_operations(row, needed[row.system]) for row in rows]
 
 

@@ -75,9 +75,8 @@ def absorb(q: torch.Tensor, projection: Projection, scale: float) -> torch.Tenso
     """Queries that look at X rows: float32 [sequences, 1, heads * n, hidden] from q [sequences, heads, n, d]."""
     n_sequences, heads, n, d = q.shape
     weight = projection.k_weight.view(projection.n_heads, d, projection.hidden)
-    grouped = q.reshape(n_sequences, projection.n_heads, heads // projection.n_heads * n, d)
-    moved = torch.matmul(grouped.to(weight.dtype), weight)
-    return moved.float().mul(scale).reshape(n_sequences, 1, heads * n, projection.hidden).contiguous()
+    moved = _by_head(q.reshape(n_sequences, projection.n_heads, heads // projection.n_heads * n, d), weight)
+    return moved.float().mul_(scale).reshape(n_sequences, 1, heads * n, projection.hidden).contiguous()
 
 
 def release(o: torch.Tensor, lse: torch.Tensor, projection: Projection, heads: int) -> torch.Tensor:
@@ -86,11 +85,19 @@ def release(o: torch.Tensor, lse: torch.Tensor, projection: Projection, heads: i
     n_sequences, _, flat, hidden = o.shape
     grouped = o.reshape(n_sequences, projection.n_heads, flat // projection.n_heads, hidden)
     weight = projection.v_weight.view(projection.n_heads, -1, hidden)
-    moved = torch.matmul(grouped.to(weight.dtype), weight.transpose(-1, -2)).float()
+    moved = _by_head(grouped, weight.transpose(-1, -2)).float()
     if projection.v_bias is not None:
         seen = lse.reshape(n_sequences, projection.n_heads, flat // projection.n_heads, 1) > float("-inf")
         moved = moved + projection.v_bias.float().view(projection.n_heads, 1, -1) * seen
     return moved.reshape(n_sequences, heads, flat // heads, -1)
+
+
+def _by_head(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """rows [sequences, heads, n, i] times weight [heads, i, j], in the weight's dtype. Each head's weight is read once for all sequences: a
+    broadcast product would copy it for each of them."""
+    n_sequences, heads, n, _ = rows.shape
+    flat = rows.to(weight.dtype).transpose(0, 1).reshape(heads, n_sequences * n, -1)
+    return torch.bmm(flat, weight).view(heads, n_sequences, n, -1).transpose(0, 1)
 
 
 class Recomputer:

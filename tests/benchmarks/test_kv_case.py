@@ -116,13 +116,13 @@ def test_a_prediction_stands_beside_every_number_of_x_rows(tmp_path: Path, monke
 @pytest.mark.usefixtures("here")
 def test_absorbed_beside_recomputed(tmp_path: Path) -> None:
     result = tmp_path / "r.json"
-    assert bench(tmp_path, "--show", "x", "--pairs", "1", "--json", str(result)) == 0
+    assert bench(tmp_path, "--show", "x", "--batch", "2", "--pairs", "1", "--json", str(result)) == 0
     absorbed, recomputed = rows_of(load(result))
     assert (absorbed.system, recomputed.system, set(absorbed.ratio)) == ("absorbed", "recomputed", {"recomputed"})
     assert absorbed.correct
     assert recomputed.correct
     # d times less arithmetic, but for the attention over the rows that were made again.
-    assert recomputed.metrics["flop"] == 16 * absorbed.metrics["flop"] + 96 * 4 * 64
+    assert recomputed.metrics["flop"] == 16 * absorbed.metrics["flop"] + 2 * 96 * 4 * 64
 
 
 @pytest.mark.usefixtures("here")
