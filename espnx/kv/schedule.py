@@ -12,6 +12,7 @@ For r = hidden / (2 n_kv d) >= 1 (most models with grouped queries) X rows are n
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from ..device.layout import RowLayout
 from ..device.ssd import SsdDevice, attend_rows
 
 _PROBE_BYTES = 96 << 20
+_PROBE_S, _UNSTEADY = 0.5, 0.4  # and the part of it that does not count
 _ROWS_BYTES = 24 << 20
 #: Below so many bytes of K and V a step takes milliseconds whatever is stored.
 SMALL_BYTES = 256 << 20
@@ -119,7 +121,7 @@ def decide(shape: Shape, devices: list[SsdDevice], group: int = 1, threads: int 
 
 
 def measure(shape: Shape, devices: list[SsdDevice], threads: int = 0) -> Costs:
-    """Rates of these devices and cores for such rows: about a second on a slow drive."""
+    """Rates of these devices and cores for such rows: about a second."""
     attend_s = _attend_seconds(shape, shape.n_kv, shape.d, shape.heads // shape.n_kv, threads, is_shared=False)
     if shape.is_rotary:
         rows = 256
@@ -134,26 +136,25 @@ def measure(shape: Shape, devices: list[SsdDevice], threads: int = 0) -> Costs:
 
 
 def read_rate(device: SsdDevice) -> float:
-    """Bytes a second of the reads of attention, caches of no kind in the way. The first half of the bytes only fills the queue."""
+    """Bytes a second of the reads of attention, caches of no kind in the way: of the later part of half a second, since a full queue and
+    a drive that is limited (which lends bytes at first) make the beginning faster than what lasts."""
     layout = RowLayout("fp16", 128, 128)
     n = _PROBE_BYTES // (16 * layout.row_bytes)
-    segment = device.put(
-        layout, torch.zeros(1, 16, n, 128, dtype=torch.float16), torch.zeros(1, 16, n, 128, dtype=torch.float16), range(16)
-    )[0]
+    rows = torch.zeros(1, 16, n, 128, dtype=torch.float16)
+    segment = device.put(layout, rows, rows, range(16))[0]
+    seen: list[tuple[float, int]] = []
     try:
         device.flush()
-        half: list[float] = []
-        seen = 0
-
-        def see(memory: torch.Tensor, pieces: torch.Tensor) -> None:
-            nonlocal seen
-            seen += memory.numel()
-            if not half and seen * 2 >= segment.size_bytes:
-                half.extend((time.perf_counter(), float(seen)))
-
-        device.visit(device.ahead(layout, [Use(segment, 0, n, 0)]), see)
-        return (seen - half[1]) / max(time.perf_counter() - half[0], 1e-6)
+        begun = time.perf_counter()
+        tickets = deque(device.ahead(layout, [Use(segment, 0, n, 0)]) for _ in range(2))
+        while not seen or seen[-1][0] < _PROBE_S:
+            device.visit(tickets.popleft(), lambda memory, _: seen.append((time.perf_counter() - begun, memory.numel())))
+            tickets.append(device.ahead(layout, [Use(segment, 0, n, 0)]))
+        late = [(at_s, size) for at_s, size in seen if at_s >= _PROBE_S * _UNSTEADY]
+        late = late if len(late) > 1 else [(0.0, 0), *seen]
+        return sum(size for _, size in late[1:]) / max(late[-1][0] - late[0][0], 1e-6)
     finally:
+        device.forget()
         device.release(segment)
 
 
