@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 
-from .kv_table import table
+from .kv_table import VIEWS, table
 from .registry import Case, Say
 from .result import Row
 
@@ -61,4 +61,4 @@ def run(args: Namespace, say: Say) -> list[Row]:
     return measure_shows(read_options(args, say), say)
 
 
-CASE = Case("kv", "decoding with K and V on SSD, beside memory, mmap, FlexGen and fio", configure, run, table)
+CASE = Case("kv", "decoding with K and V on SSD, beside memory, mmap, FlexGen and fio", configure, run, table, views=VIEWS)

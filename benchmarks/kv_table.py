@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from espnx.sizes import format_size
 
 from .result import Row
 
 _ABSENT = "-"
+Table = Callable[[Sequence[Row]], tuple[list[str], list[list[str]]]]
 
 
 def _number(value: float | None, unit: float = 1, digits: int = 2) -> str:
@@ -97,9 +98,35 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Headers and cells, one line per row."""
     columns = [(name, [cell(row) for row in rows]) for name, cell in _COLUMNS]
     columns = [(name, cells) for name, cells in columns if set(cells) != {_ABSENT}]
-    for name in sorted({name for row in rows for name in row.ratio if not name.startswith("fio-")}):
+    for name in _rivals(rows):
         columns.append((f"vs {name} [IQR]", [_ratio(row, name) for row in rows]))
     return [name for name, _ in columns], [list(line) for line in zip(*(cells for _, cells in columns), strict=True)]
+
+
+def _rivals(rows: Sequence[Row]) -> list[str]:
+    return sorted({name for row in rows for name in row.ratio if not name.startswith("fio-")})
+
+
+def _view(*names: str) -> Table:
+    """A table for documents: these columns, ratios, and of fio only its best variant."""
+
+    def show(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+        rows = [row for row in rows if not row.system.startswith("fio-")]
+        headers, lines = table(rows)
+        kept = [i for i, header in enumerate(headers) if header in names or header.startswith("vs ")]
+        return [headers[i].removesuffix(" [IQR]") for i in kept], [[line[i].split(" [")[0] for i in kept] for line in lines]
+
+    return show
+
+
+#: For documents, by name.
+VIEWS: Mapping[str, Table] = {
+    "decode": _view("what", "system", "ms/step (IQR)", "MB read", "x fio", "bound"),
+    "x": _view("what", "system", "X rows (* chosen)", "ms/step (IQR)", "predicted ms", "MB read", "bound"),
+    "ops": _view("what", "system", "ms/step (IQR)", "GB/s", "GFLOP", "GFLOP/s"),
+    "spill": _view("what", "system", "ms/step (IQR)", "write requests", "MB written", "write amplification"),
+    "rss": _view("what", "system", "peak memory", "stored", "memory/stored"),
+}
 
 
 def _ratio(row: Row, name: str) -> str:

@@ -1,4 +1,5 @@
-"""Plots in documents, drawn from result files as the tables are rendered from them: docs/plots/*.svg."""
+"""Plots in documents, drawn from result files (one from the record of the demo's model) as the tables are rendered from them:
+docs/plots/*.svg."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 
 from espnx.errors import MissingDependencyError
 
+from . import training
 from .result import Row, rows_of
 
 FOLDER = "docs/plots"
@@ -27,9 +29,11 @@ def draw_all(root: Path, results: Mapping[Path, Mapping[str, Any]]) -> list[Path
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "espnx"  # the same results give the same file
     rows = [row for document in results.values() for row in rows_of(document) if row.case == "retrieval" and row.correct]
+    figures = {name: draw([row for row in rows if row.params.get("show") == name]) for name, draw in PLOTS.items()}
+    record = training.load_record(root)
+    figures[training.PLOT] = None if record is None else training.loss_curve(record)
     drawn = []
-    for name, draw in PLOTS.items():
-        figure = draw([row for row in rows if row.params.get("show") == name])
+    for name, figure in figures.items():
         if figure is not None:
             path = root / FOLDER / f"{name}.svg"
             path.parent.mkdir(parents=True, exist_ok=True)

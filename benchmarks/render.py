@@ -1,7 +1,7 @@
 """Tables in documents, rendered from result files: what stands between ``<!-- bench:CASE -->`` and ``<!-- /bench -->`` is never typed.
 
 ``<!-- bench:CASE:VIEW show=table corpus=B -->`` takes another table of the case (`Case.views`), and only rows with those parameters (or
-that ``system``); several values of one are joined by ``|``.
+that ``system``); several values of one are joined by ``|``. ``<!-- training -->`` takes the record of the demo's model (training.py).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from espnx.errors import InvalidInputError
 
+from . import training
 from .registry import Case, cases
 from .result import KINDS, Row, load, rows_of
 
@@ -33,7 +34,8 @@ def source_root() -> Path:
 def documents(root: Path) -> list[Path]:
     """README.md and the Markdown files below docs/ that hold marked blocks."""
     candidates = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
-    return [path for path in candidates if path.is_file() and BLOCK.search(path.read_text(encoding="utf-8"))]
+    found = [path for path in candidates if path.is_file()]
+    return [path for path in found if any(block.search(path.read_text(encoding="utf-8")) for block in (BLOCK, training.BLOCK))]
 
 
 def result_files(root: Path) -> list[Path]:
@@ -59,7 +61,7 @@ def render_all(root: Path, files: Sequence[Path], *, write: bool) -> list[Path]:
     stale = []
     for path in documents(root):
         text = path.read_text(encoding="utf-8")
-        fresh = render_text(text, results)
+        fresh = training.fill(render_text(text, results), root)
         if fresh != text:
             stale.append(path)
             if write:

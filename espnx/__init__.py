@@ -6,6 +6,10 @@
 >>> with espnx.open("my.index", encoder) as index:
 ...     print(index.search("what a says", k=1).hits)
 
+>>> espnx.enable(model)                                     # doctest: +SKIP
+>>> with espnx.KVCache(model.config, storage="/mnt/nvme") as cache:
+...     model.generate(**inputs, past_key_values=cache, max_new_tokens=64)
+
 Importing this package loads neither torch nor anything else heavy: names are resolved when they are first used.
 """
 
@@ -20,6 +24,7 @@ from ._version import __version__
 if TYPE_CHECKING:
     from .integrations import load_encoder
     from .integrations.streamed import load_streamed
+    from .integrations.transformers import KVCache, enable
     from .retrieval.build import BuildReport, build
     from .retrieval.documents import Document
     from .retrieval.encoder import Encoded, FunctionEncoder
@@ -40,10 +45,12 @@ _HOME = {
     "Hit": ("retrieval.result", "Hit"),
     "Index": ("retrieval.search", "Index"),
     "SearchResult": ("retrieval.result", "SearchResult"),
+    "KVCache": ("integrations.transformers", "KVCache"),
     "add": ("retrieval.mutate", "add"),
     "build": ("retrieval.build", "build"),
     "compact": ("retrieval.mutate", "compact"),
     "delete": ("retrieval.mutate", "delete"),
+    "enable": ("integrations.transformers", "enable"),
     "evaluate": ("retrieval.evaluate", "evaluate"),
     "load_encoder": ("integrations", "load_encoder"),
     "load_streamed": ("integrations.streamed", "load_streamed"),
@@ -59,12 +66,14 @@ __all__ = [
     "FunctionEncoder",
     "Hit",
     "Index",
+    "KVCache",
     "SearchResult",
     "__version__",
     "add",
     "build",
     "compact",
     "delete",
+    "enable",
     "errors",
     "evaluate",
     "load_encoder",

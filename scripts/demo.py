@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""The main job on real input: indexes the documentation of the installed Python libraries and searches it from SSD.
+"""The main jobs on real input: indexes the documentation of the installed Python libraries and searches it from SSD; then a language model
+reads what was found, with its KV cache on SSD.
 
-make demo                          (or: .venv/bin/python scripts/demo.py [--documents N] [--directory DIR])
+make demo                          (or: .venv/bin/python scripts/demo.py [--documents N] [--directory DIR] [--model DIR])
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ QUERIES = (
     "wait for several coroutines at the same time",
     "temporary directory that is removed afterwards",
 )
+ROOT = Path(__file__).resolve().parent.parent
+TEXTS = 30  # found for a query, that a prompt is made of
 # Scores may differ by the order of additions; ranks may swap only where two scores are closer than this (docs/tolerances.md).
 SCORE_TOLERANCE = 1e-3
 
@@ -100,11 +103,24 @@ def compare(index: espnx.Index, documents: list[dict[str, str]]) -> bool:
     return same == len(results)
 
 
+def read_aloud(index: espnx.Index, model: Path, storage: Path) -> bool:
+    """What the search found becomes the prompts of a language model."""
+    from demo_generate import generate  # transformers takes seconds to import
+
+    print("\nWhat was found is now read by a language model whose KV cache lies on SSD\n")
+    found = [index.search(query, k=TEXTS).hits for query in QUERIES]
+    return generate(model, ["\n\n".join(hit.text for hit in hits) for hits in found], storage)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, default=8000)
     parser.add_argument("--directory", type=Path, default=Path(".cache/demo/index"))
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo")
     args = parser.parse_args()
+    if not (args.model / "config.json").is_file():
+        train = f"python scripts/train_demo_model.py --out {args.model}"
+        parser.error(f"the language model of the demo: got no config.json in {args.model}; train it (an hour on two cores): {train}")
     load_faiss()
     print("espnx demo: the documentation of this Python's libraries, searched from SSD\n")
     documents = corpus(args.documents)
@@ -113,6 +129,7 @@ def main() -> int:
     with espnx.open(args.directory, encoder) as index:
         search(index)
         ok = compare(index, documents)
+        ok = read_aloud(index, args.model, args.directory.parent / "kv") and ok
     print(f'\nThe index stays in {args.directory}. Try: .venv/bin/espnx search {args.directory} "your question"')
     return 0 if ok else 1
 

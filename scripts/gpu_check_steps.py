@@ -281,6 +281,20 @@ def _kernel_row(case: str, params: dict[str, Any], times: list[float], data_byte
     return row(case, params, "espnx-triton", times, bytes_asked=data_bytes, bytes_moved=data_bytes, correct=correct, metrics=metrics)
 
 
+def check_attention(work: Path, rows: Rows, failures: list[str]) -> None:
+    """See gpu_check_kv.py."""
+    import gpu_check_kv
+
+    gpu_check_kv.check_attention(work, rows, failures)
+
+
+def check_kv(work: Path, rows: Rows, failures: list[str]) -> None:
+    """See gpu_check_kv.py."""
+    import gpu_check_kv
+
+    gpu_check_kv.check_kv(work, rows, failures)
+
+
 def check_search(work: Path, rows: Rows, failures: list[str]) -> None:
     """A search end to end: records from storage, scores on the GPU, against the same search on the CPU."""
     import espnx

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -38,10 +37,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import docstrings
 
+from espnx.benchmarks.recall import DISTANCES, HeldOut, question, text_window
+
 END = "<|endoftext|>"  # before and after every document; id 0
 STAGES = ((0.30, 8), (0.60, 4), (0.75, 2), (1.0, 1))  # until this part of the training, the context divided by so much
-DISTANCES = (128, 512, 1024, 1900)
-DISTRACTORS = 3  # other key lines in the context of a recall question
 BLOCK_DOCUMENTS = 32  # neighbours share phrases: they are held out together
 HELD_OUT_EVERY = 50
 ANSWER_WEIGHT = 8.0  # answers are about one token in a hundred
@@ -88,6 +87,8 @@ class Data:
         self.about: dict[str, Any] = json.loads((work / "corpus.json").read_text())
         self.words = {kind: [self.ids(f" {word}") for word in words] for kind, words in self.about["words"].items()}
         self.newline = self.ids("\n")
+        marks = {mark: self.ids(mark) for mark in ("KEY", "GET", ":", "\n")}
+        self.for_questions = HeldOut(self.held_out, self.words["held_out"], marks)
 
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text).ids)
@@ -126,11 +127,6 @@ def prepare(work: Path, documents: Iterator[dict[str, str]], vocabulary: int) ->
     characters = sum(map(len, texts))
     about = {"documents": len(texts), "held_out_documents": sum(held_out), "characters": characters, "words": splits}
     write_atomically(work / "corpus.json", json.dumps(about))  # last: its presence says that the rest is whole
-
-
-def text_window(stream: np.ndarray, rng: np.random.Generator, count: int) -> list[int]:
-    start = int(rng.integers(0, max(1, len(stream) - count)))
-    return np.resize(stream[start : start + count], count).tolist() if count else []
 
 
 def recall_lines(data: Data, rng: np.random.Generator, length: int) -> list[tuple[float, list[int], list[float]]]:
@@ -307,29 +303,6 @@ def validation(model: Any, data: Data, context: int) -> dict[str, float]:
     }
 
 
-def recall_question(data: Data, rng: np.random.Generator, context: int, distance: int) -> tuple[list[int], int]:
-    """context + 1 held-out tokens that end with an answer, ``distance`` behind the value it repeats; and how many tokens the answer has."""
-    words = data.words["held_out"]
-    picks = rng.permutation(len(words))[: 4 * (1 + DISTRACTORS)].reshape(1 + DISTRACTORS, 4)
-    pairs = [(words[pick[0]], [token for word in pick[1:] for token in words[word]]) for pick in picks]
-    key_head, value = data.line("KEY", *pairs[0])
-    get_head, _ = data.line("GET", *pairs[0])
-    others = [[*head, *tail] for head, tail in (data.line("KEY", *pair) for pair in pairs[1:])]
-    between, before = distance - len(value) - len(get_head), context + 1 - distance - len(value) - len(key_head)
-    behind = [line for number, line in enumerate(others[1:], 1) if sum(map(len, others[1 : number + 1])) <= between]
-    front = others[:1] if len(others[0]) <= before else []
-    first, second = (scatter(data.held_out, rng, lines, room) for lines, room in ((front, before), (behind, between)))
-    return first + key_head + value + second + get_head + value, len(value)
-
-
-def scatter(stream: np.ndarray, rng: np.random.Generator, lines: list[list[int]], count: int) -> list[int]:
-    """``count`` tokens of text with the lines somewhere in it."""
-    text = text_window(stream, rng, count - sum(map(len, lines)))
-    cuts = [0, *sorted(rng.integers(0, len(text) + 1, len(lines)).tolist()), len(text)]
-    pieces = (text[begin:end] + line for (begin, end), line in zip(itertools.pairwise(cuts), [*lines, []], strict=True))
-    return list(itertools.chain.from_iterable(pieces))
-
-
 @torch.no_grad()
 def recall(model: Any, data: Data, settings: Settings) -> dict[int, float]:
     """Share of questions answered exactly (greedily, with the newline that ends the answer), by distance in tokens."""
@@ -338,7 +311,7 @@ def recall(model: Any, data: Data, settings: Settings) -> dict[int, float]:
         rng = np.random.default_rng([settings.seed, distance, 1])
         right = 0
         for _ in range(settings.recall_samples):
-            ids, count = recall_question(data, rng, settings.context, distance)
+            ids, count = question(data.for_questions, rng, settings.context, distance)
             # One pass with the answer in place: greedy decoding gives it exactly where every one of its tokens is the likeliest.
             right += bool(token_losses(model, torch.tensor([ids], device=model.device))[1][0, -count:].all())
         found[distance] = right / settings.recall_samples
@@ -361,7 +334,8 @@ Text: {about["documents"]:,} docstrings of the installed Python libraries, plus 
 Held-out documents: loss {results["validation_loss"]:.3f}, perplexity {results["validation_perplexity"]:.1f}.
 Exact recall with held-out words, by distance in tokens: {scores}.
 Load it with `AutoModelForCausalLM.from_pretrained(folder)` and `AutoTokenizer.from_pretrained(folder)`; weights are bfloat16.
-`training.json` holds the settings, the results and the loss curve. License: as espnx; the docstrings are their authors'.
+`training.json` holds the settings, the results and the loss curve; `held_out.safetensors` the held-out documents, as tokens.
+License: as espnx; the docstrings are their authors'.
 """
 
 
@@ -386,6 +360,7 @@ def publish(model: Any, run: Run, data: Data, settings: Settings, out: Path, com
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     save_model(model, data, settings, part)
+    data.for_questions.save(part)
     stored = AutoModelForCausalLM.from_pretrained(part, dtype=torch.float32).to(model.device)
     tail = [point["train_loss"] for point in run.curve[-10:] if point["train_loss"] is not None]
     results: dict[str, Any] = {

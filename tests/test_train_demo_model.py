@@ -102,7 +102,15 @@ def test_it_learns_and_what_it_wrote_reloads(
         torch.set_num_threads(threads)
     table = capsys.readouterr().out
     names = {path.name for path in out.iterdir()}
-    assert names == {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "training.json"}
+    assert names == {
+        "README.md",
+        "config.json",
+        "held_out.safetensors",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "training.json",
+    }
     assert (prepared / "tokenizer.json").read_bytes() == (out.with_name("demo.work") / "tokenizer.json").read_bytes()
 
     record = json.loads((out / "training.json").read_text())
@@ -207,7 +215,7 @@ def test_recall_is_solved_by_looking_up_and_by_nothing_less(data: Any) -> None:
 @pytest.mark.parametrize("distance", [64, 128, 192])
 def test_recall_questions_have_their_distance(data: Any, distance: int) -> None:
     for seed in range(20):
-        ids, count = script.recall_question(data, np.random.default_rng(seed), 256, distance)
+        ids, count = script.question(data.for_questions, np.random.default_rng(seed), 256, distance)
         assert len(ids) == 257
         answer = ids[-count:]
         assert ids[-count - distance : len(ids) - distance] == answer

@@ -206,9 +206,24 @@ void RowStream::consume(Reading& reading, int n_threads, const Arrived& arrived,
   stats_.computing_s += reading.computing_s;
 }
 
+// Rows are looked up by what the plan says, without a check for each: so the plan must lie within the queries.
+static void check_fits(const RowRequest& request, const RowQueries& queries) {
+  const RowGeometry& geometry = request.geometry;
+  bool fits = geometry.d == queries.d && geometry.dv == queries.dv;
+  for (const RowUnit& unit : request.units) {
+    for (const RowPiece& piece : unit.pieces) {
+      fits = fits && piece.sequence < queries.n_sequences && piece.head < queries.n_heads && piece.first_position >= 0;
+      fits = fits && (queries.visible == nullptr || piece.first_position + piece.n_rows <= queries.visible_stride);
+    }
+  }
+  if (!fits)
+    throw failure(io::Kind::invalid, "the queries do not fit the rows: sequences, heads, widths, or positions");
+}
+
 void RowStream::attend(int64_t ticket, const RowQueries& queries, int n_threads,
                        const std::function<bool()>& interrupted) {
   const std::shared_ptr<Reading> reading = take_front(ticket);
+  check_fits(reading->request, queries);
   const RowGeometry& geometry = reading->request.geometry;
   const auto n_units = static_cast<int64_t>(reading->request.units.size());
   n_threads = static_cast<int>(std::clamp<int64_t>(n_threads, 1, std::max<int64_t>(1, n_units)));

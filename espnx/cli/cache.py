@@ -41,20 +41,31 @@ def _row(entry: Entry) -> tuple[object, ...]:
 def configure_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="+", help="names of caches")
     _storage(parser)
+    add_json_option(parser)
 
 
 def run_verify(args: argparse.Namespace) -> int:
+    from ..errors import StorageError
     from ..kv.library import verify
 
-    for name in args.name:
-        print(f"{name}: {verify(args.storage, name) / 2**20:,.1f} MiB of rows, every checksum right")
-    return 0
+    lines, found = list[str](), list[dict[str, object]]()
+    for name in args.name:  # all of them: one that is damaged says nothing about the next
+        try:
+            seen_bytes = verify(args.storage, name)
+            lines.append(f"{name}: {seen_bytes / 2**20:,.1f} MiB of rows, every checksum right")
+            found.append({"name": name, "is_sound": True, "bytes": seen_bytes})
+        except StorageError as error:
+            lines.append(f"{name}: {' '.join(str(error).split())}")
+            found.append({"name": name, "is_sound": False, "error": type(error).__name__, "message": str(error)})
+    emit(args, "\n".join(lines), json_document("cache verify", caches=found))
+    return 0 if all(each["is_sound"] for each in found) else 1
 
 
 def configure_rm(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="*", help="names of caches")
     _storage(parser)
     parser.add_argument("--keep", metavar="SIZE", help="remove the least recently used caches until the rest takes at most so much")
+    add_json_option(parser)
 
 
 def run_rm(args: argparse.Namespace) -> int:
@@ -62,10 +73,13 @@ def run_rm(args: argparse.Namespace) -> int:
     from ..kv.library import evict, remove
     from ..sizes import parse_size
 
-    if not args.name and not args.keep:
+    limit_bytes = None if args.keep is None else parse_size(args.keep)
+    if not args.name and limit_bytes is None:
         raise InvalidInputError("espnx cache rm", got="nothing to remove", expected="names, or --keep SIZE")
-    for name in args.name:
+    gone = list(dict.fromkeys(args.name))
+    for name in gone:
         remove(args.storage, name)
-    gone = [*args.name, *(evict(args.storage, parse_size(args.keep)) if args.keep else [])]
-    print("removed " + ", ".join(gone) if gone else "nothing removed")
+    if limit_bytes is not None:
+        gone += evict(args.storage, limit_bytes)
+    emit(args, "removed " + ", ".join(gone) if gone else "nothing removed", json_document("cache rm", removed=gone))
     return 0

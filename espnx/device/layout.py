@@ -121,7 +121,7 @@ class RowLayout:
         *lead, n, _ = k.shape
         blocks = self.blocks(n)
         if out is None:
-            out = torch.empty((*lead, blocks, self.block_bytes), dtype=torch.uint8)
+            out = torch.empty((*lead, blocks, self.block_bytes), dtype=torch.uint8, device=k.device)
         parts: list[tuple[int, torch.Tensor]] = []
         if self.format == "int8" and v is not None:
             parts = self._quantise(_whole(k, blocks, self.block_rows), _whole(v, blocks, self.block_rows))

@@ -13,6 +13,12 @@ from ..ops.crc32c import crc32c
 
 #: Of a config: where it came from and how it is run, not what it computes.
 _IRRELEVANT = (
+    "architectures",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "id2label",
+    "label2id",
     "transformers_version",
     "_name_or_path",
     "_attn_implementation",
@@ -23,19 +29,28 @@ _IRRELEVANT = (
 )
 
 
+_WHOLE = ("k_proj", "v_proj", "c_attn", "k_norm", "qkv_proj", "query_key_value", "embed_tokens", "wte")
+_SAMPLES = 4096  # values of each other parameter: what was trained on has moved in all of them
+
+
 def fingerprint(model: torch.nn.Module) -> dict[str, Any]:
-    """Of a transformers model: its config, and the bytes of its input embeddings and of every layer's k and v projections.
+    """Of a transformers model: its config, the bytes of its input embeddings and of every layer's k and v projections, and a sample of all
+    other weights, which K and V of the later layers depend on.
 
     Parameters without bytes of their own (streamed weights) count by name and shape.
     """
     config = {key: value for key, value in model.config.to_dict().items() if key not in _IRRELEVANT}
     sums, dtypes = dict[str, int](), set[str]()
     for name, parameter in model.named_parameters():
-        words = name.split(".")
-        if any(word in ("k_proj", "v_proj", "c_attn", "k_norm", "qkv_proj", "query_key_value", "embed_tokens", "wte") for word in words):
-            data = parameter.detach()
+        words, data = name.split("."), parameter.detach()
+        if "lm_head" in words:  # what is said comes after K and V
+            continue
+        if any(word in _WHOLE for word in words):
             dtypes.add(str(data.dtype))
-            sums[name] = crc32c(repr((name, tuple(data.shape))).encode() if data.is_meta else data.cpu().contiguous())
+        elif not data.is_meta:
+            data = data.reshape(-1)[:: max(1, data.numel() // _SAMPLES)]
+        described = repr((name, tuple(parameter.shape), str(data.dtype))).encode()
+        sums[name] = crc32c(described) if data.is_meta else crc32c(data.cpu().contiguous())
     canonical = json.dumps([config, sums], sort_keys=True, default=str)
     return {
         "model": type(model).__name__, "config": hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest(),

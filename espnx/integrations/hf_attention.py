@@ -5,6 +5,7 @@ Keys that a stored layer handed on carry that layer (`_espnx`), which is asked f
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,15 @@ from .. import errors
 _QUERIES_AT_ONCE = 256
 #: Arguments that change what attention computes; a model that passes one of them needs code of its own here.
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k")
+
+
+class _Awaited(threading.local):
+    """The stored layer that has been given K and V and waits to be asked, of this thread's forward pass."""
+
+    layer: Any = None
+
+
+awaited = _Awaited()
 
 
 def padding_mask(
@@ -72,6 +82,12 @@ def espnx_attention(
         if window is not None:
             raise errors.InvalidInputError(f"layer {layer.number}", got=f"a sliding window of {window}", expected="full attention")
         o = layer.attend(query, attention_mask, scale)
+    elif awaited.layer is not None:
+        awaited.layer = None
+        raise errors.InvalidInputError(
+            f"{type(module).__name__} and a cache on SSD", got="attention over other keys than the cache returned",
+            expected="attention over K and V as they were cached (not compressed ones that are expanded again)", fix="DynamicCache",
+        )  # fmt: skip
     else:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         o = _attend_in_memory(query, key, value, attention_mask, scale, window, causal)

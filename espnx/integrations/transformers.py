@@ -11,8 +11,9 @@ import copy
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,16 +24,21 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from .. import errors
 from ..kv.cache import SsdCache, Step
+from ..kv.folders import KeptName
 from ..kv.kept import ROWS_NAME, load, save
-from ..kv.library import KeptName
+from ..kv.library import evict
 from ..kv.schedule import Decision, Shape, decide
 from ..kv.visibility import Visibility
 from ..kv.xrows import Projection
+from ..sizes import parse_size
+from .dense import dense_seconds
 from .fingerprints import compare, fingerprint
-from .hf_attention import espnx_attention, padding_mask
+from .hf_attention import awaited, espnx_attention, padding_mask
 from .projections import Rotations, attention_modules, projection_of
 
 NAME = "espnx"
+#: What K and V are made of, and how.
+Input = tuple[torch.Tensor | None, Projection | None]
 
 
 def enable(model: PreTrainedModel) -> PreTrainedModel:
@@ -54,6 +60,8 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
     for name in ("attn_logit_softcapping", "alibi"):
         if getattr(config, name, None):
             raise errors.InvalidInputError(what, got=f"{name} in its config", expected="plain scaled dot products")
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        raise errors.InvalidInputError(what, got="chunked_attention in its layer_types", expected="full or sliding attention")
     AttentionInterface.register(NAME, espnx_attention)
     AttentionMaskInterface.register(NAME, padding_mask)
     before = config._attn_implementation
@@ -80,7 +88,10 @@ class KVCache(Cache):
             says is fastest (see `decision`).
         name: keeps the cache in `storage` under this name: it is saved when it is closed, and continued when it is opened again, by this
             process or another. None: nothing of it outlives the process.
-        **options: of `espnx.kv.cache.SsdCache`: format, spill_interval, read_ahead_bytes, capacity_tokens, engine, threads, deadline_s.
+        library_bytes: a size (``50GiB``): when this cache is saved, others that are kept in `storage` and that no process has open are
+            removed, the least recently used first, until all together take at most so much. None: nothing is removed.
+        **options: of `espnx.kv.cache.SsdCache`: format, spill_interval, read_ahead_bytes, capacity_tokens, engine, device, threads,
+            deadline_s. With a model on a GPU rows are computed on there.
 
     Attributes:
         store: the `SsdCache`.
@@ -98,10 +109,14 @@ class KVCache(Cache):
         *,
         x_rows: int | None = None,
         name: str | None = None,
+        library_bytes: int | str | None = None,
         **options: Any,
     ):
         text = config.get_text_config(decoder=True)
         kinds, arguments = get_layer_types_and_kwargs(text)
+        self._library_bytes = None if library_bytes is None else parse_size(library_bytes)
+        if library_bytes is not None and name is None:
+            raise errors.InvalidInputError("library_bytes of a cache without a name", got=library_bytes, fix="KVCache(..., name=...)")
         self._kept = None if name is None else KeptName(storage, name)
         try:
             self.store = SsdCache(storage if self._kept is None else self._kept.directories, len(kinds), **self._names(), **options)
@@ -117,7 +132,7 @@ class KVCache(Cache):
         self._masks: tuple[torch.Tensor | None, int, Visibility] | None = None
         self._hidden: torch.Tensor | None = None
         self._fingerprint: dict[str, Any] | None = None
-        self._closed = self._noted = False
+        self._closed = self._noted = self._unconfirmed = False
         self._before: list[dict[str, Any]] = []
         layers: list[Any] = []
         for number, (kind, more) in enumerate(zip(kinds, arguments, strict=True)):
@@ -190,7 +205,7 @@ class KVCache(Cache):
         if self._noted:  # by the model around this one
             return
         for layer in self._stored:
-            layer.pending = layer.inputs = None
+            layer.pending = layer.inputs = awaited.layer = None
         held = self.get_seq_length()
         if self._kept is not None and self._pass is None:
             now = fingerprint(model)
@@ -199,6 +214,7 @@ class KVCache(Cache):
             self._fingerprint = now
         if held == 0:
             self.store.x_rows = self._schedule(model, ids)
+            self._unconfirmed = self._x_rows is None and self.store.x_rows > 0
         self._time(ids)
         self.store.begin(held)
         self._noted = True
@@ -225,16 +241,33 @@ class KVCache(Cache):
         heads, hidden = config.num_attention_heads, config.hidden_size
         weight = next(model.parameters())
         shape = Shape(
-            layers=len(self._stored), sequences=ids.shape[0], tokens=ids.shape[1], hidden=hidden, heads=heads,
+            layers=len(self._stored), sequences=ids.shape[0], tokens=max(ids.shape[1], self.store.capacity_tokens or 0),
+            hidden=hidden, heads=heads,
             n_kv=getattr(config, "num_key_value_heads", None) or heads, d=getattr(config, "head_dim", None) or hidden // heads,
             dtype=weight.dtype, is_rotary=getattr(config, "rope_parameters", None) is not None,
-            weight_bytes=sum(part.numel() * part.element_size() for part in model.parameters()),
         )  # fmt: skip
         # Beams and samples of one prompt stand together and are exchanged among themselves: all of them keep X, or none.
         same = (ids[1:] == ids[:-1]).all(dim=1).tolist()
         group = same.index(False) + 1 if False in same else ids.shape[0]
-        self.decision = decide(shape, self.store.spread.devices, group if ids.shape[0] % group == 0 else ids.shape[0], self._threads)
+        group = group if ids.shape[0] % group == 0 else ids.shape[0]
+        self.decision = decide(shape, self.store.spread.devices, partial(dense_seconds, model, ids.shape[0]), group, self._threads)
         return self.decision.x_rows
+
+    def confirmed(self, find: Callable[[], Input], k: torch.Tensor, v: torch.Tensor) -> Input:
+        """What a layer's K and V were made of. Where X rows were this cache's own idea, its first layer shows whether the model makes K and
+        V as is known here; if it does not, K and V are kept."""
+        if not self._unconfirmed:
+            return find()
+        self._unconfirmed = False
+        try:
+            x, projection = find()
+            if x is None or projection is None:
+                raise errors.InvalidInputError("X rows of this model", got="no input of its projections")
+            projection.check(x[0, :8], k[0, :, :8], v[0, :, :8], 0)
+        except errors.InvalidInputError as error:
+            self.decision, self.store.x_rows = Decision(0, str(error)), 0
+            return None, None
+        return x, projection
 
     def begun(self) -> None:
         """The forward pass that was noted has reached a layer: the next note is of another one."""
@@ -298,7 +331,8 @@ class KVCache(Cache):
         }
         return {
             "tokens": self.get_seq_length(), "sequences": self.store.sequences, **totals, "memory_bytes": self.store.memory_bytes,
-            "effective_path": self.store.spread.devices[0].effective_path, "x_rows": self.store.x_rows,
+            "effective_path": self.store.spread.devices[0].effective_path,
+            "fallback_reason": self.store.spread.devices[0].fallback_reason, "x_rows": min(self.store.x_rows, self.store.sequences),
             "decision": None if self.decision is None else self.decision.as_dict(),
             "prefill_tokens": prefill[0], "prefill_s": prefill[1], "decode_tokens": decode[0], "decode_s": decode[1],
             "step_s": decode[1] / decode[2] if decode[2] else None,
@@ -321,11 +355,11 @@ class KVCache(Cache):
             input_ids: int64 [sequences, n].
             attention_mask: [sequences, n], or None.
         """
-        held = self.get_seq_length()
+        held, input_ids = self.get_seq_length(), input_ids.cpu()
         keep = 0
         if held and self.tokens is not None and len(input_ids) == self.store.sequences:
             n = min(held, input_ids.shape[1] - 1)
-            same = (self.tokens[:, :n] == input_ids[:, :n].cpu()).all(dim=0)
+            same = (self.tokens[:, :n] == input_ids[:, :n]).all(dim=0)
             hidden = torch.zeros_like(input_ids, dtype=torch.bool) if attention_mask is None else ~attention_mask.bool().cpu()
             before = torch.zeros_like(hidden[:, :n]) if self._hidden is None else self._hidden[:, :n]
             same &= (hidden[:, :n] == before).all(dim=0)
@@ -345,6 +379,8 @@ class KVCache(Cache):
                 tensors["hidden"] = self._hidden[:, :held].to(torch.uint8)
             save(self.store, self._kept.directories[0], self._fingerprint, tensors | self.rotations.tensors())
             self._kept.touch()
+            if self._library_bytes is not None:
+                evict(self._kept.roots, self._library_bytes)
 
     def close(self) -> None:
         """Ends all I/O. A kept cache is saved first; of any other the space returns and nothing is left."""
@@ -396,7 +432,7 @@ class StoredLayer(CacheLayerMixin):
         self.cache.begun()
         tagged = key_states.view_as(key_states)
         tagged._espnx = self
-        self.pending = key_states, value_states
+        self.pending, awaited.layer = (key_states, value_states), self
         return tagged, value_states
 
     def attend(self, query: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
@@ -404,11 +440,11 @@ class StoredLayer(CacheLayerMixin):
         if self.pending is None:
             raise errors.InvalidInputError("attention asked twice for one layer's rows")
         (k, v), cache = self.pending, self.cache
-        self.pending = None
+        self.pending = awaited.layer = None
         positions = cache.store.length(self.number) + k.shape[2]
         try:
             visibility = cache.visibility(mask, k.shape[0], positions)
-            step = Step(query, k, v, scale, visibility, *self._input(cache, k))
+            step = Step(query, k, v, scale, visibility, *cache.confirmed(lambda: self._input(cache, k), k, v))
             return cache.store.attend(self.number, step)
         except BaseException as error:
             cache.undo()
@@ -416,12 +452,14 @@ class StoredLayer(CacheLayerMixin):
                 error.sequences = cache.tokens  # type: ignore[attr-defined]
             raise
 
-    def _input(self, cache: KVCache, k: torch.Tensor) -> tuple[torch.Tensor | None, Projection | None]:
+    def _input(self, cache: KVCache, k: torch.Tensor) -> Input:
         """What K and V were made of, and how, where X rows are kept."""
         if not cache.store.x_rows or self.inputs is None:
             return None, None
         module, x, rotary = self.inputs
         if rotary is not None:
+            if any(each.device != x.device for each in cache.rotations.tensors().values()):  # of a kept cache
+                cache.rotations.restore({name: each.to(x.device) for name, each in cache.rotations.tensors().items()})
             cache.rotations.extend(*rotary, past=cache.store.length(self.number))
         return x, projection_of(module, k.shape[1], None if rotary is None else cache.rotations)
 

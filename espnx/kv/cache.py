@@ -14,9 +14,12 @@ from typing import Any
 import torch
 
 from .. import errors
+from ..device.gpu import GpuDevice
 from ..device.interface import Queries
 from ..device.layout import RowLayout, format_of
-from ..device.ssd import SsdDevice, attend_rows
+from ..device.readers import GDS_PATHS
+from ..device.ssd import SsdDevice
+from ..device.store import RowStore
 from ..ops.attention import merge
 from .chunk import chunk_attention
 from .rows import LayerRows
@@ -74,7 +77,8 @@ class SsdCache:
         spill_interval: new tokens wait in memory until there are so many; None: as many as fill whole pages.
         read_ahead_bytes: of rows read before they are asked for, on each device.
         capacity_tokens: of each sequence: space for as many is reserved when the first rows come, so that a full disk shows then.
-        engine: ``auto``, ``uring``, ``posix``, or how to make an engine (tests inject faults so).
+        engine: ``auto``, ``uring``, ``posix``, ``gds``, ``gds-compat``, or how to make an engine (tests inject faults so).
+        device: where rows are computed on: ``cpu``, ``cuda``; None: where the model's K and V turn out to be.
         threads: that compute on rows; None: as many as PyTorch uses.
         deadline_s: of each transfer.
         names: of the data files, to keep them; None: their space returns when the process ends.
@@ -94,6 +98,7 @@ class SsdCache:
         read_ahead_bytes: int = 64 << 20,
         capacity_tokens: int | None = None,
         engine: str | Callable[[], Any] = "auto",
+        device: str | torch.device | None = None,
         threads: int | None = None,
         deadline_s: float = 30.0,
         names: Sequence[str] | None = None,
@@ -104,23 +109,52 @@ class SsdCache:
         if not directories:
             raise errors.InvalidInputError("storage", got="no directory", expected="at least one")
         self._format, self._spill_interval, self._threads = format, spill_interval, threads or 0
-        self._capacity_tokens = capacity_tokens
-        devices: list[SsdDevice] = []
-        options: dict[str, Any] = {"read_ahead_bytes": read_ahead_bytes, "threads": threads, "deadline_s": deadline_s}
-        try:
-            for i, directory in enumerate(directories):
-                own = engine if isinstance(engine, str) else engine()
-                devices.append(SsdDevice(directory, engine=own, name=names[i] if names else None, **options))
-        except BaseException:
-            for device in devices:
-                device.close()
-            raise
-        self.spread = Spread(devices)
+        self.capacity_tokens = capacity_tokens
+        self._is_kept = names is not None
+        self._places = [(directory, names[i] if names else None) for i, directory in enumerate(directories)]
+        self._options: dict[str, Any] = {"read_ahead_bytes": read_ahead_bytes, "threads": threads, "deadline_s": deadline_s}
+        self._engine = engine
+        self.spread = Spread(self._open_devices(None if device is None else torch.device(device)))
         self.x_rows = 0
         self.kv: list[LayerRows | None] = [None] * n_layers
         self.x: list[LayerRows | None] = [None] * n_layers
         self._ahead: dict[LayerRows, _Ahead] = {}
         self._begun = 0  # tokens when the forward pass under way began
+
+    def _open_devices(self, device: torch.device | None) -> list[RowStore]:
+        opened: list[RowStore] = []
+        try:
+            for directory, name in self._places:
+                own = self._engine if isinstance(self._engine, str) else self._engine()
+                opened.append(open_device(directory, device, engine=own, name=name, **self._options))
+        except BaseException:
+            for each in opened:
+                each.close()
+            raise
+        return opened
+
+    def _follow(self, device: torch.device) -> None:
+        """The model is on a GPU: from its first rows on they are computed on there."""
+        if device.type == "cpu" or not all(isinstance(each, SsdDevice) for each in self.spread.devices):
+            return
+        if self.every and not self._is_kept:
+            raise errors.InvalidInputError(
+                "a model on several devices", got="its first layer on the CPU", fix="KVCache(..., device='cuda')"
+            )
+        self.forget_ahead()
+        self.spread.flush()
+        segments = [part for rows in self.every for run in rows.runs for parts in run.parts for part in parts]
+        pinned = [each.pinned for each in self.spread.devices]
+        for each in self.spread.devices:
+            each.close()
+        self.spread.devices[:] = self._open_devices(device)
+        for number, each in enumerate(self.spread.devices):
+            held = {segment.place: segment.size_bytes for at, segment in segments if at == number and segment.size_bytes}
+            for place, size_bytes in (pinned[number] | held).items():
+                each.extents.claim(place, size_bytes)
+            each.pin(pinned[number])
+        for rows in self.every:
+            rows.to(device)
 
     @property
     def every(self) -> list[LayerRows]:
@@ -162,6 +196,7 @@ class SsdCache:
 
     def _attend(self, layer: int, step: Step, n_sequences: int, split: int) -> torch.Tensor:
         try:
+            self._follow(step.k.device)
             if not self.every:
                 self._reserve(step, split)
             parts = []
@@ -239,7 +274,7 @@ class SsdCache:
             raise errors.InvalidInputError("X rows without projections")
         n_sequences, heads, n, _ = step.q.shape
         queries = _queries(step, projection.n_heads, step.v.shape[-1], last)
-        made = Recomputer(queries, projection, rows.layout, self._threads)
+        made = Recomputer(queries, projection, rows.layout, self._threads, self.spread.attend_memory)
         ahead = self._arriving(rows)
         tail = rows.tail(0 if ahead is None else ahead.covered)
         if ahead is not None:
@@ -254,7 +289,7 @@ class SsdCache:
         ahead = self._arriving(rows)
         tail = rows.tail(0 if ahead is None else ahead.covered)
         if ahead is None:
-            return attend_rows(None, -1, queries, tail, self._threads)
+            return self.spread.attend_memory(queries, tail)
         del self._ahead[rows]
         return self.spread.attend(ahead.tickets, queries, tail)
 
@@ -297,7 +332,7 @@ class SsdCache:
 
     def _reserve(self, step: Step, split: int) -> None:
         """Space for the declared capacity, so that a full disk shows before any work."""
-        if self._capacity_tokens is None:
+        if self.capacity_tokens is None:
             return
         total = 0
         for layout, streams in (
@@ -305,7 +340,7 @@ class SsdCache:
             (_x_layout(step.x) if split and step.x is not None else None, split),
         ):
             if layout is not None:
-                total += layout.blocks(self._capacity_tokens) * layout.block_bytes * streams * len(self.kv)
+                total += layout.blocks(self.capacity_tokens) * layout.block_bytes * streams * len(self.kv)
         for device in self.spread.devices:
             device.extents.reserve(-(-total // len(self.spread.devices)))
 
@@ -352,6 +387,13 @@ class SsdCache:
 
     def close(self) -> None:
         self.spread.close()
+
+
+def open_device(directory: str | os.PathLike[str], device: torch.device | None, *, engine: Any, **options: Any) -> RowStore:
+    """The device for a directory, with rows computed on in the memory of `device`; None: the host's, unless the engine says otherwise."""
+    if engine in GDS_PATHS or (device is not None and device.type != "cpu"):
+        return GpuDevice(directory, device=device or "cuda", engine=engine, **options)
+    return SsdDevice(directory, engine=engine, **options)
 
 
 def _x_layout(x: torch.Tensor) -> RowLayout:

@@ -7,6 +7,7 @@ after a crash finds the last state that was saved, whole.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -21,12 +22,13 @@ from ..device.interface import Segment
 from ..device.layout import DTYPES, RowLayout, format_of
 from ..ops.crc32c import crc32c
 from ..storage.manifest import read_manifest, write_manifest
-from ..storage.stream import read_file, replace_file
+from ..storage.stream import read_file, replace_file, write_error
 from .cache import SsdCache
 from .rows import LayerRows, Run
 
 MAGIC, VERSION = "espnx-kv", 1
 ROWS_NAME = "rows.bin"
+FIX = "remove the cache (`espnx cache rm`); it is made again from its prompt"
 _FIELDS = 8  # of a segment: run, sequence, device, place, first head, head step, heads, rows
 
 
@@ -41,7 +43,9 @@ def save(cache: SsdCache, directory: str, fingerprint: dict[str, Any], tensors: 
     Raises:
         WriteError, DiskFullError: the state before stays the published one.
     """
-    cache.forget_ahead()
+    # A pass that failed between two layers (in the model, not here) has reached some of them and not others.
+    pairs = [[rows.count for rows in pair if rows is not None] for pair in zip(cache.x, cache.kv, strict=True)]
+    cache.crop(min((min(counts, default=0) for counts in pairs), default=0))
     for device in cache.spread.devices:
         device.sync()
     kept, layers = dict(tensors), list[dict[str, Any]]()
@@ -57,12 +61,16 @@ def save(cache: SsdCache, directory: str, fingerprint: dict[str, Any], tensors: 
         "fingerprint": fingerprint, "x_rows": cache.x_rows, "layers": layers, "devices": len(cache.spread.devices),
         "state": {"file": state, "size_bytes": len(payload), "crc32c": crc32c(payload)}, "n_layers": len(cache.kv),
     }  # fmt: skip
+    places = [{segment.place: segment.size_bytes for segment in _segments(cache, number)} for number in range(len(cache.spread.devices))]
+    for device, new in zip(cache.spread.devices, places, strict=True):
+        device.pin(device.pinned | new)  # an error from here on may come before the state changes or after it
     write_manifest(engine, directory, MAGIC, VERSION, fields)
-    for number, device in enumerate(cache.spread.devices):
-        device.pin({segment.place: segment.size_bytes for segment in _segments(cache, number)})
+    for device, new in zip(cache.spread.devices, places, strict=True):
+        device.pin(new)
     for name in os.listdir(directory):
         if name.startswith("state-") and name != state:
-            os.unlink(os.path.join(directory, name))
+            with contextlib.suppress(OSError):  # then the next save removes it
+                os.unlink(os.path.join(directory, name))
 
 
 def _segments(cache: SsdCache, number: int) -> list[Segment]:
@@ -130,7 +138,22 @@ def load(cache: SsdCache, directory: str) -> tuple[dict[str, Any], dict[str, tor
         for place, size_bytes in places.items():
             device.extents.claim(place, size_bytes)
         device.pin(places)
+        _cut(device.path, device.extents.size_bytes)
     return fields["fingerprint"], tensors
+
+
+def _cut(path: str, size_bytes: int) -> None:
+    """Takes away what a process that was killed wrote behind the last state that it saved. Raises TruncatedFileError, WriteError."""
+    found = os.path.getsize(path)
+    if found < size_bytes:
+        raise errors.TruncatedFileError(
+            "the rows of a kept cache end too soon", path=path, got=f"{found} bytes", expected=f"at least {size_bytes} bytes", fix=FIX
+        )
+    if found > size_bytes:
+        try:
+            os.truncate(path, size_bytes)
+        except OSError as error:
+            raise write_error("cannot cut the rows of a kept cache", path, error) from error
 
 
 def _read_state(engine: Any, path: str, expected: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -138,7 +161,7 @@ def _read_state(engine: Any, path: str, expected: dict[str, Any]) -> dict[str, t
     if len(payload) != expected["size_bytes"] or crc32c(payload) != expected["crc32c"]:
         raise errors.ChecksumError(
             "the state of a kept cache is damaged", path=path, got=f"{len(payload)} bytes", expected=f"{expected['size_bytes']} bytes",
-            fix="remove the cache (`espnx cache rm`); it is made again from its prompt",
+            fix=FIX,
         )  # fmt: skip
     try:
         return load_tensors(bytes(payload))

@@ -168,6 +168,12 @@ class LayerRows:
         """Becomes what was kept."""
         self.runs, self.count, self.stored, self._first, self._k, self._v = runs, count, stored, first, k, v
 
+    def to(self, device: torch.device) -> None:
+        """Rows in memory wait there from now on."""
+        is_shared = self._v is self._k
+        self._k = self._k.to(device)
+        self._v = self._k if is_shared else self._v.to(device)
+
     # --- rows go ---
 
     def select(self, sequences: list[int]) -> None:
@@ -235,7 +241,7 @@ class LayerRows:
 
 def _grown(old: torch.Tensor, like: torch.Tensor, held: int, room: int, dtype: torch.dtype) -> torch.Tensor:
     """Zeros [sequences, heads, room, width] that begin with the `held` rows of `old`."""
-    new = torch.zeros((like.shape[0], like.shape[1], room, like.shape[3]), dtype=dtype)
+    new = torch.zeros((like.shape[0], like.shape[1], room, like.shape[3]), dtype=dtype, device=like.device)
     if held:
         new[:, :, :held] = old[:, :, :held]
     return new

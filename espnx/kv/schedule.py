@@ -22,7 +22,8 @@ import torch.nn.functional as F
 
 from ..device.interface import Queries, Tail, Use
 from ..device.layout import RowLayout
-from ..device.ssd import SsdDevice, attend_rows
+from ..device.ssd import attend_rows
+from ..device.store import RowStore
 
 _PROBE_BYTES = 96 << 20
 _PROBE_S, _UNSTEADY = 0.5, 0.4  # and the part of it that does not count
@@ -41,7 +42,6 @@ class Shape:
         hidden, heads, n_kv, d: of the model.
         dtype: of rows.
         is_rotary: K must be recomputed (rotation or k-norm), not absorbed.
-        weight_bytes: of all the model's parameters, read once a step.
     """
 
     layers: int
@@ -53,7 +53,6 @@ class Shape:
     d: int
     dtype: torch.dtype
     is_rotary: bool
-    weight_bytes: int
 
     @property
     def ratio(self) -> float:
@@ -111,16 +110,16 @@ def choose(shape: Shape, costs: Costs, group: int = 1) -> Decision:
     return Decision(best, "the least predicted step time", times, costs)
 
 
-def decide(shape: Shape, devices: list[SsdDevice], group: int = 1, threads: int = 0) -> Decision:
-    """Measures what must be known, and chooses."""
+def decide(shape: Shape, devices: list[RowStore], dense_s: Callable[[], float], group: int = 1, threads: int = 0) -> Decision:
+    """Measures what must be known, and chooses. `dense_s` measures a step without attention, and only where something can be won."""
     if shape.ratio >= 1:
         return Decision(0, f"X rows take {shape.ratio:.2f} of the bytes of K and V")
     if shape.sequences * shape.kv_bytes < SMALL_BYTES:
         return Decision(0, "too few bytes to matter")
-    return choose(shape, measure(shape, devices, threads), group)
+    return choose(shape, measure(shape, devices, dense_s, threads), group)
 
 
-def measure(shape: Shape, devices: list[SsdDevice], threads: int = 0) -> Costs:
+def measure(shape: Shape, devices: list[RowStore], dense_s: Callable[[], float], threads: int = 0) -> Costs:
     """Rates of these devices and cores for such rows: about a second."""
     attend_s = _attend_seconds(shape, shape.n_kv, shape.d, shape.heads // shape.n_kv, threads, is_shared=False)
     if shape.is_rotary:
@@ -131,11 +130,10 @@ def measure(shape: Shape, devices: list[SsdDevice], threads: int = 0) -> Costs:
     else:
         x_s = _attend_seconds(shape, 1, shape.hidden, shape.heads, threads, is_shared=True)
     row_bytes = 2 * shape.n_kv * shape.d * shape.dtype.itemsize
-    memory_bytes_per_s = row_bytes / attend_s  # attention over K and V rows with few queries is as fast as memory
-    return Costs(sum(read_rate(device) for device in devices), row_bytes / attend_s, x_s, shape.weight_bytes / memory_bytes_per_s)
+    return Costs(sum(read_rate(device) for device in devices), row_bytes / attend_s, x_s, dense_s())
 
 
-def read_rate(device: SsdDevice) -> float:
+def read_rate(device: RowStore) -> float:
     """Bytes a second of the reads of attention, caches of no kind in the way: of the later part of half a second, since a full queue and
     a drive that is limited (which lends bytes at first) make the beginning faster than what lasts."""
     layout = RowLayout("fp16", 128, 128)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -10,7 +11,7 @@ import torch
 
 from ..device.interface import Queries, Segment, Tail, Use
 from ..device.layout import RowLayout
-from ..device.ssd import SsdDevice
+from ..device.store import RowStore
 from ..ops.attention import merge
 
 
@@ -21,7 +22,7 @@ class Spread:
         devices: at least one.
     """
 
-    def __init__(self, devices: Sequence[SsdDevice]):
+    def __init__(self, devices: Sequence[RowStore]):
         self.devices = list(devices)
         self._pool = ThreadPoolExecutor(len(self.devices), "espnx-device") if len(self.devices) > 1 else None
 
@@ -68,8 +69,9 @@ class Spread:
         """Each device over its own rows, at the same time; merged by log-sum-exp."""
         if self._pool is None:
             return self.devices[0].attend(tickets[0], queries, tail)
+        stream = torch.cuda.current_stream(queries.q.device) if queries.q.is_cuda else None
         jobs = [
-            self._pool.submit(device.attend, ticket, queries, tail if i == 0 else None)
+            self._pool.submit(_attend_on, stream, device, ticket, queries, tail if i == 0 else None)
             for i, (device, ticket) in enumerate(zip(self.devices, tickets, strict=True))
         ]
         wait(jobs)  # also where one has failed: nobody may still be at work when the caller goes on
@@ -78,6 +80,10 @@ class Spread:
         for other_o, other_lse in parts[1:]:
             o, lse = merge(o, lse, other_o, other_lse)
         return o, lse
+
+    def attend_memory(self, queries: Queries, tail: Tail | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Over rows in memory alone."""
+        return self.devices[0].attend(-1, queries, tail)
 
     def visit(self, tickets: list[int], see: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
         """Shows the rows of each device, one device after the other; their reads run at the same time all the same."""
@@ -101,3 +107,11 @@ class Spread:
                 stack.callback(device.close)
             if self._pool is not None:
                 self._pool.shutdown()
+
+
+def _attend_on(
+    stream: torch.cuda.Stream | None, device: RowStore, ticket: int, queries: Queries, tail: Tail | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In a thread of the pool, whose current CUDA stream is not the caller's."""
+    with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+        return device.attend(ticket, queries, tail)

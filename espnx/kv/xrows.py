@@ -22,6 +22,9 @@ from ..ops.attention import merge
 #: k [1, KV heads, n, d] of tokens `first` to `first + n` of a sequence, as projected -> as the cache keeps it. (k, sequence, first)
 Finish = Callable[[torch.Tensor, int, int], torch.Tensor]
 
+#: Of queries over rows in memory: (o, lse).
+Attend = Callable[[Queries, Tail], tuple[torch.Tensor, torch.Tensor]]
+
 
 @dataclass(frozen=True)
 class Projection:
@@ -47,9 +50,9 @@ class Projection:
 
     def rows(self, x: torch.Tensor, sequence: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K [1, KV heads, n, d] and V [1, KV heads, n, dv] of x [n, hidden], tokens of one sequence from position `first` on."""
-        x = x.to(self.k_weight.dtype)
+        x = x.to(self.k_weight)  # dtype and device
         k, v = (
-            F.linear(x, weight, bias).view(1, len(x), self.n_heads, -1).transpose(1, 2)
+            F.linear(x, weight, bias).view(1, len(x), self.n_heads, weight.shape[0] // self.n_heads).transpose(1, 2)
             for weight, bias in ((self.k_weight, self.k_bias), (self.v_weight, self.v_bias))
         )
         if self.finish is not None:
@@ -61,10 +64,18 @@ class Projection:
 
         Raises InvalidInputError.
         """
-        for name, ours, theirs in zip("KV", self.rows(x, 0, first), (k, v), strict=True):
+        try:
+            made = self.rows(x, 0, first)
+        except RuntimeError as error:  # shapes that do not fit: another order of cutting into heads, rotating, normalising
+            raise errors.InvalidInputError(
+                "this model's K is not made as is known here", got=str(error).split("\n")[0],
+                expected="a linear layer, a norm of each head, a rotation of all its dimensions", fix="x_rows=0",
+            ) from error  # fmt: skip
+        for name, ours, theirs in zip("KV", made, (k, v), strict=True):
             apart, size = (ours[0].float() - theirs.float()).abs().max(), theirs.float().abs().max()
-            # Sums of `hidden` products, rounded once more: an error beyond that is another formula.
-            if not bool(apart <= 8 * torch.finfo(k.dtype).eps * self.hidden**0.5 * size.clamp_min(1e-3)):
+            # Sums of `hidden` products in single precision; then some roundings to the rows' own (product, norm, rotation, on either side).
+            allowed = 16 * torch.finfo(k.dtype).eps + 8 * torch.finfo(torch.float32).eps * self.hidden**0.5
+            if not bool(apart <= allowed * size.clamp_min(1e-3)):
                 raise errors.InvalidInputError(
                     f"this model's {name} is not what its projections make of their input", got=f"{float(apart):.3g} apart",
                     expected="the same", fix="x_rows=0",
@@ -107,13 +118,16 @@ class Recomputer:
         queries: of K rows: q [sequences, KV heads, group * n, d].
         projection: of the layer.
         layout: of the X rows.
+        threads: that attend; 0: as many as PyTorch uses.
+        attend: over rows in memory, where that is not the host's.
     """
 
-    def __init__(self, queries: Queries, projection: Projection, layout: RowLayout, threads: int):
-        self._queries, self._projection, self._layout, self._threads = queries, projection, layout, threads
+    def __init__(self, queries: Queries, projection: Projection, layout: RowLayout, threads: int, attend: Attend | None = None):
+        self._queries, self._projection, self._layout = queries, projection, layout
+        self._attend: Attend = attend or (lambda queries, tail: attend_rows(None, -1, queries, tail, threads))
         n_sequences, heads, n, _ = queries.q.shape
-        self.o = torch.zeros(n_sequences, heads, n, queries.dv)
-        self.lse = torch.full((n_sequences, heads, n), float("-inf"))
+        self.o = torch.zeros(n_sequences, heads, n, queries.dv, device=queries.q.device)
+        self.lse = torch.full((n_sequences, heads, n), float("-inf"), device=queries.q.device)
 
     def see(self, memory: torch.Tensor, pieces: torch.Tensor) -> None:
         """Rows as a device visits them."""
@@ -134,5 +148,5 @@ class Recomputer:
             None if all_.first_visible is None else all_.first_visible[one],
             None if all_.visible is None else all_.visible[one],
         )
-        o, lse = attend_rows(None, -1, queries, Tail(k, v, 0, len(x), first), self._threads)
+        o, lse = self._attend(queries, Tail(k, v, 0, len(x), first))
         self.o[one], self.lse[one] = merge(self.o[one], self.lse[one], o, lse)

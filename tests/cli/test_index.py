@@ -218,6 +218,48 @@ def test_add_delete_compact(tmp_path: Path, corpus: Path, capsys: pytest.Capture
     assert "deleted" not in out
 
 
+def test_adding_in_the_place_of_others(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store, more = tmp_path / "store", tmp_path / "more.jsonl"
+    run(capsys, "index", "build", store, "--corpus", corpus)
+    more.write_text(json.dumps({"id": "d3", "text": "omega"}) + "\n")
+    code, _, err = run(capsys, "index", "add", store, "--corpus", more)
+    assert code != 0
+    assert "--replace" in err
+    assert "1 documents added, generation 2" in run(capsys, "index", "add", store, "--corpus", more, "--replace")[1]
+    out = run(capsys, "index", "info", store)[1]
+    assert "50 (1 deleted ones wait for compact)" in out
+    assert [line.split() for line in out.splitlines() if line.startswith("generation")] == [["generation", "2,", "2", "parts"]]
+
+
+def test_an_empty_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "none.jsonl").write_text("\n")
+    code, out, _ = run(capsys, "index", "build", tmp_path / "store", "--corpus", tmp_path / "none.jsonl")
+    assert code == 0
+    assert "the store is empty" in out
+
+
+def test_a_corpus_that_is_not_utf_8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes(b'\xef\xbb\xbf{"id": 1, "text": "a"}\n{"id": 2, "text": "caf\xe9"}\n')
+    code, _, err = run(capsys, "index", "build", tmp_path / "store", "--corpus", bad)
+    assert code == 2
+    assert "line 2" in err
+    assert "'utf-8' codec" in err
+    bad.write_bytes(b'"\x00a"\x00')
+    assert "utf-16" not in run(capsys, "index", "build", tmp_path / "store", "--corpus", bad)[2]
+
+
+def test_ids_that_are_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus = tmp_path / "ints.jsonl"
+    corpus.write_text("".join(json.dumps({"id": i, "text": WORDS[i]}) + "\n" for i in range(9)))
+    run(capsys, "index", "build", tmp_path / "store", "--corpus", corpus)
+    code, _, err = run(capsys, "index", "delete", tmp_path / "store", "3")
+    assert code != 0
+    assert "no such document; got '3'" in err
+    assert "--int" in err
+    assert "1 documents deleted" in run(capsys, "index", "delete", tmp_path / "store", "3", "--int")[1]
+
+
 def test_what_cannot_be_changed(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = tmp_path / "store"
     run(capsys, "index", "build", store, "--corpus", corpus)

@@ -18,6 +18,14 @@ _SHARED: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 512, "initializer_range": 0.25,
 }  # fmt: skip
+_OPT: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 256, "word_embed_proj_dim": 256, "ffn_dim": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "max_position_embeddings": 512, "init_std": 0.15, "dropout": 0.0,
+}  # fmt: skip
+_GPT2: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "n_embd": 256, "n_inner": 96, "n_layer": 2, "n_head": 2, "n_positions": 512, "initializer_range": 0.15,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+}  # fmt: skip
 _EIGHT = {"pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": None}
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -28,23 +36,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", _SHARED | {"sliding_window": 12}),
     "gemma3": (
         "Gemma3",
-        _SHARED | {"num_hidden_layers": 4, "sliding_window": 12, "query_pre_attn_scalar": 128, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        _SHARED
+        | {
+            "num_hidden_layers": 4,
+            "sliding_window": 12,
+            "query_pre_attn_scalar": 128,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
     ),
-    "opt": (
-        "OPT",
-        {
-            "vocab_size": VOCABULARY, "hidden_size": 256, "word_embed_proj_dim": 256, "ffn_dim": 96, "num_hidden_layers": 2,
-            "num_attention_heads": 2, "max_position_embeddings": 512, "init_std": 0.15, "dropout": 0.0,
-        },
-    ),  # fmt: skip
-    "gpt2": (
-        "GPT2",
-        {
-            "vocab_size": VOCABULARY, "n_embd": 256, "n_inner": 96, "n_layer": 2, "n_head": 2, "n_positions": 512, "initializer_range": 0.15,
-            "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-        },
-    ),  # fmt: skip
-}  # fmt: skip
+    "opt": ("OPT", _OPT),
+    "gpt2": ("GPT2", _GPT2),
+}
 
 
 def make(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:

@@ -43,15 +43,16 @@ def small(name: str, **options: int) -> transformers.PreTrainedModel:
     [
         (
             lambda: small(
-                "Gemma2", hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16
+                "Gemma2", hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+                head_dim=16,
             ),
             "softcap",
         ),
         (lambda: small("T5", d_model=32, d_kv=16, d_ff=32, num_layers=2, num_heads=2), "encoder-decoder"),
         (
             lambda: small(
-                "Bart", d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32,
-                decoder_ffn_dim=32,
+                "Bart", d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+                encoder_ffn_dim=32, decoder_ffn_dim=32,
             ),
             "encoder-decoder",
         ),
@@ -182,7 +183,9 @@ def test_vectors_instead_of_tokens(folder: Path) -> None:
     vectors = model.get_input_embeddings()(prompt([20])["input_ids"]).detach()
     wanted = model.generate(inputs_embeds=vectors, max_new_tokens=20, do_sample=False)
     with KVCache(model.config, folder) as cache:
-        assert torch.equal(enabled("llama").generate(inputs_embeds=vectors, max_new_tokens=20, do_sample=False, past_key_values=cache), wanted)
+        assert torch.equal(
+            enabled("llama").generate(inputs_embeds=vectors, max_new_tokens=20, do_sample=False, past_key_values=cache), wanted
+        )
         assert cache.tokens is None
 
 

@@ -192,7 +192,9 @@ def assert_right(outputs: list[torch.Tensor], steps: list[tuple[Step, torch.Tens
         assert o.dtype == step.q.dtype
         apart = (o.double() - wanted).abs()
         # NaN is never within a bound.
-        assert bool((apart <= bound).all()), f"{what} layer {number}: {float((apart / bound).nan_to_num(nan=1e9).max()):.3g} times the bound"
+        assert bool((apart <= bound).all()), (
+            f"{what} layer {number}: {float((apart / bound).nan_to_num(nan=1e9).max()):.3g} times the bound"
+        )
 
 
 def random_shape(rng: random.Random, *, dtypes: tuple[torch.dtype, ...] = (torch.float32,), with_x: bool = False) -> Shape:

@@ -1,4 +1,4 @@
-"""Random programs: tokens by ones, by tens and by chunks, crops, beams, new conversations; every answer is compared with the naive cache."""
+"""Random programs: tokens by ones, by tens and by chunks, crops, beams, new conversations; each answer is compared with the naive cache."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from espnx.errors import InvalidInputError
-from espnx.ops.attention import ROW_FORMATS, merge
 from espnx.ops._native import load_ops
+from espnx.ops.attention import ROW_FORMATS, merge
 from tests.ops.test_attention import FORMATS, LEVELS, Case, assert_close, causal, make_case
 
 

@@ -1,0 +1,157 @@
+"""An SSD beside a GPU: rows in one file, read into the GPU's memory (straight, where GPUDirect Storage works), checked and attended to
+there. Everything but the kernels also runs on CPU memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import errors
+from ..storage import NativeEngine, Plan
+from ..storage.engine import FileHandle
+from .folding import Folding
+from .interface import Queries, Tail
+from .layout import RowLayout
+from .readers import GDS_PATHS, Reader, host_memory, open_reader
+from .row_reads import RowReads
+from .ssd import block_sums
+from .store import UNIT_BYTES, RowStore
+from .tensor_stream import TensorStream, group_bytes
+from .writes import Write
+
+MakeReader = Callable[[NativeEngine, FileHandle], Reader]
+
+
+class GpuDevice(RowStore):
+    """See `espnx.device.interface.Device`. Queries and tails may lie anywhere; results are where the queries are.
+
+    Args:
+        device: in whose memory rows are computed on: ``cuda``, ``cuda:N``; ``cpu`` (tests).
+        engine: ``auto``: ``gds``, or else (`fallback_reason` says why) reads into pinned host memory, which are copied; ``gds`` or
+            ``gds-compat``: that and nothing else, while writes go through host memory; ``uring``, ``posix``, or an engine: reads and writes
+            through host memory.
+        make_reader: makes what reads the data file (tests).
+        threads: that compute, on a CPU.
+        directory, **options: of `RowStore`.
+
+    Raises:
+        PathUnavailableError, MissingDependencyError: a path that was named cannot be had.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        device: str | torch.device = "cuda",
+        engine: NativeEngine | str = "auto",
+        make_reader: MakeReader | None = None,
+        threads: int | None = None,
+        **options: Any,
+    ):
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise errors.PathUnavailableError("no CUDA device here", got=str(device), fix="use device='cpu'")
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        if self.device.type == "cpu" and engine in GDS_PATHS:
+            raise errors.InvalidInputError("rows would lie in GPU memory", got=f"engine={engine!r} and {device}", fix="device='cuda'")
+        self._path = engine if isinstance(engine, str) else "uring"
+        self._make_reader, self._threads = make_reader, threads
+        self._reader: Reader | None = None
+        # Copies to the host and then to the disk, beside what the model computes.
+        self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._writer = ThreadPoolExecutor(1, "espnx-writeback")
+        try:
+            super().__init__(directory, engine="auto" if isinstance(engine, str) and engine in GDS_PATHS else engine, **options)
+        except BaseException:
+            self._writer.shutdown()
+            raise
+
+    def _begin_reads(self, file: FileHandle) -> None:
+        window_bytes = self._read_ahead_bytes
+        if self._make_reader is not None:
+            self._reader = self._make_reader(self.engine, file)
+        else:
+            self._reader = open_reader(self._path, self.engine, file, self.device, window_bytes=window_bytes, deadline_s=self._deadline_s)
+        self.effective_path, self.fallback_reason = self._reader.effective_path, self._reader.fallback_reason
+        self._stream = TensorStream(self._reader, file.path, window_bytes)
+
+    def _end_reads(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def _push(self, layout: RowLayout, table: np.ndarray, sums: np.ndarray) -> int:
+        return int(self._stream.push(RowReads(layout, table, sums, group_bytes(self._read_ahead_bytes), UNIT_BYTES)))
+
+    def attend(self, ticket: int, queries: Queries, tail: Tail | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Device`. Ticket -1: over the rows in memory alone."""
+        self._check_open()
+        folding = Folding(queries, self.device, self._threads)
+        if tail is not None:
+            folding.add_tail(tail)
+        if ticket >= 0:
+            self._stream.attend(ticket, folding.add_group)
+        o, lse = folding.result()
+        return o.to(queries.q.device), lse.to(queries.q.device)
+
+    def _begin_write(
+        self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, shape: tuple[int, int, int], plan: Plan
+    ) -> tuple[np.ndarray, StagedWrite]:
+        blocks = layout.pack(k.to(self.device), None if v is None else v.to(self.device)).view(-1)
+        memory = host_memory(blocks.numel(), self.device)
+        sums, event = np.empty(shape, np.uint32), None
+        if self._copies is None:
+            memory.copy_(blocks)
+            found = block_sums(blocks, layout.block_bytes)
+        else:
+            self._copies.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._copies):
+                memory.copy_(blocks, non_blocking=True)
+                # Of the bytes on the GPU: what goes wrong on the way to the disk is noticed too.
+                found = torch.empty(sums.size, dtype=torch.int64, pin_memory=True)
+                found.copy_(block_sums(blocks, layout.block_bytes), non_blocking=True)
+                event = torch.cuda.Event(blocking=True)
+                event.record(self._copies)
+            blocks.record_stream(self._copies)
+
+        def write() -> Write:
+            if event is not None:
+                event.synchronize()
+            sums.reshape(-1)[:] = found.numpy()
+            return Write(self.engine, plan, memory, self._deadline_s)
+
+        return sums, StagedWrite(self._writer.submit(write))
+
+    def close(self) -> None:
+        """See `Device`."""
+        super().close()
+        self._writer.shutdown()
+
+
+class StagedWrite:
+    """Rows that are copied to the host, then written from there."""
+
+    def __init__(self, started: Future[Write]):
+        self._started = started
+
+    def done(self) -> bool:
+        return self._started.done() and (self._started.exception() is not None or self._started.result().done())
+
+    def wait(self) -> None:
+        self._started.result().wait()
+
+    def end(self) -> bool | None:
+        """As of `Write`. A write that never began has left the place alone."""
+        if self._started.exception() is not None:
+            return None
+        return self._started.result().end()
+
+    def cancel(self) -> None:
+        if self._started.exception() is None:
+            self._started.result().cancel()

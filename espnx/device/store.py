@@ -1,0 +1,300 @@
+"""What all devices share that keep rows in a file: the file, its space, rows on their way into it, which reads a ticket needs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import errors
+from ..storage import NativeEngine, Plan
+from ..storage.engine import FileHandle
+from .extents import Extents
+from .interface import DeviceStats, Queries, Segment, Tail, Use
+from .layout import RowLayout
+from .writes import PutWrite, Writing
+
+#: One read. Requests of 1 MiB have more memory segments than many drives take; 960 KiB is as fast and is not split.
+UNIT_BYTES = 960 << 10
+
+
+class RowStore:
+    """A device but for its reads and its attention, which subclasses bring: see `SsdDevice` and `GpuDevice`.
+
+    Args:
+        directory: on the disk. Its data file has mode 0600.
+        engine: a storage engine; a name opens one of its own.
+        name: of the data file; None: the file has no name, and its space returns when the process ends, however it ends.
+        reserve_bytes: reserved at once, so that a full disk shows now and not in an hour.
+        read_ahead_bytes: of rows that are read before they are asked for.
+        write_behind_bytes: of rows whose write nobody has waited for.
+        deadline_s: of each transfer.
+
+    Attributes:
+        effective_path: that the bytes of reads take.
+        fallback_reason: why it is not what ``auto`` tried first; empty if it is.
+
+    Raises:
+        WriteError: the directory cannot be written.
+        DiskFullError: there is less room than `reserve_bytes`.
+    """
+
+    effective_path: str
+    fallback_reason: str = ""
+    _stream: Any  # push, visit, front, clear, stats
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        engine: NativeEngine | str = "auto",
+        name: str | None = None,
+        reserve_bytes: int = 0,
+        read_ahead_bytes: int = 64 << 20,
+        write_behind_bytes: int = 64 << 20,
+        deadline_s: float = 30.0,
+    ):
+        self.directory = os.fspath(directory)
+        self._owns_engine = isinstance(engine, str)
+        self.engine = NativeEngine(engine, pool_bytes=read_ahead_bytes + (8 << 20)) if isinstance(engine, str) else engine
+        self._deadline_s, self._write_behind_bytes, self._read_ahead_bytes = deadline_s, write_behind_bytes, read_ahead_bytes
+        self._closed = False
+        try:
+            self._file = self._open(name)
+            try:
+                self.extents = Extents(self.engine, self._file, reserve_bytes)
+            except BaseException:
+                self.engine.close_file(self._file)
+                raise
+        except BaseException:
+            self._end_reads()
+            if self._owns_engine:
+                self.engine.close()
+            raise
+        self._writing: deque[tuple[Segment, int]] = deque()
+        self._writing_bytes = 0
+        self._counts = DeviceStats()
+        self._pinned: dict[int, int] = {}
+
+    # --- what subclasses bring ---
+
+    def _begin_reads(self, file: FileHandle) -> None:
+        """Makes `_stream` and `effective_path`. The file still has its name."""
+        raise NotImplementedError
+
+    def _end_reads(self) -> None:
+        """Closes what `_begin_reads` opened; it may not have been called."""
+
+    def _begin_write(
+        self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, shape: tuple[int, int, int], plan: Plan
+    ) -> tuple[np.ndarray, Writing]:
+        """Starts writing blocks, `shape` of them [sequences, heads, blocks]: their checksums, uint32 of that shape, and the write."""
+        raise NotImplementedError
+
+    def _push(self, layout: RowLayout, table: np.ndarray, sums: np.ndarray) -> int:
+        """Puts reads in line. `table` int64 [n, 10]: the segments of csrc/device/row_plan.hpp; `sums`: what they number."""
+        raise NotImplementedError
+
+    def attend(self, ticket: int, queries: Queries, tail: Tail | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Device`. Ticket -1: over the rows in memory alone."""
+        raise NotImplementedError
+
+    # --- the file ---
+
+    def _open(self, name: str | None) -> FileHandle:
+        path = os.path.join(self.directory, name or f".espnx-{uuid.uuid4().hex}")
+        try:
+            os.makedirs(self.directory, exist_ok=True)
+            # Rows can be turned back into the text they came from: nobody else may read them.
+            os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+        except OSError as error:
+            raise errors.WriteError("cannot create the file for rows", path=path, errno=error.errno) from error
+        try:
+            file = self.engine.open(path, "r+")
+            try:
+                self._begin_reads(file)
+            except BaseException:
+                self.engine.close_file(file)
+                raise
+            return file
+        finally:
+            if name is None:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+
+    @property
+    def path(self) -> str:
+        return self._file.path
+
+    # --- rows come and go ---
+
+    def put(self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, heads: range) -> list[Segment]:
+        """See `Device`."""
+        self._check_open()
+        n_sequences, n_heads, n_rows, d = k.shape
+        v_shape = k.shape if v is None else v.shape
+        if (n_heads, d) != (len(heads), layout.d) or v_shape != (*k.shape[:3], layout.dv):
+            raise errors.InvalidInputError(
+                "rows to put", got=f"K {tuple(k.shape)}, V {tuple(v_shape)}",
+                expected=f"[sequences, {len(heads)}, n, {layout.d}] and [..., {layout.dv}]",
+            )  # fmt: skip
+        blocks = layout.blocks(n_rows)
+        each_bytes = len(heads) * blocks * layout.block_bytes
+        total_bytes = n_sequences * each_bytes
+        if not total_bytes:
+            return [Segment(layout, heads, n_rows, 0, np.empty((len(heads), 0), np.uint32)) for _ in range(n_sequences)]
+        self._settle(self._write_behind_bytes - total_bytes)
+        offset = self.extents.take(total_bytes)
+        try:
+            plan = Plan.of(self._file, [offset], [total_bytes], [0])
+            sums, writing = self._begin_write(layout, k, v, (n_sequences, len(heads), blocks), plan)
+        except BaseException:
+            self.extents.give_back(offset, total_bytes)
+            raise
+        shared = PutWrite(writing, n_sequences)
+        found = [Segment(layout, heads, n_rows, offset + i * each_bytes, sums[i], shared) for i in range(n_sequences)]
+        self._writing.extend((segment, each_bytes) for segment in found)
+        self._writing_bytes += total_bytes
+        self._counts.bytes_written += total_bytes
+        self._counts.write_requests += 1
+        return found
+
+    def _settle(self, keep_bytes: int) -> None:
+        """Waits for writes until at most `keep_bytes` are under way."""
+        while self._writing and (self._writing_bytes > max(keep_bytes, 0) or self._writing[0][0].writing is None):
+            segment, size_bytes = self._writing[0]
+            self._wait(segment)  # raises what the write raised; the segment stays in line, and its rows are written again
+            self._writing.popleft()
+            self._writing_bytes -= size_bytes
+
+    def _wait(self, segment: Segment) -> None:
+        """Until the segment's rows are in the file. Raises what its write raised."""
+        if segment.writing is not None:
+            segment.writing.wait()
+            self._give_back(segment.writing.settle())
+            segment.writing = None
+
+    def _give_back(self, places: Sequence[tuple[int, int]]) -> None:
+        for place, size_bytes in places:
+            if place not in self._pinned:
+                self.extents.give_back(place, size_bytes)
+
+    def is_written(self, segment: Segment) -> bool:
+        """True once reads may ask for the segment. Raises what its write raised."""
+        if segment.writing is not None and segment.writing.done():
+            self._wait(segment)
+        return segment.writing is None
+
+    def release(self, segment: Segment) -> None:
+        """See `Device`."""
+        if segment.size_bytes:
+            place = segment.place, segment.size_bytes
+            self._give_back([place] if segment.writing is None else segment.writing.leave(place))
+            segment.writing = None
+
+    def pin(self, places: dict[int, int]) -> None:
+        """From now on these places (with their sizes), which segments hold, are not used again when the segments go; those pinned before
+        are, unless they are among them."""
+        for place, size_bytes in self._pinned.items():
+            if place not in places:
+                self.extents.give_back(place, size_bytes)
+        self._pinned = dict(places)
+
+    @property
+    def pinned(self) -> dict[int, int]:
+        """What `pin` was given last."""
+        return dict(self._pinned)
+
+    # --- reads ---
+
+    def ahead(self, layout: RowLayout, uses: Sequence[Use]) -> int:
+        """See `Device`."""
+        self._check_open()
+        for use in uses:
+            self._wait(use.segment)
+        return self._push(layout, *self._table(uses))
+
+    def _table(self, uses: Sequence[Use]) -> tuple[np.ndarray, np.ndarray]:
+        """(the rows of csrc/device/row_plan.hpp's segments, the checksums that they number)."""
+        number, first_sums, parts, rows = self._file.number, dict[int, int](), list[np.ndarray](), list[tuple[int, ...]]()
+        count = 0
+        for use in uses:
+            segment = use.segment
+            if id(segment) not in first_sums:
+                first_sums[id(segment)] = count
+                parts.append(segment.sums.reshape(-1))
+                count += segment.sums.size
+            heads = segment.heads
+            rows.append(
+                (number, segment.place, use.sequence, heads.start, heads.step, len(heads), segment.n_blocks, use.n_rows,
+                 use.first_position, first_sums[id(segment)])
+            )  # fmt: skip
+        sums = np.concatenate(parts) if parts else np.empty(0, np.uint32)
+        return np.array(rows, dtype=np.int64).reshape(-1, 10), sums
+
+    def visit(self, ticket: int, see: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        """See `Device`."""
+        self._check_open()
+        self._stream.visit(ticket, see)
+
+    def front(self) -> int:
+        """The ticket whose rows come next, or -1."""
+        return int(self._stream.front())
+
+    def forget(self) -> None:
+        """See `Device`."""
+        self._stream.clear()
+
+    # --- the end ---
+
+    def flush(self) -> None:
+        """See `Device`."""
+        self._check_open()
+        self._settle(0)
+
+    def sync(self) -> None:
+        """What was put survives a power cut from here on."""
+        self.flush()
+        self.extents.shrink()
+        self.engine.sync(self._file)
+
+    def stats(self) -> DeviceStats:
+        """See `Device`."""
+        stream = self._stream.stats()
+        counts = self._counts
+        return DeviceStats(
+            bytes_written=counts.bytes_written,
+            write_requests=counts.write_requests,
+            bytes_read=stream["bytes_read"],
+            bytes_moved=stream["bytes_moved"],
+            waiting_s=stream["waiting_s"],
+            computing_s=stream["computing_s"],
+            stored_bytes=self.extents.used_bytes,
+        )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise errors.EngineClosedError("the device is closed")
+
+    def close(self) -> None:
+        """See `Device`."""
+        if self._closed:
+            return
+        self._closed = True
+        self.forget()
+        for segment, _ in self._writing:
+            if segment.writing is not None:
+                segment.writing.cancel()
+                segment.writing = None  # it has the data file open, and with it its space
+        self._writing.clear()
+        self._end_reads()
+        if self._owns_engine:
+            self.engine.close()
+        else:
+            self.engine.close_file(self._file)

@@ -1,0 +1,172 @@
+"""The folders of a kept cache, one in each of its directories: locked together, marked as belonging together, removed together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+import uuid
+from collections.abc import Sequence
+
+from .. import errors
+from ..storage.lock import DirectoryLock
+from ..storage.manifest import NAME as MANIFEST
+from ..storage.stream import write_error
+from .kept import ROWS_NAME
+
+LOCK, USED = "LOCK", "LAST_USED"
+_PART = "PART"  # "1 of 3 <id>": which folder of one cache this is; the first of them has it before the others, and loses it last
+_NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_LOCK_ATTEMPTS, _LOCK_PAUSE_S = 10, 0.02  # whoever lists caches holds each lock for a moment
+
+Storage = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def roots_of(storage: Storage) -> list[str]:
+    roots = [os.fspath(root) for root in ([storage] if isinstance(storage, (str, os.PathLike)) else storage)]
+    if not roots:
+        raise errors.InvalidInputError("storage", got="no directory", expected="at least one")
+    return roots
+
+
+def check_name(name: str) -> None:
+    if not _NAMES.fullmatch(name):
+        raise errors.InvalidInputError("name of a cache", got=repr(name), expected="letters, digits, dots, dashes and underscores")
+
+
+def is_kept(directory: str) -> bool:
+    """Is it the first folder of a kept cache? Folders of other stores have manifests, too."""
+    if not _NAMES.fullmatch(os.path.basename(directory)) or not os.path.isdir(directory):
+        return False
+    return _words(_part(directory))[0] == 1 and any(name == ROWS_NAME or name.startswith("state-") for name in os.listdir(directory))
+
+
+def folders_of(roots: Sequence[str], name: str) -> tuple[list[str], int]:
+    """(those of one cache that lie in these directories, how many it has)."""
+    first = os.path.join(roots[0], name)
+    _, count, known = _words(_part(first))
+    others = [os.path.join(root, name) for root in roots[1:]]
+    return [first, *(other for other in others if known and _words(_part(other))[2] == known)], count
+
+
+def _part(directory: str) -> str:
+    with contextlib.suppress(OSError), open(os.path.join(directory, _PART), encoding="utf-8", errors="replace") as file:
+        return file.read().strip()
+    return ""
+
+
+def _words(part: str) -> tuple[int, int, str]:
+    """(which folder, of how many, of what); (1, 1, "") of a folder without a mark."""
+    found = re.fullmatch(r"(\d+) of (\d+) (\w+)", part)
+    return (int(found[1]), int(found[2]), found[3]) if found else (1, 1, "")
+
+
+def lock(directory: str, stack: contextlib.ExitStack) -> None:
+    """Locks a folder for as long as the stack is entered. Raises StoreBusyError."""
+    for attempt in range(_LOCK_ATTEMPTS):
+        try:
+            stack.enter_context(DirectoryLock(directory))
+            break
+        except errors.StoreBusyError as error:
+            if attempt == _LOCK_ATTEMPTS - 1:
+                raise errors.StoreBusyError(
+                    "the kept cache is open", path=directory, got=error.got, fix="close it there, or choose another name"
+                ) from error
+            time.sleep(_LOCK_PAUSE_S)
+    with contextlib.suppress(OSError), open(os.path.join(directory, LOCK), encoding="utf-8", errors="replace") as file:
+        if file.read() == f"{os.getpid()}\n":
+            return
+    raise errors.StoreBusyError("the kept cache was just removed", path=directory, fix="try again")  # and the lock with it
+
+
+def remove_files(folders: Sequence[str], *, marks: bool = True) -> None:
+    """Removes what a kept cache consists of, the manifest first: what a crash leaves is no cache any more. Folders that are empty then go.
+
+    Args:
+        marks: also the lock files, and what says that the folders belong together.
+    """
+    _unlink(os.path.join(folders[0], MANIFEST))
+    for directory in reversed(folders):
+        for name in os.listdir(directory):
+            if name in (ROWS_NAME, USED) or name.startswith(("state-", MANIFEST)):
+                _unlink(os.path.join(directory, name))
+        if marks:
+            _unlink(os.path.join(directory, _PART))
+            _unlink(os.path.join(directory, LOCK))
+            with contextlib.suppress(OSError):  # somebody's own files lie in it
+                os.rmdir(directory)
+
+
+def _unlink(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise write_error("cannot remove a file of a kept cache", path, error) from error
+
+
+class KeptName:
+    """A kept cache's folders, locked for this process until `unlock`.
+
+    Raises:
+        InvalidInputError: the name is no plain file name.
+        StoreBusyError: somebody has the cache, or another that shares a folder with it, open.
+        ForeignFileError: the directories are not those of this cache, or in another order.
+    """
+
+    def __init__(self, storage: Storage, name: str):
+        check_name(name)
+        self.roots = roots_of(storage)
+        self.directories = [os.path.join(root, name) for root in self.roots]
+        for directory in self.directories:
+            try:
+                os.makedirs(directory, mode=0o700, exist_ok=True)
+            except OSError as error:
+                raise write_error("cannot create the folder of a kept cache", directory, error) from error
+        with contextlib.ExitStack() as stack:
+            for directory in self.directories:
+                lock(directory, stack)
+            self._mark()
+            if not self.exists:  # what a process left that was killed before it saved anything
+                remove_files(self.directories, marks=False)
+            self._locks = stack.pop_all()
+
+    def _mark(self) -> None:
+        """Says in each folder which of how many it is: a manifest names places in all of them, by number."""
+        count, parts = len(self.directories), [_part(directory) for directory in self.directories]
+        known = _words(parts[0])[2] or uuid.uuid4().hex
+        expected = [f"{number} of {count} {known}" if count > 1 else "" for number in range(1, count + 1)]
+        for number, (directory, part) in enumerate(zip(self.directories, parts, strict=True)):
+            is_other = bool(part) and part != expected[number]
+            if is_other or (count > 1 and not part and os.path.exists(os.path.join(directory, MANIFEST))):
+                raise errors.ForeignFileError(
+                    "the folder is of a cache with other directories, or in another order", path=directory, got=part or "1 of 1",
+                    expected=expected[number] or "1 of 1", fix="name the directories as when the cache was made, or choose another name",
+                )  # fmt: skip
+        for directory, part, mark in zip(self.directories, parts, expected, strict=True):
+            if mark and not part:
+                path = os.path.join(directory, _PART)
+                try:
+                    with open(path, "w", encoding="utf-8") as file:
+                        file.write(f"{mark}\n")
+                except OSError as error:
+                    raise write_error("cannot mark a folder of a kept cache", path, error) from error
+
+    @property
+    def exists(self) -> bool:
+        """Something was saved."""
+        return os.path.exists(os.path.join(self.directories[0], MANIFEST))
+
+    def touch(self) -> None:
+        """It was used now."""
+        path = os.path.join(self.directories[0], USED)
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))  # empty: needs no room
+            os.utime(path)
+        except OSError as error:
+            raise write_error("cannot note that a kept cache was used", path, error) from error
+
+    def unlock(self) -> None:
+        self._locks.close()

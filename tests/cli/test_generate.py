@@ -1,0 +1,296 @@
+"""``espnx generate`` from the outside: the framework's tokens for every prompt, each prompt once, whatever happens on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedTokenizerFast
+
+from espnx.cli.main import main
+from espnx.integrations import transformers
+from espnx.integrations.generation import batches, read_prompts
+from espnx.kv.schedule import Decision
+from tests.integrations.kv_models import VOCABULARY, make, plain
+from tests.retrieval.common import memory_folder
+
+tokenizers = pytest.importorskip("tokenizers")
+
+ROOT = Path(__file__).resolve().parents[2]
+NEW = 6
+#: In words: of like length and not; one of each end.
+LENGTHS = [3, 30, 31, 4, 29, 60, 3, 30, 1, 28]
+PROMPTS = [" ".join(f"w{(7 * i + 3 * k) % 90}" for k in range(n)) for i, n in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Path]:
+    """A folder with a tiny model and a tokenizer of words."""
+    with memory_folder() as path:
+        make("llama").save_pretrained(path)
+        words = {"<pad>": 0, "<s>": 1, "<unk>": 2} | {f"w{i}": i + 3 for i in range(VOCABULARY - 3)}
+        inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+        inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", unk_token="<unk>").save_pretrained(path)
+        yield path
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with memory_folder() as path:
+        yield path
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str, str]:
+    code = main(["generate", *(str(word) for word in words)])
+    return code, *capsys.readouterr()
+
+
+def options(model: Path, folder: Path, prompts: Path) -> list[Any]:
+    return ["--model", model, "--prompts", prompts, "--storage", folder / "rows", "--max-new-tokens", NEW]
+
+
+def wanted(text: str, **more: Any) -> list[int]:
+    """Of the framework, for this prompt alone."""
+    ids = torch.tensor([[int(word[1:]) + 3 for word in text.split()]])
+    found = plain("llama").generate(
+        ids, attention_mask=torch.ones_like(ids), past_key_values=DynamicCache(config=plain("llama").config), max_new_tokens=NEW,
+        **{"do_sample": False} | more,
+    )  # fmt: skip
+    return found[0, ids.shape[1] :].tolist()
+
+
+def results(path: Path) -> dict[str, dict[str, Any]]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    found = {line["id"]: line for line in lines}
+    assert len(found) == len(lines), "a prompt came twice"
+    return found
+
+
+def write(path: Path, prompts: list[str]) -> Path:
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps({"id": f"p{i}", "prompt": text}) + "\n" for i, text in enumerate(prompts)))
+    else:
+        path.write_text("\n".join(prompts) + "\n\n")
+    return path
+
+
+def check(found: dict[str, dict[str, Any]], ids: list[str], prompts: list[str] = PROMPTS, **more: Any) -> None:
+    assert set(found) == set(ids)
+    for name, text in zip(ids, prompts, strict=True):
+        tokens = wanted(text, **more)
+        assert found[name]["tokens"] == tokens, name
+        assert found[name]["text"].split() == [f"w{token - 3}" if token > 2 else "" for token in tokens if token > 2]
+        assert found[name]["prompt_tokens"] == len(text.split())
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+@pytest.mark.parametrize("more", [[], ["--batch", 3, "--x-rows", 1, "--prefill-chunk", 7], ["--batch", 100, "--capacity", 80]])
+def test_the_frameworks_tokens(model: Path, folder: Path, capsys: pytest.CaptureFixture[str], suffix: str, more: list[Any]) -> None:
+    prompts = write(folder / f"prompts.{suffix}", PROMPTS)
+    code, out, err = run(capsys, *options(model, folder, prompts), *more)
+    assert code == 0, err
+    check(results(Path(f"{prompts}.out.jsonl")), [f"p{i}" if suffix == "jsonl" else str(i + 1) for i in range(len(PROMPTS))])
+    assert "10 now, 0 before" in out
+    assert not list((folder / "rows").iterdir())
+
+
+def test_beams_and_two_directories(model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts, out = write(folder / "prompts.txt", PROMPTS[:3]), folder / "out"
+    more = ["--num-beams", 2, "--x-rows", 0, "--storage", folder / "more", "--out", out]
+    assert run(capsys, *options(model, folder, prompts), *more)[0] == 0
+    check(results(out), ["1", "2", "3"], PROMPTS[:3], num_beams=2)
+
+
+def test_the_summary(model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tokens a second of both phases, bytes asked and moved, the path, and the decision with what was predicted and measured."""
+    prompts = write(folder / "prompts.txt", PROMPTS)
+    with pytest.MonkeyPatch.context() as patch:
+        made = Decision(1, "the least predicted step time", (0.5, 0.25, 0.75, 1.0, 2.0))
+        patch.setattr(transformers, "decide", lambda *args, **options: made)
+        code, out, _ = run(capsys, *options(model, folder, prompts), "--json", folder / "report.json")
+    assert code == 0
+    rows = {line.split("  ")[0]: line.split("  ", 1)[1].strip() for line in out.splitlines() if "  " in line}
+    assert rows["prefill"].endswith("tokens/s")
+    assert rows["decode"].endswith("tokens/s")
+    assert all(word in rows["bytes"] for word in ("MiB written", "MiB asked", "MiB moved"))
+    assert rows["effective path"]
+    assert rows["waited for the disk"].endswith(" s")
+    assert re.fullmatch(
+        r"1 \(the least predicted step time\); a step predicted 0\.250 s, measured \d\.\d{3} s", rows["sequences kept as X"]
+    )
+    report = json.loads((folder / "report.json").read_text())
+    assert (report["command"], report["prompts"], report["skipped"]) == ("generate", len(PROMPTS), 0)
+    every = [report["batches"][i] for i in range(len(report["batches"]))]
+    assert sum(batch["sequences"] for batch in every) == len(PROMPTS)
+    for batch in every:
+        assert batch["bytes_moved"] >= batch["bytes_read"] >= 0
+        assert batch["decode_s"] >= 0
+        assert batch["decision"]["why"] == "the least predicted step time"
+        assert (batch["x_rows"], batch["step_s"] > 0) == (1, True)
+        assert batch["decode_tokens"] <= batch["sequences"] * (NEW - 1)
+
+
+def test_asked_and_not_decided(model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = write(folder / "prompts.txt", PROMPTS[:2])
+    assert "1, as asked" in run(capsys, *options(model, folder, prompts), "--x-rows", 1)[1]
+
+
+def test_a_second_run_goes_on(model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """After the results that are whole; other settings are refused, and nothing is changed then."""
+    prompts, out = write(folder / "prompts.txt", PROMPTS), folder / "prompts.txt.out.jsonl"
+    words = options(model, folder, prompts)
+    assert run(capsys, *words)[0] == 0
+    whole = out.read_bytes()
+    first, second = whole.splitlines(keepends=True)[:2]
+    for left in (b"", first, first + second[:-1], first + second[:7], first + second):
+        out.write_bytes(left)
+        code, said, _ = run(capsys, *words)
+        assert code == 0
+        done = left.count(b"}\n")
+        assert f"{10 - done} now, {done} before" in said
+        check(results(out), [str(i + 1) for i in range(10)])
+    before = out.read_bytes()
+    code, said, _ = run(capsys, *words)
+    assert (code, out.read_bytes()) == (0, before)
+    assert "0 now, 10 before" in said
+    for other in (["--max-new-tokens", 7], ["--num-beams", 2], ["--format", "int8"], ["--temperature", 1], ["--dtype", "bfloat16"]):
+        code, _, err = run(capsys, *words, *other)
+        assert (code, out.read_bytes()) == (2, before), other
+        assert "--out" in err
+
+
+def test_sampling_is_repeatable(model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = write(folder / "prompts.txt", PROMPTS)
+    outs = [folder / f"out{i}" for i in range(3)]
+    for out, seed in zip(outs, (5, 5, 6), strict=True):
+        assert run(capsys, *options(model, folder, prompts), "--temperature", 2, "--seed", seed, "--out", out, "--x-rows", 0)[0] == 0
+    one, same, other = ({name: line["tokens"] for name, line in results(out).items()} for out in outs)
+    assert one == same != other
+
+
+def test_killed_and_run_again(model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No prompt comes twice, none is lost, and what was finished is not computed again."""
+    texts = PROMPTS * 12
+    prompts, out = write(folder / "prompts.jsonl", texts), folder / "prompts.jsonl.out.jsonl"
+    words = [str(word) for word in [*options(model, folder, prompts), "--batch", 2]]
+    command = [sys.executable, "-m", "espnx.cli", "generate", *words]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        limit = time.monotonic() + 120
+        while process.poll() is None and (not out.exists() or out.read_bytes().count(b"\n") < 31):
+            assert time.monotonic() < limit
+            time.sleep(0.005)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    kept = out.read_bytes()
+    assert kept.count(b"\n") >= 31
+    assert not list((folder / "rows").iterdir())
+    done = kept.count(b"\n")
+    code, said, _ = run(capsys, *words)
+    assert code == 0
+    assert f"{len(texts) - done} now, {done} before" in said
+    assert out.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
+    check(results(out), [f"p{i}" for i in range(len(texts))], texts)
+
+
+def test_results_come_as_batches_finish(model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A prompt that is longer than the model can read fails alone in its batch; the batches before it were written."""
+    calls = list[int]()
+    from espnx.integrations import generation
+
+    class Spy(generation.KVCache):
+        def close(self) -> None:
+            out = folder / "prompts.txt.out.jsonl"
+            calls.append(out.read_bytes().count(b"\n") if out.exists() else 0)
+            super().close()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generation, "KVCache", Spy)
+        assert run(capsys, *options(model, folder, write(folder / "prompts.txt", PROMPTS)), "--batch", 2)[0] == 0
+    assert calls[0] == 0
+    assert calls == sorted(set(calls)), "a batch began before the last one was written"
+    assert max(calls) >= 8
+
+
+def test_batches_are_of_like_length() -> None:
+    for lengths in ([], [5], LENGTHS, [1] * 9, list(range(1, 60)), [100, 1, 1, 1]):
+        for size in (1, 2, 4, 100):
+            found = list(batches(lengths, size))
+            assert sorted(i for batch in found for i in batch) == list(range(len(lengths)))
+            for batch in found:
+                own = [lengths[i] for i in batch]
+                assert 1 <= len(own) <= size
+                assert max(own) * len(own) <= 1.25 * sum(own)
+
+
+def test_prompts_files(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{"id": 7, "prompt": "b"}\n{"id": "x", "prompt": ""}\n', encoding="utf-8")
+    assert [(each.id, each.text) for each in read_prompts(path)] == [("1", "a"), ("7", "b"), ("x", "")]
+    path.write_text("")
+    assert read_prompts(path) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"prompt": "a"}\n{"prompt": \n', "line 2"),
+        (b'{"id": "a"}\n', "line 1"),
+        (b'["a"]\n', "line 1"),
+        (b'{"prompt": 5}\n', "line 1"),
+        (b'{"id": 1, "prompt": "a"}\n{"id": "1", "prompt": "b"}\n', "line 2"),
+        (b'{"prompt": "w1"}\n{"prompt": ""}\n', "no tokens"),
+        (b"\xff\xfe", "UTF-8"),
+        (None, "readable"),
+    ],
+)
+def test_bad_prompts(model: Path, folder: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, said: str) -> None:
+    prompts = folder / "p.jsonl"
+    if content is not None:
+        prompts.write_bytes(content)
+    code, _, err = run(capsys, *options(model, folder, prompts))
+    assert code == 2, err
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_no_prompts(model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, *options(model, folder, write(folder / "p.jsonl", [])))
+    assert code == 0
+    assert "0 now, 0 before" in out
+
+
+def test_wrong_usage(model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = write(folder / "p.txt", PROMPTS[:1])
+    words = options(model, folder, prompts)
+    for more, wanted_code in (
+        (["--model", folder], 2),
+        (["--storage", prompts], 1),
+        (["--engine", "nvme"], 2),
+        (["--memory", "much"], 2),
+        (["--out", folder], 1),
+    ):
+        code, _, err = run(capsys, *words, *more)
+        assert code == wanted_code, (more, err)
+        assert "Traceback" not in err
+        assert err.splitlines()[-1].startswith("espnx: error: ")
+    for bad in (["--format", "fp4"], ["--batch", "x"], ["--dtype", "int8"]):
+        with pytest.raises(SystemExit) as caught:
+            main(["generate", *map(str, words), *bad])
+        assert caught.value.code == 2
+    for missing in (["--model"], ["--prompts"], ["--storage"]):
+        at = words.index(missing[0])
+        with pytest.raises(SystemExit):
+            main(["generate", *map(str, words[:at] + words[at + 2 :])])
+    capsys.readouterr()
+    assert os.path.getsize(prompts) == len(PROMPTS[0]) + 2
