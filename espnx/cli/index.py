@@ -52,7 +52,7 @@ def _parse(path: str, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            item = json.loads(line)
+            item = json.loads(line.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
             raise InvalidInputError(f"line {number} of {path}", got=str(error), expected="a JSON object") from error
         if not isinstance(item, dict):
@@ -97,7 +97,10 @@ def run_build(args: argparse.Namespace) -> int:
         ("first stage", f"{args.first_stage}, {report.nlist} lists, nprobe {report.nprobe}"),
         ("time", f"{report.spool_s:.1f} s encode and spool, {report.arrange_s:.1f} s arrange, {report.write_s:.1f} s write"),
     ]
-    emit(args, render_table(("", ""), rows), json_document("index build", report=asdict(report)))
+    text = render_table(("", ""), rows)
+    if not report.documents:
+        text += f"\n{args.corpus} holds no document: the store is empty, and nothing can be added to it"
+    emit(args, text, json_document("index build", report=asdict(report)))
     return 0
 
 
@@ -105,6 +108,7 @@ def configure_add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", help="directory of the store")
     parser.add_argument("--corpus", required=True, metavar="FILE", help="JSON lines with id (or _id), text and optionally title")
     parser.add_argument("--encoder", default="minilm", help="the one the store was built with (default: %(default)s)")
+    parser.add_argument("--replace", action="store_true", help="documents whose ids are in the store take the others' places")
     parser.add_argument("--memory", default="1GiB", metavar="SIZE", help="what the process may use (default: %(default)s)")
     add_json_option(parser)
 
@@ -115,8 +119,15 @@ def run_add(args: argparse.Namespace) -> int:
     from .. import add, load_encoder
 
     with ProgressLine() as progress:
-        report = add(args.store, read_corpus(args.corpus), load_encoder(args.encoder), memory=args.memory, progress=progress.update)
-    text = f"{args.store}: {report.documents:,} documents added, version {report.generation}"
+        report = add(
+            args.store,
+            read_corpus(args.corpus),
+            load_encoder(args.encoder),
+            replace=args.replace,
+            memory=args.memory,
+            progress=progress.update,
+        )
+    text = f"{args.store}: {report.documents:,} documents added, generation {report.generation}"
     emit(args, text, json_document("index add", report=asdict(report)))
     return 0
 
@@ -217,7 +228,7 @@ def run_info(args: argparse.Namespace) -> int:
             ("in memory: metadata", f"{format_size(store.resident_bytes)}, {per_document:.3f} bytes a document"),
             ("in memory: first stage", format_size(stage_bytes)),
             ("compact tier", compact),
-            ("version", f"{manifest['generation']}, {len(store.parts)} parts"),
+            ("generation", f"{manifest['generation']}, {len(store.parts)} parts"),
         ]
         document = json_document(
             "index info",

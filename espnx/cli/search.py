@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import textwrap
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +54,8 @@ def _ids(words: list[str] | None) -> list[int | str] | None:
     """As typed, and as a number where it is one: a shell cannot tell the two kinds of id apart."""
     if words is None:
         return None
-    return [*words, *(int(word) for word in words if word.lstrip("-").isdigit())]
+    numbers = (int(word) for word in words if re.fullmatch("-?[0-9]{1,19}", word))
+    return [*words, *(number for number in numbers if -(2**63) <= number < 2**63)]
 
 
 def run(args: argparse.Namespace) -> int:

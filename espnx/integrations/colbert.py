@@ -19,9 +19,10 @@ import torch
 from espnx.errors import InvalidInputError
 from espnx.integrations import load_encoder
 from espnx.retrieval.encoder import Encoded, Encoder
+from espnx.retrieval.request import check_whole
 from espnx.retrieval.result import SearchResult
 from espnx.retrieval.search import Index
-from espnx.retrieval.texts import DocumentId
+from espnx.retrieval.texts import DocumentId, document_id, document_ids
 
 CANDIDATES = 1000
 FilterFunction = Callable[[torch.Tensor], torch.Tensor]
@@ -119,12 +120,17 @@ class Searcher:
         self, Q: torch.Tensor, k: int = 10, filter_fn: FilterFunction | None = None, pids: Sequence[DocumentId] | None = None
     ) -> Found:
         """As `search`, for one query's vectors, ``[1, n, dim]`` or ``[n, dim]``."""
+        if not isinstance(Q, torch.Tensor) or Q.dim() not in (2, 3) or (Q.dim() == 3 and len(Q) != 1):
+            got = f"shape {list(Q.shape)}" if isinstance(Q, torch.Tensor) else type(Q).__name__
+            raise InvalidInputError("dense_search", got=got, expected="one query, [1, n, dim] or [n, dim]", fix="search them one by one")
         tokens = Q[0] if Q.dim() == 3 else Q
         return _shape(self._search([Encoded(torch.empty(0), tokens)], k, filter_fn, pids)[0])
 
     def _search(
         self, queries: list[Any], k: int, filter_fn: FilterFunction | None, pids: Sequence[DocumentId] | None
     ) -> list[list[tuple[DocumentId, float]]]:
+        check_whole("k", k, 1)
+        pids = None if pids is None else document_ids(pids, "pids")
         candidates = max(k, self.options.get("candidates", CANDIDATES), len(pids) if pids is not None else 0)
         options: dict[str, Any] = {**self.options, "candidates": candidates, "include": pids}
         results: list[SearchResult] = self.index.search(queries, k if filter_fn is None else candidates, **options)
@@ -181,7 +187,7 @@ class StoredCollection:
         self._index = index
 
     def __getitem__(self, pid: DocumentId) -> str:
-        numbers = self._index.store.texts.numbers([pid])
+        numbers = self._index.store.texts.numbers([document_id(pid)])
         if numbers[0] < 0:
             raise KeyError(pid)
         return self._index.store.texts.get(numbers.tolist())[0][1]

@@ -46,7 +46,7 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
     Raises InvalidInputError naming the line.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # JSON may hold other separators of lines
     except (OSError, UnicodeDecodeError) as error:
         raise errors.InvalidInputError("prompts", got=str(error), expected="a readable text file in UTF-8") from error
     prompts, seen = list[Prompt](), set[str]()
@@ -74,19 +74,23 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
 def read_done(path: str | os.PathLike[str], settings: dict[str, Any]) -> set[str]:
     """Ids of the results that an earlier run wrote; a last line that was cut short is taken away.
 
-    Raises InvalidInputError where they were made with other settings.
+    Raises InvalidInputError where they were made with other settings, or the file holds something else: nothing is changed then.
     """
     if not os.path.exists(path):
         return set()
     whole, done = 0, set[str]()
     with open(path, "rb") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n") and (not line.strip() or line.startswith(b"{")):
+                break  # the last one
             try:
-                found = json.loads(line) if line.endswith(b"\n") else None
+                found = json.loads(line)
             except ValueError:
                 found = None
             if not isinstance(found, dict) or "id" not in found:
-                break
+                raise errors.InvalidInputError(
+                    f"line {number} of {path}", got="something else", expected="results of an earlier run", fix="name another --out"
+                )
             if found.get("settings") != settings:
                 raise errors.InvalidInputError(
                     f"results in {path}", got=f"settings {found.get('settings')}", expected=str(settings), fix="name another --out"

@@ -44,8 +44,8 @@ class Rotations:
         """Adds those of new tokens, after the first `past`."""
         if past >= self.count:
             cos, sin = cos.detach(), sin.detach()
-            if self.count:
-                cos, sin = torch.cat([self._cos, cos], dim=1), torch.cat([self._sin, sin], dim=1)
+            if self.count:  # one row stands for all sequences where none of them is padded
+                cos, sin = _joined(self._cos, cos), _joined(self._sin, sin)
             self._cos, self._sin, self.count = cos, sin, cos.shape[1]
 
     def at(self, sequence: int, first: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,6 +69,11 @@ class Rotations:
     def select(self, sequences: list[int]) -> None:
         if self.count and self._cos.shape[0] > 1:
             self._cos, self._sin = self._cos[sequences], self._sin[sequences]
+
+
+def _joined(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    sequences = max(len(old), len(new))
+    return torch.cat([rows.expand(sequences, -1, -1) for rows in (old, new)], dim=1)
 
 
 def projection_of(module: torch.nn.Module, n_heads: int, rotations: Rotations | None) -> Projection:

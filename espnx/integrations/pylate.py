@@ -23,9 +23,10 @@ from espnx.errors import InvalidInputError
 from espnx.retrieval.build import build
 from espnx.retrieval.documents import Document
 from espnx.retrieval.encoder import Encoded
-from espnx.retrieval.mutate import add, delete
+from espnx.retrieval.mutate import add, delete, settings_of
+from espnx.retrieval.request import check_whole
 from espnx.retrieval.search import Index
-from espnx.retrieval.texts import DocumentId
+from espnx.retrieval.texts import DocumentId, document_id, document_ids
 from espnx.storage.manifest import NAME as MANIFEST
 
 CANDIDATES = 1000
@@ -101,22 +102,7 @@ class EspnxIndex:
 
         Raises InvalidInputError for numbers that differ and vectors that do not fit, and what `build` and `add` raise.
         """
-        ids = _ids(documents_ids)
-        if len(ids) != len(documents_embeddings):
-            got = f"{len(ids)} ids and {len(documents_embeddings)} embeddings"
-            raise InvalidInputError("add_documents", got=got, expected="as many of one as of the other")
-        if not ids:
-            return self
-        documents = _documents(ids, documents_embeddings)
-        self.close()
-        if self.is_indexed:
-            add(self.path, documents)
-        else:
-            dim = _matrix(documents_embeddings[0], "embeddings of document 0").shape[1]
-            # What an attempt that failed has spooled is of documents that may have changed since.
-            build(self.path, documents, dims=(0, dim), restart=True, replace=self._override, **self._build_options)
-            self._override = False
-        return self
+        return self._add("add_documents", documents_ids, documents_embeddings, replace=False)
 
     def remove_documents(self, documents_ids: DocumentId | Iterable[DocumentId]) -> EspnxIndex:
         """Removes documents; ids of others stay as they are. Unknown ids have no effect. Raises InvalidInputError for an empty index."""
@@ -129,16 +115,29 @@ class EspnxIndex:
         return self
 
     def update_documents(self, documents_ids: DocumentId | Iterable[DocumentId], documents_embeddings: Sequence[Any]) -> EspnxIndex:
-        """Replaces documents, and adds those that are not there: removes first, in a step of its own. Raises what `add_documents` does."""
+        """Replaces documents, and adds those that are not there, in one step: where one does not fit, none is replaced. Raises what
+        `add_documents` does."""
+        return self._add("update_documents", documents_ids, documents_embeddings, replace=True)
+
+    def _add(self, what: str, documents_ids: Any, documents_embeddings: Sequence[Any], *, replace: bool) -> EspnxIndex:
         ids = _ids(documents_ids)
-        if self.is_indexed:
-            dim = self.index.store.manifest["encoder"]["dim"]
-            for number, values in enumerate(documents_embeddings):  # before anything is removed
-                shape = list(_matrix(values, f"embeddings of document {number}").shape)
-                if shape[1] != dim:
-                    raise InvalidInputError(f"embeddings of document {number}", got=f"shape {shape}", expected=f"[n, {dim}]")
-            self.remove_documents(ids)
-        return self.add_documents(ids, documents_embeddings)
+        if len(ids) != len(documents_embeddings):
+            got = f"{len(ids)} ids and {len(documents_embeddings)} embeddings"
+            raise InvalidInputError(what, got=got, expected="as many of one as of the other")
+        if not ids:
+            return self
+        documents = _documents(ids, documents_embeddings)
+        manifest = self.index.store.manifest if self.is_indexed else None
+        self.close()
+        if manifest is not None and manifest["parts"]:
+            add(self.path, documents, replace=replace)
+            return self
+        options = self._build_options if manifest is None else {**self._build_options, **settings_of(manifest)}
+        dim = _matrix(documents_embeddings[0], "embeddings of document 0").shape[1]
+        # What an attempt that failed has spooled is of documents that may have changed since.
+        build(self.path, documents, dims=(0, dim), restart=True, replace=self._override or manifest is not None, **options)
+        self._override = False
+        return self
 
     def __call__(
         self, queries_embeddings: Any, k: int = 10, subset: Sequence[DocumentId] | Sequence[Sequence[DocumentId]] | None = None
@@ -151,16 +150,12 @@ class EspnxIndex:
             subset: ids that may be found, for all queries or a list for each.
         """
         queries = _queries(queries_embeddings)
+        check_whole("k", k, 1)
         options = {"candidates": max(k, self.candidates), **self._search_options}
-        if subset is None or not len(subset) or not isinstance(subset[0], (list, tuple)):
-            include: Any = None if subset is None else list(subset)
-            return [_results(result) for result in self.index.search(queries, k, include=include, **options)]
-        if len(subset) != len(queries):
-            raise InvalidInputError("subset", got=f"{len(subset)} lists", expected=f"one for each of {len(queries)} queries")
-        return [
-            _results(self.index.search(query, k, include=list(one), **options))  # type: ignore[arg-type]
-            for query, one in zip(queries, subset, strict=True)
-        ]
+        shared, each = _subsets(subset, len(queries))
+        if each is None:
+            return [_results(result) for result in self.index.search(queries, k, include=shared, **options)]
+        return [_results(self.index.search(query, k, include=one, **options)) for query, one in zip(queries, each, strict=True)]
 
     def retrieve(self, queries_embeddings: Any, k: int = 10, subset: Any = None, **_: Any) -> list[list[RerankResult]]:
         """As ``pylate.retrieve.ColBERT(index).retrieve``; k_token, device and batch_size mean nothing here."""
@@ -226,7 +221,7 @@ def rerank(
 def _stored_scores(index: Index, query: Encoded, ids: list[DocumentId]) -> list[float]:
     if not ids:
         return []
-    wanted = list(dict.fromkeys(ids))
+    wanted = list(dict.fromkeys(document_ids(ids, "rerank")))
     found = {hit.id: hit.score for hit in index.search(query, len(wanted), include=wanted, candidates=len(wanted)).hits}
     unknown = [identifier for identifier in wanted if identifier not in found]
     if unknown:
@@ -245,9 +240,22 @@ def _results(result: Any) -> list[RerankResult]:
 
 
 def _ids(ids: Any) -> list[DocumentId]:
-    if isinstance(ids, (str, int)):
-        return [ids]
-    return [value.item() if isinstance(value, np.generic) else value for value in ids]
+    is_one = isinstance(ids, (str, int)) or getattr(ids, "ndim", None) == 0
+    return [document_id(ids)] if is_one else document_ids(ids)
+
+
+def _subsets(subset: Any, queries: int) -> tuple[list[DocumentId] | None, list[list[DocumentId]] | None]:
+    """(ids for all queries, or None for every document; else a list for each query)."""
+    if subset is None:
+        return None, None
+    if isinstance(subset, (str, bytes)) or not isinstance(subset, Iterable):
+        return document_ids(subset, "subset"), None  # which refuses it
+    items = [item.tolist() if hasattr(item, "tolist") else item for item in subset]
+    if not any(isinstance(item, Iterable) and not isinstance(item, (str, bytes)) for item in items):
+        return document_ids(items, "subset"), None
+    if len(items) != queries:
+        raise InvalidInputError("subset", got=f"{len(items)} lists", expected=f"one for each of {queries} queries")
+    return None, [document_ids(item, f"subset of query {number}") for number, item in enumerate(items)]
 
 
 def _documents(ids: list[DocumentId], embeddings: Sequence[Any]) -> Iterator[Document]:

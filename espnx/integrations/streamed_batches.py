@@ -19,8 +19,9 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .. import errors
+from .stored_layer import StoredLayer
 from .streamed_model import find_layers
-from .transformers import KVCache, StoredLayer
+from .transformers import KVCache
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 #: Arguments of layers whose first dimension is the batch, or 1 for the same in all rows.

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import copy
 import os
-import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -23,22 +21,21 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, CacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface
 
 from .. import errors
-from ..kv.cache import SsdCache, Step
+from ..kv.cache import SsdCache
 from ..kv.folders import KeptName
 from ..kv.kept import ROWS_NAME, load, save
 from ..kv.library import evict
 from ..kv.schedule import Decision, Shape, decide
 from ..kv.visibility import Visibility
-from ..kv.xrows import Projection
 from ..sizes import parse_size
 from .dense import dense_seconds
 from .fingerprints import compare, fingerprint
 from .hf_attention import awaited, espnx_attention, padding_mask
-from .projections import Rotations, attention_modules, projection_of
+from .pass_times import PassTimes
+from .projections import Rotations, attention_modules
+from .stored_layer import Input, StoredLayer
 
 NAME = "espnx"
-#: What K and V are made of, and how.
-Input = tuple[torch.Tensor | None, Projection | None]
 
 
 def enable(model: PreTrainedModel) -> PreTrainedModel:
@@ -74,7 +71,8 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
     if not getattr(model, "_espnx_hooks", None):
         hooks = [module.register_forward_pre_hook(_note_input, with_kwargs=True) for module in attention_modules(model)]
         whole = {id(part): part for part in (model, model.base_model)}.values()  # either may be called
-        model._espnx_hooks = [*(part.register_forward_pre_hook(_note_forward, with_kwargs=True) for part in whole), *hooks]
+        hooks += [part.register_forward_pre_hook(_note_forward, with_kwargs=True) for part in whole]
+        model._espnx_hooks = [*hooks, *(part.register_forward_hook(_note_end, with_kwargs=True) for part in whole)]
     return model
 
 
@@ -127,12 +125,12 @@ class KVCache(Cache):
         self.rotations = Rotations()
         self.decision: Decision | None = None
         self._x_rows, self._threads = x_rows, int(options.get("threads") or 0)
-        self._pass: tuple[bool, int, float] | None = None  # the last one to begin: is it a decoding step, its tokens, when
-        self._spent = {False: [0, 0.0, 0], True: [0, 0.0, 0]}  # prefill and decode: tokens, seconds, passes
+        self._times = PassTimes()
         self._masks: tuple[torch.Tensor | None, int, Visibility] | None = None
         self._hidden: torch.Tensor | None = None
         self._fingerprint: dict[str, Any] | None = None
-        self._closed = self._noted = self._unconfirmed = False
+        self._closed = self._unconfirmed = False
+        self._noted: torch.nn.Module | None = None  # the model whose pass has not reached a layer yet
         self._before: list[dict[str, Any]] = []
         layers: list[Any] = []
         for number, (kind, more) in enumerate(zip(kinds, arguments, strict=True)):
@@ -189,6 +187,11 @@ class KVCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, StoredLayer)]
 
     @property
+    def lengths(self) -> list[int]:
+        """Tokens of each layer on SSD."""
+        return [self.store.length(layer.number) for layer in self._stored]
+
+    @property
     def _in_memory(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, StoredLayer)]
 
@@ -202,12 +205,13 @@ class KVCache(Cache):
 
     def note(self, model: torch.nn.Module, ids: torch.Tensor | None) -> None:
         """A forward pass of a model with these new tokens begins."""
-        if self._noted:  # by the model around this one
+        if self._noted is not None and self._noted is not model:  # the model around this one has begun the pass
             return
         for layer in self._stored:
             layer.pending = layer.inputs = awaited.layer = None
+        self._mend()
         held = self.get_seq_length()
-        if self._kept is not None and self._pass is None:
+        if self._kept is not None and not self._times.begun:
             now = fingerprint(model)
             if self._fingerprint is not None and held:
                 compare(self._fingerprint, now, self._kept.directories[0])
@@ -215,9 +219,9 @@ class KVCache(Cache):
         if held == 0:
             self.store.x_rows = self._schedule(model, ids)
             self._unconfirmed = self._x_rows is None and self.store.x_rows > 0
-        self._time(ids)
+        self._times.begin(ids, is_first=held == 0)
         self.store.begin(held)
-        self._noted = True
+        self._noted = model
         # An update makes new tensors where it appends, and changes old ones in layers of other kinds.
         self._before = [
             dict(vars(layer)) if isinstance(layer, CacheLayerMixin) else copy.deepcopy(vars(layer)) for layer in self._in_memory
@@ -271,13 +275,26 @@ class KVCache(Cache):
 
     def begun(self) -> None:
         """The forward pass that was noted has reached a layer: the next note is of another one."""
-        self._noted = False
+        self._noted = None
+
+    def ended(self) -> None:
+        """A pass of a model has come to its end; where one is inside another, the outer one's end counts."""
+        self._times.end()
+
+    def _mend(self) -> None:
+        """A pass that an error of the model ended between two layers has added tokens to some of them: they go."""
+        if len(set(self.lengths)) > 1:
+            self.undo()
+            self.store.crop(min(self.lengths))
 
     def undo(self) -> None:
         """A forward pass has failed: layers in memory return to what they were before it, as the store has done."""
         for layer, before in zip(self._in_memory, self._before, strict=False):
             vars(layer).clear()
             vars(layer).update(before)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return min(self.lengths) if self._stored else super().get_seq_length(layer_idx)
 
     # --- what generate does to a batch; the framework would do it layer by layer ---
 
@@ -323,7 +340,6 @@ class KVCache(Cache):
         """Counters: tokens, bytes written and read, seconds of waiting and computing, the path that the bytes took; how many sequences keep
         X, what was predicted when that was decided, and the measured mean time of a decoding step."""
         devices = [device.stats() for device in self.store.spread.devices]
-        prefill, decode = self._spent[False], self._spent[True]
         totals = {
             name: sum(getattr(device, name) for device in devices)
             for name, value in asdict(devices[0]).items()
@@ -334,18 +350,8 @@ class KVCache(Cache):
             "effective_path": self.store.spread.devices[0].effective_path,
             "fallback_reason": self.store.spread.devices[0].fallback_reason, "x_rows": min(self.store.x_rows, self.store.sequences),
             "decision": None if self.decision is None else self.decision.as_dict(),
-            "prefill_tokens": prefill[0], "prefill_s": prefill[1], "decode_tokens": decode[0], "decode_s": decode[1],
-            "step_s": decode[1] / decode[2] if decode[2] else None,
+            **self._times.totals(),
         }  # fmt: skip
-
-    def _time(self, ids: torch.Tensor | None) -> None:
-        """A pass lasts until the next one begins: sampling and the rest of `generate` count too."""
-        now = time.perf_counter()
-        if self._pass is not None and self.get_seq_length():
-            is_step, tokens, begun = self._pass
-            spent = self._spent[is_step]
-            self._spent[is_step] = [spent[0] + tokens, spent[1] + now - begun, spent[2] + 1]
-        self._pass = None if ids is None else (ids.shape[1] == 1, ids.numel(), now)
 
     def match(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
         """Keeps as much of the cache as a new prompt begins with, forgets the rest, and returns the number of tokens kept: call it before
@@ -364,7 +370,9 @@ class KVCache(Cache):
             before = torch.zeros_like(hidden[:, :n]) if self._hidden is None else self._hidden[:, :n]
             same &= (hidden[:, :n] == before).all(dim=0)
             keep = int(same.to(torch.int64).cumprod(0).sum())
-        if keep < held:
+        if held and not keep:
+            self.reset()  # the next batch may have another size
+        elif keep < held:
             self.crop(keep - held)
         return keep
 
@@ -399,82 +407,17 @@ class KVCache(Cache):
         self.close()
 
 
-class StoredLayer(CacheLayerMixin):
-    """A full-attention layer whose rows lie on SSD."""
+def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> KVCache | None:
+    return next((value for value in (*kwargs.values(), *args) if isinstance(value, KVCache)), None)
 
-    is_sliding = False
-    is_croppable = True
 
-    def __init__(self, cache: KVCache, number: int):
-        super().__init__()
-        self._cache, self.number = weakref.ref(cache), number
-        self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.inputs: tuple[torch.nn.Module, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None] | None = None
-
-    @property
-    def cache(self) -> KVCache:
-        cache = self._cache()
-        if cache is None:
-            raise errors.EngineClosedError("the cache of this layer is gone")
-        return cache
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.is_initialized = True
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        if self.pending is not None:
-            raise errors.InvalidInputError(
-                "K and V went into the cache, but attention did not ask for them", fix="call espnx.enable(model) before generate"
-            )
-        self.cache.begun()
-        tagged = key_states.view_as(key_states)
-        tagged._espnx = self
-        self.pending, awaited.layer = (key_states, value_states), self
-        return tagged, value_states
-
-    def attend(self, query: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
-        """Attention of the new tokens over everything: [sequences, heads, n, dv]."""
-        if self.pending is None:
-            raise errors.InvalidInputError("attention asked twice for one layer's rows")
-        (k, v), cache = self.pending, self.cache
-        self.pending = awaited.layer = None
-        positions = cache.store.length(self.number) + k.shape[2]
-        try:
-            visibility = cache.visibility(mask, k.shape[0], positions)
-            step = Step(query, k, v, scale, visibility, *cache.confirmed(lambda: self._input(cache, k), k, v))
-            return cache.store.attend(self.number, step)
-        except BaseException as error:
-            cache.undo()
-            if cache.tokens is not None:
-                error.sequences = cache.tokens  # type: ignore[attr-defined]
-            raise
-
-    def _input(self, cache: KVCache, k: torch.Tensor) -> Input:
-        """What K and V were made of, and how, where X rows are kept."""
-        if not cache.store.x_rows or self.inputs is None:
-            return None, None
-        module, x, rotary = self.inputs
-        if rotary is not None:
-            if any(each.device != x.device for each in cache.rotations.tensors().values()):  # of a kept cache
-                cache.rotations.restore({name: each.to(x.device) for name, each in cache.rotations.tensors().items()})
-            cache.rotations.extend(*rotary, past=cache.store.length(self.number))
-        return x, projection_of(module, k.shape[1], None if rotary is None else cache.rotations)
-
-    def get_seq_length(self) -> int:
-        return self.cache.store.length(self.number)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
+def _note_end(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    if (cache := _cache_of(args, kwargs)) is not None:
+        cache.ended()
 
 
 def _note_forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    cache = next((value for value in (*kwargs.values(), *args) if isinstance(value, KVCache)), None)
+    cache = _cache_of(args, kwargs)
     if cache is not None:
         ids = kwargs.get("input_ids", args[0] if args else None)
         cache.note(model, ids if isinstance(ids, torch.Tensor) and not ids.is_floating_point() else None)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .deleting import Deletion
 from .first_stage import load_faiss
 from .pooling import Pooling
 from .projection import Projection
@@ -22,6 +23,7 @@ class Base:
         manifest: of the store.
         first_number: of the new part.
         tensors: codebooks, as a base part's metadata names them.
+        replaced: what the added documents take the place of; goes in the version that they come in.
     """
 
     manifest: dict[str, Any]
@@ -29,14 +31,15 @@ class Base:
     projection: Projection | None
     pooling: Pooling | None
     tensors: dict[str, np.ndarray]
+    replaced: Deletion
     _index: Any
 
     @classmethod
-    def of(cls, store: EmbeddingStore) -> Base:
+    def of(cls, store: EmbeddingStore, replaced: Deletion) -> Base:
         """Raises what reading the store's index raises."""
         tensors = {name: tensor for name, tensor in store.parts[0].meta.items() if name.startswith(("full.", "compact."))}
         first_number = -(-store.end_number // GROUP_RECORDS) * GROUP_RECORDS
-        return cls(store.manifest, first_number, store.projection, store.pooling, tensors, store.load_index())
+        return cls(store.manifest, first_number, store.projection, store.pooling, tensors, replaced, store.load_index())
 
     @property
     def generation(self) -> int:

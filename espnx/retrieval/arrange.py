@@ -15,10 +15,9 @@ from .. import errors
 from ..storage import NativeEngine
 from ..storage.stream import StreamWriter, regroup
 from .first_stage import IvfFirstStage, choose_nlist, load_faiss, train_index
-from .probing import measure
-from .spool import Spool, spool_windows
+from .probing import CANDIDATES, RECALL, measure
+from .spool import LISTS, Spool, spool_windows
 
-LISTS = "lists.i32"
 _ROWS = 8192  # per window: small beside any budget, large enough for BLAS
 
 
@@ -103,7 +102,7 @@ def record_order(
         first = last
 
 
-def measure_probing(index: Any, spool: Spool, candidates: int, recall: float) -> tuple[int, dict[str, float]]:
+def measure_probing(index: Any, spool: Spool) -> tuple[int, dict[str, float]]:
     """See `probing.measure`. Queries: a sample of the documents."""
     sample = np.sort(np.random.default_rng(1).choice(len(spool), size=min(64, len(spool)), replace=False)).astype(np.int64)
-    return measure(IvfFirstStage(index), spool.vector_sample(sample), min(candidates, len(spool)), recall)
+    return measure(IvfFirstStage(index), spool.vector_sample(sample), min(CANDIDATES, len(spool)), RECALL)

@@ -7,6 +7,7 @@ import os
 
 from .. import errors
 from ..sizes import format_size, parse_size
+from .request import check_whole
 
 _MARGIN_BYTES = 56 << 20  # SQLite, Python objects, what the allocator keeps between two trims
 _LEAST_BYTES = 32 << 20
@@ -26,6 +27,8 @@ class MemoryBudget:
     """
 
     def __init__(self, total: int | str):
+        if not isinstance(total, str):
+            check_whole("memory", total, 0)
         self.total_bytes = parse_size(total)
 
     def left(self) -> int:

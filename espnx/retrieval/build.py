@@ -28,7 +28,7 @@ from . import arrange, generations
 from .adding import Base
 from .budget import MemoryBudget
 from .codebooks import TokenSource, codebook_sum, codebook_tensors, train_codebooks
-from .documents import Document, batches, decode_rows, encode
+from .documents import Document, batches, check_documents, decode_rows, encode
 from .encoder import Encoder
 from .encoding import Target, fills, tokens_of
 from .first_stage import load_faiss
@@ -38,15 +38,12 @@ from .projection import Projection
 from .publish import Written, finish_part, publish
 from .record import RecordSchema
 from .segments import SegmentWriter, copy_texts, pieces, resident_bytes
-from .spool import DISCARD, Spool, SpoolWriter, spool_salt, write_state
+from .spool import CODEBOOKS, DISCARD, PROJECTION, Spool, SpoolWriter, spool_salt, write_state
 from .store import FIRST_STAGE_NAME, TEXTS_NAME, Segment, codebook_of, store_salt
 from .texts import TextReader, TextWriter
 
 CHECKPOINT_S = 5.0
-PROJECTION = "projection.f32"
-CODEBOOKS = "codebooks.safetensors"
 _PCA_DOCUMENTS = 4096
-_NPROBE_CANDIDATES, _NPROBE_RECALL = 1000, 0.98
 
 #: Called with (phase, done, total or None): ``spool``, ``arrange``, ``write``.
 Progress = Callable[[str, int, int | None], None]
@@ -231,7 +228,7 @@ class Builder:
             sums = arrange.assign(self.engine, self.building, spool, index, self.budget.left(), self.first_number)
             sizes = [index.invlists.list_size(i) for i in range(index.nlist)]
             if self.base is None:
-                nprobe, steps = arrange.measure_probing(index, spool, _NPROBE_CANDIDATES, _NPROBE_RECALL)
+                nprobe, steps = arrange.measure_probing(index, spool)
             faiss = load_faiss()
             with StreamWriter(self.engine, os.path.join(self.directory, FIRST_STAGE_NAME)) as writer:
                 faiss.write_index(index, faiss.PyCallbackIOWriter(writer.write))
@@ -395,7 +392,11 @@ class Builder:
             extra=extra,
         )
         entry = finish_part(self.engine, self.path, written, self.options.directories)
-        contents = self._contents(entry, written.tokens) if self.base is None else self.base.extended(entry, written.tokens)
+        if self.base is None:
+            contents = self._contents(entry, written.tokens)
+        else:
+            contents = self.base.extended(entry, written.tokens)
+            self.base.replaced.write(self.engine, self.path, contents)
         publish(self.engine, self.path, contents, published)
 
     def _contents(self, entry: dict[str, Any], tokens: int) -> dict[str, Any]:
@@ -473,6 +474,7 @@ def build(
         if encoder is None:
             raise errors.InvalidInputError("build needs an encoder, or dims=(d_cls, dim) and documents with vectors")
         dims = (encoder.d_cls, encoder.dim)
+    check_documents(documents)
     chosen = build_options(options)
     where = os.fspath(path)
     make_directory(where)

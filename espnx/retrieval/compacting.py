@@ -1,4 +1,7 @@
-"""Writes the live records of a store as one part in list order. Lists, codes, vectors and texts are copied, never made anew."""
+"""Writes the live records of a store as one part in list order. Lists, codes, vectors and texts are copied, never made anew.
+
+Lists that hold nothing any more are left out, and the number to scan is measured again: both would be of the documents that are gone.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from . import generations
 from .budget import MemoryBudget
 from .build import Progress, segment_bytes
 from .encoding import Fill
-from .first_stage import load_faiss
+from .first_stage import IvfFirstStage, load_faiss
+from .probing import CANDIDATES, RECALL, measure
 from .publish import Written
 from .record import HEADER_BYTES
 from .segments import SegmentWriter, pieces
@@ -27,8 +31,9 @@ from .tier import Tier
 
 def write_compacted(
     engine: NativeEngine, store: EmbeddingStore, generation: int, directories: list[str], memory: int | str, progress: Progress
-) -> Written:
-    """Everything of the new part but its metadata. Holds the lists and 16 bytes a document, and a few MB of records at a time."""
+) -> tuple[Written, dict[str, Any]]:
+    """Everything of the new part but its metadata, and what the manifest is to say of its lists. Holds the lists and 16 bytes a document,
+    and a few MB of records at a time."""
     work_bytes = MemoryBudget(memory).left()
     state = {"store_id": store.manifest["store_id"], "generation": generation}
     directory = os.path.join(store.path, generations.name(generation))
@@ -70,7 +75,9 @@ def write_compacted(
         texts.close()
     kept = ("projection", "full.", "compact.")
     extra = {name: tensor for name, tensor in store.parts[0].meta.items() if name.startswith(kept)}
-    return Written(generation, 0, writers, (writer.size_bytes, writer.crc32c), extra)
+    nprobe, steps = measure(IvfFirstStage(index), _sample(index), min(CANDIDATES, index.ntotal), RECALL)
+    lists = {"nlist": index.nlist, "nprobe": nprobe, "steps": steps}
+    return Written(generation, 0, writers, (writer.size_bytes, writer.crc32c), extra), lists
 
 
 def _check_disk(store: EmbeddingStore, roots: list[str], tiers: dict[str, Tier]) -> None:
@@ -85,24 +92,50 @@ def _live_lists(store: EmbeddingStore) -> tuple[Any, np.ndarray]:
     """The store's index with the live entries of each list, renumbered, and the old record numbers in the new order."""
     faiss = load_faiss()
     old = store.load_index()
-    new = faiss.clone_index(old)
-    new.reset()
     order: list[np.ndarray] = []
-    count = 0
+    entries: list[tuple[int, np.ndarray]] = []
     for number, ids, codes in _entries(faiss, old):
         alive = np.ones(len(ids), dtype=bool)
         if store.deleted is not None:
             alive = (store.deleted[ids >> 3] >> (ids & 7).astype(np.uint8)) & 1 == 0
         kept = np.flatnonzero(alive)
         kept = kept[np.argsort(ids[kept], kind="stable")]
-        renumbered = np.arange(count, count + len(kept), dtype=np.int64)
-        part = np.ascontiguousarray(codes[kept])
         if len(kept):
-            new.invlists.add_entries(number, len(kept), faiss.swig_ptr(renumbered), faiss.swig_ptr(part))
-        order.append(ids[kept])
-        count += len(kept)
-    new.ntotal = count
-    return new, np.concatenate(order) if order else np.empty(0, np.int64)
+            order.append(ids[kept])
+            entries.append((number, np.ascontiguousarray(codes[kept])))
+    return _with_lists(old, entries), np.concatenate(order) if order else np.empty(0, np.int64)
+
+
+def _with_lists(old: Any, entries: list[tuple[int, np.ndarray]]) -> Any:
+    """A copy of an index that has these lists alone: (number of the list, codes of its records). Records are numbered in this order."""
+    faiss = load_faiss()
+    new, kept = faiss.clone_index(old), [number for number, _ in entries]
+    new.reset()
+    if len(kept) < old.nlist:
+        centroids = old.quantizer.reconstruct_n(0, old.nlist)[kept]
+        new.quantizer.reset()
+        new.quantizer.add(centroids)
+        new.nlist = len(kept)
+        lists = faiss.ArrayInvertedLists(new.nlist, new.code_size)
+        lists.this.disown()  # the index frees them
+        new.replace_invlists(lists, True)
+    for number, (_, codes) in enumerate(entries):
+        ids = np.arange(new.ntotal, new.ntotal + len(codes), dtype=np.int64)
+        new.invlists.add_entries(number, len(codes), faiss.swig_ptr(ids), faiss.swig_ptr(codes))
+        new.ntotal += len(codes)
+    return new
+
+
+def _sample(index: Any) -> np.ndarray:
+    """First-stage vectors of some records, as their codes have them: float32 [m, dim]."""
+    ends = np.cumsum([index.invlists.list_size(number) for number in range(index.nlist)])
+    chosen = np.random.default_rng(1).choice(index.ntotal, size=min(64, index.ntotal), replace=False)
+    vectors = np.empty((len(chosen), index.d), dtype=np.float32)
+    for row, number in zip(vectors, chosen.tolist(), strict=True):
+        in_list = int(np.searchsorted(ends, number, side="right"))
+        offset = number - int(ends[in_list - 1] if in_list else 0)
+        index.reconstruct_from_offset(in_list, offset, load_faiss().swig_ptr(row))
+    return vectors
 
 
 def _entries(faiss: Any, index: Any) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:

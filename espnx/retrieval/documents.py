@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from .. import errors
 from ..ops.maxsim import Codebook, token_format, token_row_bytes
 from .encoder import Encoded, Encoder
-from .texts import DocumentId
+from .texts import DocumentId, document_id
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ def to_document(item: Any, number: int) -> Document:
     if isinstance(item, dict):
         identifier = item.get("id", item.get("_id"))
         text = item.get("text")
-        if item.get("title"):
+        if item.get("title") and isinstance(text, str):
             text = f"{item['title']} {text}"
         item = Document(identifier, text)  # type: ignore[arg-type]
     elif isinstance(item, tuple) and len(item) == 2:
@@ -45,17 +45,26 @@ def to_document(item: Any, number: int) -> Document:
         raise errors.InvalidInputError(
             f"document {number}", got=type(item).__name__, expected="a Document, an (id, text) pair or a mapping with id and text"
         )
-    if isinstance(item.id, bool) or not isinstance(item.id, (int, str)) or (isinstance(item.id, int) and not -(2**63) <= item.id < 2**63):
-        raise errors.InvalidInputError(f"id of document {number}", got=repr(item.id), expected="a str or a 64-bit int")
+    identifier = document_id(item.id, f"id of document {number}")
+    if identifier is not item.id:
+        item = replace(item, id=identifier)
+    if item.vectors is not None and not isinstance(item.vectors, Encoded):
+        raise errors.InvalidInputError(f"vectors of document {identifier!r}", got=type(item.vectors).__name__, expected="an Encoded")
     if not isinstance(item.text, str):
         raise errors.InvalidInputError(f"text of document {item.id!r}", got=type(item.text).__name__, expected="a str")
     try:
-        f"{item.id}{item.text}".encode()
+        item.text.encode()
     except UnicodeEncodeError as error:
         raise errors.InvalidInputError(
             f"document {item.id!r}", got=f"a lone surrogate ({error.reason})", expected="text that UTF-8 can hold"
         ) from None
     return item
+
+
+def check_documents(items: object) -> None:
+    """Raises InvalidInputError for what cannot be iterated."""
+    if not isinstance(items, Iterable) and not hasattr(items, "__getitem__"):
+        raise errors.InvalidInputError("documents", got=type(items).__name__, expected="an iterable of documents")
 
 
 def batches(items: Iterable[Any], skip: int, limit: int, limit_bytes: int, dim: int) -> Iterator[list[Document]]:
@@ -84,9 +93,12 @@ def batches(items: Iterable[Any], skip: int, limit: int, limit_bytes: int, dim: 
 
 
 def _expected_tokens(document: Document) -> int:
-    if document.rows is not None:
+    if isinstance(document.rows, np.ndarray):
         return len(document.rows)
-    return len(document.vectors.tokens) if document.vectors else len(document.text) // 4 + 8
+    if document.vectors is None:
+        return len(document.text) // 4 + 8
+    shape = getattr(document.vectors.tokens, "shape", ())  # of anything else, which is refused when its turn comes
+    return int(shape[0]) if shape else 0
 
 
 def decode_rows(batch: list[Document], fmt: str, dim: int, codebook: Codebook | None) -> list[Document]:

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,14 +43,30 @@ def load_faiss() -> Any:
     return faiss
 
 
+@dataclass(frozen=True, eq=False)
+class Allowed:
+    """Which records a search may find.
+
+    Attributes:
+        bitmap: bit i % 8 of byte i // 8 is set where record i may be found.
+        in_lists: int64 [nlist], how many of them each list holds.
+        count: of all of them.
+    """
+
+    bitmap: np.ndarray
+    in_lists: np.ndarray
+    count: int
+
+
 class FirstStage(Protocol):
     """What the searcher asks of a candidate generator."""
 
     @property
     def nlist(self) -> int: ...
 
-    def start(self, vectors: np.ndarray, candidates: int, nprobe: int, allowed: np.ndarray | None = None) -> FirstStageSearch:
-        """Begins a search. `vectors`: float32 [q, dim]. `allowed`: bitmap of the records that may be found (bit i % 8 of byte i // 8)."""
+    def start(self, vectors: np.ndarray, candidates: int, nprobe: int, allowed: Allowed | None = None) -> FirstStageSearch:
+        """Begins a search. `vectors`: float32 [q, dim]. With `allowed`, lists without such a record do not count among the `nprobe`, and
+        there are more of them where those hold fewer than `candidates` such records."""
 
 
 class FirstStageSearch(Protocol):
@@ -122,13 +139,33 @@ class IvfFirstStage:
     def nlist(self) -> int:
         return 0 if self.index is None else self.index.nlist
 
-    def start(self, vectors: np.ndarray, candidates: int, nprobe: int, allowed: np.ndarray | None = None) -> IvfSearch:
+    def start(self, vectors: np.ndarray, candidates: int, nprobe: int, allowed: Allowed | None = None) -> IvfSearch:
         vectors = np.ascontiguousarray(vectors, dtype=np.float32)
         if self.index is None:
             return IvfSearch(self, vectors, candidates, np.empty((len(vectors), 0), "i8"), np.empty((len(vectors), 0), "f4"), None)
-        distances, lists = self.index.quantizer.search(vectors, min(nprobe, self.nlist))
-        selector = None if allowed is None else self._faiss.IDSelectorBitmap(allowed)
-        return IvfSearch(self, vectors, candidates, lists, distances, selector)
+        if allowed is None:
+            distances, lists = self.index.quantizer.search(vectors, min(nprobe, self.nlist))
+            return IvfSearch(self, vectors, candidates, lists, distances, None)
+        distances, lists = self._useful_lists(vectors, min(candidates, allowed.count), nprobe, allowed.in_lists)
+        return IvfSearch(self, vectors, candidates, lists, distances, self._faiss.IDSelectorBitmap(allowed.bitmap))
+
+    def _useful_lists(self, vectors: np.ndarray, wanted: int, nprobe: int, in_lists: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(distances, lists) of the nearest lists that hold an allowed record: `nprobe`, or as many as hold `wanted` of them. Queries may
+        need different numbers: -1 is no list."""
+        useful = in_lists > 0
+        total = int(useful.sum())
+        if not total:
+            return np.empty((len(vectors), 0), "f4"), np.empty((len(vectors), 0), "i8")
+        selector = self._faiss.IDSelectorBitmap(np.packbits(useful, bitorder="little"))
+        parameters = None if total == self.nlist else self._faiss.SearchParameters(sel=selector)
+        distances, lists = self.index.quantizer.search(vectors, min(nprobe, total), params=parameters)
+        if total > nprobe and (in_lists[lists].sum(axis=1) < wanted).any():
+            distances, lists = self.index.quantizer.search(vectors, total, params=parameters)
+            needed = np.maximum(nprobe, 1 + (np.cumsum(in_lists[lists], axis=1) < wanted).sum(axis=1))
+            width = int(needed.max())
+            distances, lists = distances[:, :width], lists[:, :width]
+            lists[np.arange(width) >= needed[:, None]] = -1
+        return distances, lists
 
     def scan(self, vectors: np.ndarray, lists: np.ndarray, distances: np.ndarray, count: int, selector: Any) -> list[Candidates]:
         """Top `count` of the given lists for each query. Releases the GIL; safe from many threads."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
@@ -21,10 +22,11 @@ from ..storage import NativeEngine
 from ..storage.manifest import NAME as MANIFEST_NAME
 from ..storage.manifest import read_manifest
 from ..storage.stream import make_directory
-from .spool import read_state, write_state
+from .spool import SPOOLED, read_state, write_state
 from .store import MAGIC, VERSION
 
 BUILDING = "building"
+_NAME = re.compile(r"gen-([0-9]{6,})")  # of a generation's directory; what has any other name is not ours
 
 
 def name(generation: int) -> str:
@@ -33,8 +35,18 @@ def name(generation: int) -> str:
 
 def following(path: str, generation: int) -> int:
     """The generation after this one whose directory is not there yet: what lies in another's would become part of the new one."""
-    known = [int(entry[4:]) for entry in os.listdir(path) if entry.startswith("gen-") and entry[4:].isdigit()]
-    return max([generation, *known]) + 1
+    return max([generation, *(int(entry[4:]) for entry in _directories(path))]) + 1
+
+
+def _directories(path: str) -> list[str]:
+    """The generation directories that lie in a store's."""
+    return [entry for entry in os.listdir(path) if _NAME.fullmatch(entry)]
+
+
+def _remove_others(path: str, keep: set[str]) -> None:
+    for entry in _directories(path):
+        if entry not in keep:
+            shutil.rmtree(os.path.join(path, entry), ignore_errors=True)
 
 
 def manifest_file(path: str) -> int:
@@ -50,16 +62,15 @@ def published(engine: NativeEngine, path: str, replace: bool) -> dict[str, Any] 
     try:
         manifest = read_manifest(engine, path, MAGIC, VERSION)
     except errors.StoreNotFoundError:
-        entries = os.listdir(path)
-        others = [entry for entry in entries if entry != "LOCK"]
-        if others and BUILDING not in entries:  # an interrupted build leaves a directory that is neither empty nor a store
-            raise errors.InvalidInputError(
-                f"{path} is not empty and no store", got=", ".join(sorted(others)[:3]), fix="give a new or empty directory"
-            ) from None
+        others = _others(engine, path)
+        if others:
+            raise _no_store(path, others) from None
         return None
     except errors.FormatError:
         if not replace:
             raise
+        if others := sorted(_foreign(path)):  # the manifest is perhaps a stranger's too
+            raise _no_store(path, others) from None
         return None
     if not replace:
         raise errors.InvalidInputError(
@@ -68,6 +79,40 @@ def published(engine: NativeEngine, path: str, replace: bool) -> dict[str, Any] 
             fix="build elsewhere, or replace it (replace=True, --replace)",
         )
     return manifest
+
+
+def _no_store(path: str, entries: Sequence[str]) -> errors.InvalidInputError:
+    return errors.InvalidInputError(f"{path} is not empty and no store", got=", ".join(entries[:3]), fix="give a new or empty directory")
+
+
+def _others(engine: NativeEngine, path: str) -> list[str]:
+    """What lies in a directory without a store that no interrupted build has left there, ascending."""
+    entries = set(os.listdir(path)) - {"LOCK"}
+    if BUILDING not in entries:
+        return sorted(entries)
+    others = entries - {BUILDING, f"{MANIFEST_NAME}.new", *_directories(path)}
+    try:
+        state = read_state(engine, os.path.join(path, BUILDING))
+    except errors.StorageError:
+        state = None  # damaged: whoever goes on with it is told so
+    if state is not None:  # data directories may lie in the store's own
+        own = [os.path.abspath(directory) for directory in state["settings"]["directories"]]
+        others -= {entry for entry in others if any(_is_in(directory, os.path.join(path, entry)) for directory in own)}
+    return sorted(others | _foreign(path))
+
+
+def _foreign(path: str) -> set[str]:
+    """What lies in the directory of a build under way, and is none's."""
+    building = os.path.join(path, BUILDING)
+    if not os.path.lexists(building):
+        return set()
+    if not os.path.isdir(building):
+        return {BUILDING}
+    return {os.path.join(BUILDING, entry) for entry in set(os.listdir(building)) - SPOOLED}
+
+
+def _is_in(path: str, directory: str) -> bool:
+    return os.path.commonpath([path, os.path.abspath(directory)]) == os.path.abspath(directory)
 
 
 def begin(
@@ -99,9 +144,7 @@ def begin(
             "spool_sums": {},
         }
     keep.add(name(state["generation"]))
-    for entry in os.listdir(path):
-        if entry.startswith("gen-") and entry not in keep:
-            shutil.rmtree(os.path.join(path, entry), ignore_errors=True)
+    _remove_others(path, keep)
     for directory in (building, os.path.join(path, name(state["generation"]))):
         make_directory(directory)
     write_state(engine, building, state)
@@ -111,9 +154,7 @@ def begin(
 def _discard(engine: NativeEngine, path: str, keep: set[str]) -> None:
     """Removes an interrupted build. Its directory goes last: it is what tells the next build that the rest is no stranger's."""
     building = os.path.join(path, BUILDING)
-    for entry in os.listdir(path):
-        if entry.startswith("gen-") and entry not in keep:
-            shutil.rmtree(os.path.join(path, entry), ignore_errors=True)
+    _remove_others(path, keep)
     try:
         state = read_state(engine, building)
     except errors.StorageError:
@@ -163,10 +204,7 @@ def clean(path: str, live: Mapping[str, Any], replaced: Mapping[str, Any] | None
     with contextlib.suppress(OSError):
         os.unlink(os.path.join(path, f"{MANIFEST_NAME}.new"))
     shutil.rmtree(os.path.join(path, BUILDING), ignore_errors=True)
-    keep = directories_of(live)
-    for entry in os.listdir(path):
-        if entry.startswith("gen-") and entry not in keep:
-            shutil.rmtree(os.path.join(path, entry), ignore_errors=True)
+    _remove_others(path, directories_of(live))
     used = data_paths(live)
     known = used | (data_paths(replaced) if replaced else set())
     for parent in {*data_roots(live), *(data_roots(replaced) if replaced else ())}:

@@ -11,6 +11,8 @@ import threading
 import numpy as np
 import torch
 
+from .. import errors
+from ..sizes import format_size
 from .rerank import QueryVectors, score
 from .tier import Tier
 
@@ -22,14 +24,21 @@ class HotDocuments:
 
     Args:
         tier: whose records are kept, as they lie on disk.
-        budget_bytes: of the ring, at least 1. Beside it 9 bytes a document of the store are taken (`resident_bytes`).
+        budget_bytes: of the ring, at least 1; no more is taken than all records need. Beside it 9 bytes a document of the store are taken
+            (`resident_bytes`).
+
+    Raises InvalidInputError where there is not so much memory.
     """
 
     def __init__(self, tier: Tier, budget_bytes: int):
         self._tier = tier
         records = len(tier.n_tokens)
-        self.budget_bytes = budget_bytes
-        self._memory = torch.empty(budget_bytes, dtype=torch.uint8)
+        self.budget_bytes = min(budget_bytes, int(tier.schema.sizes(tier.n_tokens).sum()))
+        try:
+            self._memory = torch.empty(self.budget_bytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            size = format_size(self.budget_bytes)
+            raise errors.InvalidInputError("hot", got=size, expected="no more than the memory there is", fix="a smaller hot=") from error
         self._bytes = self._memory.numpy()
         # A record's place as a count of bytes ever written, -1 for none: overwritten once `_head` is more than a ring ahead of it.
         self._place = np.full(records, -1, dtype=np.int64)

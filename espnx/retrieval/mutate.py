@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -16,20 +16,20 @@ from .. import errors
 from ..storage import NativeEngine
 from ..storage.lock import DirectoryLock
 from ..storage.manifest import read_manifest
-from ..storage.stream import make_directory, write_file
+from ..storage.stream import make_directory
 from . import generations
 from .adding import Base, contents_of
 from .build import Builder, BuildReport, Progress
 from .compacting import write_compacted
-from .documents import Document, to_document
+from .deleting import Deletion
+from .documents import Document, check_documents, to_document
 from .encoder import Encoder
 from .options import BuildOptions
 from .publish import finish_part, publish
 from .spool import read_state
 from .store import MAGIC, VERSION, EmbeddingStore
-from .texts import DocumentId
+from .texts import DocumentId, document_ids
 
-DELETED_NAME = "deleted.bin"
 _IDS_AT_ONCE = 256
 
 
@@ -89,6 +89,7 @@ def add(
     documents: Iterable[Any],
     encoder: Encoder | None = None,
     *,
+    replace: bool = False,
     memory: int | str = "1GiB",
     engine: NativeEngine | None = None,
     progress: Progress = _ignore,
@@ -96,81 +97,76 @@ def add(
     """Adds documents to a store. Nothing is trained again: they go into the lists that are there, with the store's own settings.
 
     Args:
-        documents: as of `build`; with none, no version is published. Their ids must be new; the id of a deleted document may be used again.
+        documents: as of `build`; with none, no version is published. Their ids must be new, unless `replace` is set; the id of a deleted
+            document may be used again.
         encoder: the one the store was built with; needed unless every document brings its vectors.
+        replace: a document whose id the store holds takes the other's place, in one step: no version has both, or neither.
         memory: what the process may use.
 
     Raises:
-        InvalidInputError: an id that the store holds, vectors that do not fit, another encoder. The store stays as it is.
+        InvalidInputError: an id that comes twice, or that the store holds (without `replace`), vectors that do not fit, another encoder.
+            The store stays as it is.
         StoreNotFoundError: there is no store. StoreBusyError: another process writes to it.
         DiskFullError, WriteError, ReadError, ...: the store stays as it is, unless a WriteError says "published": then the documents are
             in it, and only the last flush failed.
     """
+    check_documents(documents)
     with _writing(path, engine) as (where, owned, store):
         manifest = store.manifest
-        built, records, stage = manifest["encoder"], manifest["records"], manifest["first_stage"]
+        built, stage = manifest["encoder"], manifest["first_stage"]
         if encoder is not None and built["name"] is not None and encoder.name != built["name"]:
             raise errors.InvalidInputError("the store was built with another encoder", got=encoder.name, expected=built["name"])
         if not store.parts:
             raise errors.InvalidInputError(
                 "an empty store has no lists to add to", fix="build it again, with documents (replace=True, --replace)"
             )
-        options = BuildOptions(
-            format=records["format"],
-            first_stage=stage["code"],
-            nlist=stage["nlist"],
-            pca=records["dim"] if store.projection is not None else None,
-            cls_weight=manifest["cls_weight"],
-            memory=memory,
-            directories=generations.data_roots(manifest),
-            compact=manifest["compact"]["format"] if manifest["compact"] else None,
-            pooling=stage["vector"],
-        )
-        builder = Builder(where, encoder, options, owned, (built["d_cls"], built["dim"]), progress, base=Base.of(store))
-        new = _new_documents(store, documents)
+        options = BuildOptions(**settings_of(manifest), nlist=stage["nlist"], memory=memory)
+        replaced = Deletion(store)
+        builder = Builder(where, encoder, options, owned, (built["d_cls"], built["dim"]), progress, base=Base.of(store, replaced))
+        new = _new_documents(store, documents, replaced if replace else None)
         first = next(new, None)
         if first is None:
             return BuildReport(where, 0, 0, manifest["generation"], 0, 0, 0.0, stage["nlist"], 0, 0.0, 0.0, 0.0)
         return builder.run(itertools.chain([first], new), restart=True, replace=True)
 
 
-def _new_documents(store: EmbeddingStore, documents: Iterable[Any]) -> Iterator[Document]:
-    """The documents, in the order given. Raises InvalidInputError at one whose id is taken."""
+def settings_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `build` that a store was built with, as far as they do not depend on its documents."""
+    records, stage, encoder = manifest["records"], manifest["first_stage"], manifest["encoder"]
+    return {
+        "format": records["format"],
+        "first_stage": stage["code"],
+        "pca": records["dim"] if records["dim"] != encoder["dim"] else None,
+        "cls_weight": manifest["cls_weight"],
+        "directories": generations.data_roots(manifest),
+        "compact": manifest["compact"]["format"] if manifest["compact"] else None,
+        "pooling": stage["vector"],
+    }
+
+
+def _new_documents(store: EmbeddingStore, documents: Iterable[Any], replaced: Deletion | None) -> Iterator[Document]:
+    """The documents, in the order given. One whose id is taken adds to what is replaced; without that, raises InvalidInputError."""
     batch: list[Document] = []
     for number, item in enumerate(documents):
         batch.append(to_document(item, number))
         if len(batch) == _IDS_AT_ONCE:
-            yield from _checked_new(store, batch)
+            yield from _checked_new(store, batch, replaced)
             batch = []
-    yield from _checked_new(store, batch)
+    yield from _checked_new(store, batch, replaced)
 
 
-def _checked_new(store: EmbeddingStore, batch: list[Document]) -> list[Document]:
+def _checked_new(store: EmbeddingStore, batch: list[Document], replaced: Deletion | None) -> list[Document]:
     known = store.texts.numbers([document.id for document in batch])
-    if (known >= 0).any():
+    if replaced is not None:
+        replaced.add(np.unique(known[known >= 0]))  # an id that comes twice is refused where the documents are spooled
+    elif (known >= 0).any():
         taken = batch[int(np.flatnonzero(known >= 0)[0])].id
         raise errors.InvalidInputError(
             f"document id {taken!r} is in the store",
             expected="new ids",
-            fix="delete it first, which replaces it, or drop it from the addition",
+            fix="replace it (replace=True, --replace), or drop it from the addition",
         )
     return batch
-
-
-def _distinct(ids: Iterable[DocumentId]) -> list[DocumentId]:
-    """The ids, each once. Raises InvalidInputError for what cannot be one."""
-    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
-        raise errors.InvalidInputError("ids", got=repr(ids), expected="a collection of document ids", fix=f"pass [{ids!r}]")
-    wanted: dict[DocumentId, None] = {}
-    for identifier in ids:
-        if isinstance(identifier, bool) or not isinstance(identifier, (int, str)):
-            raise errors.InvalidInputError("document id", got=repr(identifier), expected="a str or a 64-bit int")
-        if isinstance(identifier, int) and not -(2**63) <= identifier < 2**63:
-            raise errors.InvalidInputError("document id", got=f"an int of {identifier.bit_length()} bits", expected="a str or a 64-bit int")
-        if isinstance(identifier, str) and any("\ud800" <= letter <= "\udfff" for letter in identifier):
-            raise errors.InvalidInputError("document id", got=f"{identifier!r}, a lone surrogate", expected="text that UTF-8 can hold")
-        wanted[identifier] = None
-    return list(wanted)
 
 
 def delete(path: str | os.PathLike[str], ids: Iterable[DocumentId], *, engine: NativeEngine | None = None) -> int:
@@ -181,25 +177,24 @@ def delete(path: str | os.PathLike[str], ids: Iterable[DocumentId], *, engine: N
         StoreNotFoundError, StoreBusyError, DiskFullError, WriteError, ReadError, ...: the store stays as it is, unless a WriteError says
             "published": then they are deleted, and only the last flush failed.
     """
-    wanted = _distinct(ids)
+    wanted = list(dict.fromkeys(document_ids(ids)))
     with _writing(path, engine) as (where, owned, store):
         numbers = store.texts.numbers(wanted)
         if (numbers < 0).any():
             missing = wanted[int(np.flatnonzero(numbers < 0)[0])]
-            raise errors.InvalidInputError("no such document", got=repr(missing), expected="ids that the store holds")
+            is_digits = isinstance(missing, str) and missing.removeprefix("-").isdecimal()
+            raise errors.InvalidInputError(
+                "no such document", got=repr(missing), expected="ids that the store holds",
+                fix=f"if its id is a number, give it as one: {missing} (--int)" if is_digits else None,
+            )  # fmt: skip
         if not wanted:
             return 0
-        bitmap = np.zeros(-(-store.end_number // 8), dtype=np.uint8) if store.deleted is None else store.deleted.copy()
-        np.bitwise_or.at(bitmap, numbers >> 3, (1 << (numbers & 7)).astype(np.uint8))
+        deletion = Deletion(store)
+        deletion.add(numbers)
         contents = contents_of(store.manifest)
         contents["generation"] = generations.following(where, contents["generation"])
-        directory = generations.name(contents["generation"])
-        make_directory(os.path.join(where, directory))
-        _, crc = write_file(owned, os.path.join(where, directory, DELETED_NAME), bitmap.tobytes())
-        owned.sync_directory(os.path.join(where, directory))
-        owned.sync_directory(where)
-        contents["deleted"] = {"path": os.path.join(directory, DELETED_NAME), "crc32c": crc, "size_bytes": bitmap.nbytes}
-        contents["records"]["count"] -= len(wanted)
+        make_directory(os.path.join(where, generations.name(contents["generation"])))
+        deletion.write(owned, where, contents)
         publish(owned, where, contents, store.manifest)
         return len(wanted)
 
@@ -207,8 +202,8 @@ def delete(path: str | os.PathLike[str], ids: Iterable[DocumentId], *, engine: N
 def compact(
     path: str | os.PathLike[str], *, memory: int | str = "1GiB", engine: NativeEngine | None = None, progress: Progress = _ignore
 ) -> CompactReport:
-    """Writes a store anew: without what was deleted, as one part, records in list order. Vectors and lists stay what they are, bit for bit;
-    nothing is trained or encoded again. Needs the new store's size on disk beside the old one.
+    """Writes a store anew: without what was deleted, as one part, records in list order. Vectors stay what they are, bit for bit, and so do
+    lists, but for those that are empty; nothing is trained or encoded again. Needs the new store's size on disk beside the old one.
 
     Raises:
         StoreNotFoundError, StoreBusyError, DiskFullError, WriteError, ReadError, ...: the store stays as it is, unless a WriteError says
@@ -223,7 +218,8 @@ def compact(
         contents["deleted"], contents["parts"] = None, []
         if store.count:
             directories = generations.data_roots(manifest)
-            written = write_compacted(owned, store, contents["generation"], directories, memory, progress)
+            written, lists = write_compacted(owned, store, contents["generation"], directories, memory, progress)
+            contents["first_stage"] |= lists
             contents["records"]["tokens"] = written.tokens
             contents["parts"] = [finish_part(owned, where, written, directories)]
         publish(owned, where, contents, manifest)

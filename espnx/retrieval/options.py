@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
-
-import numpy as np
 
 from .. import errors
 from .first_stage import CODES
 from .pooling import POOLINGS
 from .record import FORMAT_NUMBERS
+from .request import check_finite, check_whole
 
 COMPACT_FORMATS = ("bit1", "residual1", "residual2", "residual4", "int8")
 
@@ -52,24 +52,25 @@ class BuildOptions:
         if not isinstance(self.format, str) or self.format not in FORMAT_NUMBERS:
             raise errors.InvalidInputError("unknown record format", got=repr(self.format), expected=" or ".join(FORMAT_NUMBERS))
         code = self.first_stage
-        if code not in CODES and not (code.startswith("pq") and code[2:].isdigit()):
+        if not isinstance(code, str) or (code not in CODES and re.fullmatch(r"pq[0-9]+", code) is None):
             raise errors.InvalidInputError("first-stage code", got=repr(code), expected=f"{', '.join(CODES)} or pqM")
-        if self.nlist is not None and self.nlist < 1:
-            raise errors.InvalidInputError("nlist", got=self.nlist, expected="at least 1")
-        if isinstance(self.directories, (str, bytes)):
+        for name, value in (("nlist", self.nlist), ("centroids", self.centroids)):
+            if value is not None:
+                check_whole(name, value, 1)
+        if isinstance(self.directories, (str, bytes, os.PathLike)) or not isinstance(self.directories, Iterable):
             raise errors.InvalidInputError(
                 "directories", got=repr(self.directories), expected="a sequence of them", fix=f"pass [{self.directories!r}]"
             )
+        for directory in self.directories:
+            if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
+                raise errors.InvalidInputError("directories", got=repr(directory), expected="paths, none of them empty")
         # Absolute from here on: a build may be resumed, and its store opened, from anywhere.
         object.__setattr__(self, "directories", [os.path.abspath(directory) for directory in self.directories])
         if self.compact is not None and self.compact not in COMPACT_FORMATS:
             raise errors.InvalidInputError("compact format", got=repr(self.compact), expected=", ".join(COMPACT_FORMATS))
         if self.pooling not in (None, "cls", *POOLINGS):
             raise errors.InvalidInputError("pooling", got=repr(self.pooling), expected=f"cls, {' or '.join(POOLINGS)}")
-        if self.centroids is not None and self.centroids < 1:
-            raise errors.InvalidInputError("centroids", got=self.centroids, expected="at least 1")
-        if not np.isfinite(self.cls_weight):
-            raise errors.InvalidInputError("cls_weight", got=self.cls_weight, expected="a finite number")
+        check_finite("cls_weight", self.cls_weight)
 
 
 def build_options(given: dict[str, Any]) -> BuildOptions:

@@ -10,6 +10,8 @@ import numpy as np
 
 from .first_stage import FirstStage
 
+#: What a store's own nprobe is to find: that share of so many exhaustive candidates.
+CANDIDATES, RECALL = 1000, 0.98
 #: Shares of the lists at which the hit rate is measured.
 STEPS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
 _QUERIES_AT_ONCE = 8  # bounds the memory of the answers

@@ -7,8 +7,8 @@ import torch
 
 from ..ops.maxsim import maxsim_reference
 from .encoder import Encoded
-from .filters import allowed_records
-from .first_stage import FirstStage
+from .filters import Filters
+from .first_stage import IvfFirstStage
 from .record import HEADER_BYTES
 from .store import EmbeddingStore
 
@@ -21,7 +21,7 @@ class InMemoryReference:
         first_stage: the index's own, called once per query, without a prefetch step.
     """
 
-    def __init__(self, store: EmbeddingStore, first_stage: FirstStage):
+    def __init__(self, store: EmbeddingStore, first_stage: IvfFirstStage):
         self.store, self.first_stage = store, first_stage
         parts = [np.arange(part.first_number, part.first_number + part.count) for part in store.parts]
         numbers = np.concatenate(parts) if parts else np.empty(0, np.int64)
@@ -36,8 +36,8 @@ class InMemoryReference:
         schema, pooling = self.store.schema, self.store.pooling
         vector = (query.cls if pooling is None else pooling.query(query.tokens)).numpy()
         tokens = query.tokens if self.store.projection is None else self.store.projection(query.tokens)
-        allowed, findable = allowed_records(self.store, None, None)
-        numbers, _ = self.first_stage.start(vector[None], min(candidates, findable), nprobe, allowed).complete()[0]
+        allowed = Filters(self.store, self.first_stage.index).allowed(None, None)
+        numbers, _ = self.first_stage.start(vector[None], min(candidates, self.store.count), nprobe, allowed).complete()[0]
         at = self.positions[torch.from_numpy(numbers)]
         n_tokens = torch.from_numpy(self.store.n_tokens[numbers].astype(np.int64))
         scores = maxsim_reference(tokens, self.memory, at + schema.fixed_bytes, n_tokens, schema.format, self.store.full.codebook)

@@ -8,9 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
+import numpy as np
+
 from .. import errors
 from .advice import Steps
 from .texts import DocumentId
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class SearchOptions(TypedDict, total=False):
@@ -26,6 +30,19 @@ class SearchOptions(TypedDict, total=False):
     exclude: Iterable[DocumentId] | None
     explain: bool
     deadline_s: float
+
+
+def check_whole(name: str, value: object, least: int, most: int | None = None) -> None:
+    """Raises InvalidInputError unless the value is a whole number within those limits."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+        expected = f"a whole number, at least {least}" + ("" if most is None else f", at most {most}")
+        raise errors.InvalidInputError(name, got=repr(value), expected=expected)
+
+
+def check_finite(name: str, value: object) -> None:
+    """Raises InvalidInputError unless the value is a number that float32 holds."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= FLOAT32_MAX:
+        raise errors.InvalidInputError(name, got=repr(value), expected="a finite number that float32 can hold")
 
 
 @dataclass(frozen=True)
@@ -52,8 +69,8 @@ def check_arguments(
 ) -> Arguments:
     """Raises InvalidInputError."""
     for name, value, least in (("k", k, 1), ("candidates", candidates, 1), ("rerank", rerank, 0), ("cascade", cascade, 1)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-            raise errors.InvalidInputError(name, got=repr(value), expected=f"a whole number, at least {least}")
+        if value is not None:
+            check_whole(name, value, least)
     if rerank is not None and cascade is not None:
         raise errors.InvalidInputError(
             "rerank and cascade", got=f"rerank={rerank}, cascade={cascade}", expected="one of them",
@@ -61,8 +78,8 @@ def check_arguments(
         )  # fmt: skip
     if nprobe != "auto" and (not isinstance(nprobe, int) or isinstance(nprobe, bool) or nprobe < 1):
         raise errors.InvalidInputError("nprobe", got=repr(nprobe), expected="at least 1, or 'auto'")
-    if not math.isfinite(deadline_s) or deadline_s <= 0:
-        raise errors.InvalidInputError("deadline_s", got=deadline_s, expected="a positive number of seconds")
+    if not isinstance(deadline_s, int | float) or isinstance(deadline_s, bool) or not math.isfinite(deadline_s) or deadline_s <= 0:
+        raise errors.InvalidInputError("deadline_s", got=repr(deadline_s), expected="a positive number of seconds")
     wanted = cascade if cascade is not None else rerank
     return Arguments(
         k=k,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,33 +22,37 @@ from .advice import NO_PREFETCH, Adviser
 from .cost import DeviceCost, measure
 from .documents import check_count
 from .encoder import Encoded, Encoder
-from .evaluate import DEFAULT_METRICS, Qrels, evaluate
+from .evaluate import DEFAULT_METRICS, Qrels, check_judged, evaluate
 from .explain import token_matches
-from .filters import allowed_records
-from .first_stage import IvfFirstStage
+from .filters import Filters
+from .first_stage import Allowed, IvfFirstStage
 from .gpu_first_stage import GpuIvfFirstStage
 from .hot import HotDocuments
 from .ranking import rank
-from .request import Arguments, SearchOptions, check_arguments
+from .request import Arguments, SearchOptions, check_arguments, check_finite, check_whole
 from .rerank import QueryVectors
 from .resident import ResidentTier
 from .result import Hit, SearchResult
 from .store import EmbeddingStore
-from .texts import DocumentId
+from .texts import DocumentId, document_ids
+from .tier import Tier
 from .turns import Turns
 from .wave import Means, Outcome, Request, Wave
 
 Query = str | Encoded
 Queries = list[str] | list[Encoded] | list[Query] | tuple[Query, ...]
 
-#: A wave is cut so that its records take no more memory than this, and two waves are under way at a time.
+#: A wave is cut so that its records, candidates and lists take no more memory than this, and two waves are under way at a time.
 _WAVE_BYTES = 48 << 20
+#: What the first stage notes of a candidate, or of a list to scan: its number and its similarity.
+_FOUND_BYTES = 12
 #: A batch of more queries than `_TOGETHER` is cut into at least so many waves: one's first stage runs while another's records arrive.
 _WAVES = 2
 _TOGETHER = 4
 #: Searches under way at a time; further callers wait. More would only share the same cores and disk in smaller pieces.
 _SEARCHES_PER_CORE = 2
 _RERANK_THREADS = 32  # they wait for the disk most of the time
+_THREADS_MAX = 1024
 
 
 class Index:
@@ -88,10 +93,14 @@ class Index:
         for name, value, known in (("compact", compact, ("ssd", "ram")), ("first_stage", first_stage, ("cpu", "cuda"))):
             if value not in known:
                 raise errors.InvalidInputError(name, got=repr(value), expected=" or ".join(known))
-        if threads is not None and threads < 1:
-            raise errors.InvalidInputError("threads", got=threads, expected="at least 1")
+        if threads is not None:
+            check_whole("threads", threads, 1, _THREADS_MAX)
+        if not isinstance(hot, str):
+            check_whole("hot", hot, 0)
         hot_bytes = parse_size(hot)
-        self._closed = False
+        if cost is not None and not isinstance(cost, DeviceCost):
+            raise errors.InvalidInputError("cost", got=repr(cost), expected="a DeviceCost or None")
+        self._closed, self._closing = False, threading.Lock()
         self._turns = Turns(_SEARCHES_PER_CORE * len(os.sched_getaffinity(0)))
         self.encoder: Encoder | None = None
         with ExitStack() as opened:
@@ -101,11 +110,12 @@ class Index:
             stage = GpuIvfFirstStage if first_stage == "cuda" else IvfFirstStage
             self.first_stage = stage(index, threads or min(4, len(os.sched_getaffinity(0))))
             opened.callback(self.first_stage.close)
+            self._filters = Filters(self.store, index)
             self.cost = measure(self.store.full) if cost is None else cost
             self.hot = HotDocuments(self.store.full, hot_bytes) if hot_bytes and self.store.end_number else None
             self.compact: Any = self.store.compact
-            if compact == "ram" and self.store.compact is not None:
-                self.compact = ResidentTier(self.store.compact, self.device)
+            if compact == "ram":
+                self.compact = ResidentTier(self._compact_tier("compact='ram'"), self.device)
             workers = ThreadPoolExecutor(max_workers=_RERANK_THREADS, thread_name_prefix="espnx-rerank")
             opened.callback(workers.shutdown, wait=True)
             self._means = Means(self.first_stage, self.store.full, self.compact, workers, self.device, self.cost.gap_bytes, self.hot)
@@ -180,8 +190,9 @@ class Index:
             prefetch_step: share of those lists after which the reads begin (ESPN, eq. 3), or several of them; 0 reads nothing ahead;
                 ``auto`` chooses from predicted times, and none for a batch or beside other callers, whose first stages hide the reads.
             cls_weight: overrides the store's.
-            include: ids of documents; no other is found. Where they are no more than `candidates`, all of them are candidates.
-            exclude: ids of documents that are not found.
+            include: ids of documents; no other is found.
+            exclude: ids of documents that are not found. Beside a filter or deleted documents, only lists that hold a document that may
+                be found count as `nprobe`, and as many more are scanned as it takes to find `candidates`, or all there are.
             explain: fill in `Hit.matches` (reads the k hits once more).
             deadline_s: for each read.
 
@@ -189,26 +200,43 @@ class Index:
             InvalidInputError: arguments out of range; vectors of the wrong dimension, NaN or infinite.
             ReadError, ChecksumError, DeadlineExceededError, ...: nothing is ranked on bytes that are not right. The index stays usable.
         """
-        if self._closed:
-            raise errors.EngineClosedError("the index is closed", fix="open it again")
-        if cls_weight is not None and not np.isfinite(cls_weight):
-            raise errors.InvalidInputError("cls_weight", got=cls_weight, expected="a finite number")
+        self._check_open()
+        weight = self._cls_weight(cls_weight)
         arguments = check_arguments(k, candidates, rerank, cascade, nprobe, prefetch_step, deadline_s)
-        if arguments.is_cascade and self.compact is None:
-            raise errors.InvalidInputError(
-                "cascade", got="a store without a compact tier", fix="build it with compact='bit1' (or another format), or use rerank"
-            )
-        allowed, findable = allowed_records(self.store, include, exclude)
-        if include is not None and findable <= candidates:
-            arguments = check_arguments(k, candidates, rerank, cascade, max(1, self.first_stage.nlist), prefetch_step, deadline_s)
+        if arguments.is_cascade:
+            self._compact_tier("cascade")
         is_one = isinstance(queries, (str, Encoded))
+        if not is_one and not isinstance(queries, Iterable):
+            raise errors.InvalidInputError("a query", got=type(queries).__name__, expected="a str or an Encoded, or a list of them")
         wanted: Sequence[Query] = [queries] if isinstance(queries, (str, Encoded)) else list(queries)
         begun = time.perf_counter()
-        vectors = self._encode(wanted, self.store.manifest["cls_weight"] if cls_weight is None else cls_weight)
+        vectors = self._encode(wanted, weight)
         encode_s = (time.perf_counter() - begun) / max(1, len(wanted))
         with self._turns as is_alone:
+            self._check_open()  # it may have been closed before our turn came
+            allowed = self._filters.allowed(include, exclude)
             results = list(self._search(vectors, arguments, allowed, explain, encode_s, is_alone))
         return results[0] if is_one else results
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise errors.EngineClosedError("the index is closed", fix="open it again")
+
+    def _compact_tier(self, what: str) -> Tier:
+        if self.store.compact is None:
+            raise errors.InvalidInputError(
+                what, got="a store without a compact tier", fix="build it with compact='bit1' (or another format), or use rerank"
+            )
+        return self.store.compact
+
+    def _cls_weight(self, override: float | None) -> float:
+        """Of a search."""
+        if override is None:
+            return float(self.store.manifest["cls_weight"])
+        check_finite("cls_weight", override)
+        if override and not self.store.schema.d_cls:
+            raise errors.InvalidInputError("cls_weight", got=override, expected="0 or None: the store's documents have no CLS vector")
+        return float(override)
 
     def _encode(self, queries: Sequence[Query], cls_weight: float) -> list[QueryVectors]:
         for query in queries:
@@ -226,7 +254,10 @@ class Index:
 
     def _check_query(self, query: Encoded, cls_weight: float) -> QueryVectors:
         built = self.store.manifest["encoder"]
-        cls, tokens = torch.as_tensor(query.cls, dtype=torch.float32), torch.as_tensor(query.tokens, dtype=torch.float32)
+        try:
+            cls, tokens = (torch.as_tensor(values, dtype=torch.float32) for values in (query.cls, query.tokens))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise errors.InvalidInputError("query vectors", got=str(error), expected="tensors") from None
         if tuple(cls.shape) != (built["d_cls"],) or tokens.dim() != 2 or tokens.shape[1] != built["dim"]:
             raise errors.InvalidInputError(
                 "query vectors",
@@ -242,11 +273,11 @@ class Index:
         return QueryVectors(cls.reshape(1, -1).to(self.device), tokens.contiguous().to(self.device), cls_weight, vector)
 
     def _search(
-        self, queries: list[QueryVectors], arguments: Arguments, allowed: np.ndarray | None, explain: bool, encode_s: float, is_alone: bool
+        self, queries: list[QueryVectors], arguments: Arguments, allowed: Allowed | None, explain: bool, encode_s: float, is_alone: bool
     ) -> Iterator[SearchResult]:
         """Wave by wave: the first stage of one runs while the records of the one before arrive."""
         request, kind, predicted_s = self._plan(len(queries) == 1 and is_alone, arguments, allowed)
-        size = self._wave_queries(len(queries), request.depth)
+        size = self._wave_queries(len(queries), request)
         request = replace(request, is_pipelined=size < len(queries))
         under_way: tuple[Wave, list[QueryVectors]] | None = None
         try:
@@ -267,7 +298,7 @@ class Index:
                 under_way[0].cancel()
             raise
 
-    def _plan(self, is_alone: bool, arguments: Arguments, allowed: np.ndarray | None) -> tuple[Request, Any, float]:
+    def _plan(self, is_alone: bool, arguments: Arguments, allowed: Allowed | None) -> tuple[Request, Any, float]:
         nprobe = self.default_nprobe if arguments.nprobe is None else arguments.nprobe
         candidates = min(arguments.candidates, self.store.end_number)
         kind = (nprobe, candidates, arguments.depth, arguments.is_cascade, allowed is None)
@@ -277,9 +308,16 @@ class Index:
         request = Request(candidates, arguments.depth, nprobe, steps, allowed, arguments.deadline_s, is_cascade=arguments.is_cascade)
         return request, kind, predicted_s or 0.0
 
-    def _wave_queries(self, queries: int, depth: int) -> int:
-        mean_bytes = self.store.full.size_bytes / max(1, self.store.count)
-        most = int(_WAVE_BYTES / max(1.0, depth * mean_bytes))
+    def _wave_queries(self, queries: int, request: Request) -> int:
+        def mean_bytes(tier: Tier) -> float:
+            return tier.size_bytes / max(1, self.store.count)
+
+        nlist = self.first_stage.nlist
+        lists = min(request.nprobe, nlist) if request.allowed is None else nlist  # a filter may need all of them
+        bytes_each = request.depth * mean_bytes(self.store.full) + _FOUND_BYTES * (request.candidates + lists)
+        if request.is_cascade and isinstance(self.compact, Tier):
+            bytes_each += request.candidates * mean_bytes(self.compact)
+        most = int(_WAVE_BYTES / max(1.0, bytes_each))
         return max(1, min(most, queries if queries <= _TOGETHER else -(-queries // _WAVES)))
 
     def _results(
@@ -309,6 +347,10 @@ class Index:
             )
 
     def _hits(self, query: QueryVectors, outcome: Outcome, k: int, explain: bool, deadline_s: float) -> list[Hit]:
+        for scores in (outcome.exact, outcome.similarities):
+            if not scores.max(initial=-np.inf) < np.inf:
+                got = f"a score of {scores.max()}"
+                raise errors.InvalidInputError("query vectors", got=got, expected="scores that float32 can hold", fix="smaller vectors")
         chosen, values, exact = rank(outcome, k)
         rows = self.store.texts.get(chosen.tolist())
         matches: Sequence[Any] = [None] * len(chosen)
@@ -326,15 +368,36 @@ class Index:
 
         Raises what `search` and `evaluate` raise.
         """
+        if "k" in options:
+            raise errors.InvalidInputError("evaluate: k", got=options["k"], expected="no k", fix="name it in the metrics: nDCG@5")
         k = max((int(metric.rpartition("@")[2]) for metric in metrics if metric.rpartition("@")[2].isdigit()), default=10)
+        check_judged(queries, qrels)
         judged = [query for query in queries if query in qrels]
+        self._check_known({document for query in judged for document in qrels[query]})
         results = self.search([queries[query] for query in judged], k=k, **options)
         rankings = {query: [hit.id for hit in result.hits] for query, result in zip(judged, results, strict=True)}
         return evaluate(rankings, qrels, metrics)
 
+    def _check_known(self, judged: set[Any]) -> None:
+        """Raises InvalidInputError where none of the judged documents is in the store: their ids are then of another kind."""
+        ids = document_ids(judged, "qrels")
+        with self._turns:
+            self._check_open()
+            if not ids or (self.store.texts.numbers(ids) >= 0).any():
+                return
+            stored = self.store.texts.any_id()
+        raise errors.InvalidInputError(
+            "evaluate: no judged document is in the store",
+            got=f"ids such as {ids[0]!r} ({type(ids[0]).__name__})",
+            expected="a store with documents" if stored is None else f"ids such as {stored!r} ({type(stored).__name__})",
+            fix="give both the same ids, of the same type",
+        )
+
     def close(self) -> None:
+        """Searches under way are finished first; later ones raise EngineClosedError."""
         self._closed = True
-        self._opened.close()
+        with self._closing, self._turns.none():
+            self._opened.close()
 
     def __enter__(self) -> Index:
         return self
@@ -350,7 +413,7 @@ def _share(total: int, i: int, parts: int) -> int:
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise errors.InvalidInputError("device", got=repr(name), expected="cpu or cuda") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise errors.PathUnavailableError("no CUDA device here", got=name, fix="use device='cpu'")

@@ -32,7 +32,12 @@ from .texts import DocumentId, TextWriter
 
 STATE_NAME = "STATE.json"
 RECORDS, VECTORS, N_TOKENS, TEXTS = "records.bin", "vectors.f32", "n_tokens.u16", "texts.sqlite"
+LISTS, PROJECTION, CODEBOOKS = "lists.i32", "projection.f32", "codebooks.safetensors"  # of the passes after it
 DISCARD = "check the device; run the same build again, and if that does not help, discard it with restart"
+#: Everything that may lie in the directory of a build under way: the above, and what the passes after the spool write beside it.
+SPOOLED = {STATE_NAME, f"{STATE_NAME}.new", RECORDS, VECTORS, N_TOKENS, TEXTS, f"{TEXTS}-journal"} | {
+    LISTS, PROJECTION, CODEBOOKS,
+}  # fmt: skip
 _SUMMED = (VECTORS, N_TOKENS)  # records and texts carry their own checksums
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,30 @@ from ..storage.stream import crc32c
 DocumentId = int | str
 _ROWS_AT_ONCE = 500  # SQLite takes so many parameters, whatever its version
 _REBUILD = "restore the store from a copy, or build it again"
+
+
+def document_id(value: Any, what: str = "document id") -> DocumentId:
+    """An id as a store keeps it: NumPy's and PyTorch's scalars become Python's own. Raises InvalidInputError for what cannot be one."""
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, int) and not isinstance(value, bool):
+        if -(2**63) <= value < 2**63:
+            return int(value)
+        raise errors.InvalidInputError(what, got=f"an int of {value.bit_length()} bits", expected="a str or a 64-bit int")
+    if not isinstance(value, str):
+        raise errors.InvalidInputError(what, got=f"{value!r} ({type(value).__name__})", expected="a str or a 64-bit int")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise errors.InvalidInputError(what, got=f"{value!r}, a lone surrogate", expected="text that UTF-8 can hold") from None
+    return str.__str__(value)
+
+
+def document_ids(ids: Any, what: str = "ids") -> list[DocumentId]:
+    """A collection of ids (an array or a tensor is one) as a list. Raises InvalidInputError for one id, and for what cannot be one."""
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable) or getattr(ids, "ndim", None) == 0:
+        raise errors.InvalidInputError(what, got=repr(ids), expected="a collection of document ids", fix=f"pass [{ids!r}]")
+    return [document_id(value, f"{what}: a document id") for value in (ids.tolist() if hasattr(ids, "tolist") else ids)]
 
 
 def _checksum(number: int, identifier: DocumentId, text: str, salt: int) -> int:
@@ -191,6 +215,10 @@ class TextReaders:
                 found[(self._deleted[known >> 3] >> (known & 7).astype(np.uint8)) & 1 == 1] = -1
             result = np.where(found >= 0, found, result)
         return result
+
+    def any_id(self) -> DocumentId | None:
+        """The id of some document, for messages; None where there is none."""
+        return self._parts[0][1].get([self._begins[0]])[0][0] if self._parts else None
 
     def count(self) -> int:
         return sum(reader.count() for _, reader in self._parts)

@@ -6,13 +6,15 @@ Alone, a search uses the whole machine: it scans with several threads and may re
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 
 class Turns:
     """A context manager for each search; entering gives whether no other is under way. Callers beyond `most` wait for their turn."""
 
     def __init__(self, most: int):
-        self._slots = threading.BoundedSemaphore(most)
+        self._most, self._slots = most, threading.BoundedSemaphore(most)
         self._lock = threading.Lock()
         self._active = 0
         self._began = 0  # ever
@@ -30,6 +32,14 @@ class Turns:
         with self._lock:
             self._active -= 1
         self._slots.release()
+
+    @contextmanager
+    def none(self) -> Iterator[None]:
+        """Entered once no search is under way; none begins before it is left. One caller at a time."""
+        with ExitStack() as slots:
+            for _ in range(self._most):
+                slots.enter_context(self._slots)
+            yield
 
     @property
     def still_alone(self) -> bool:

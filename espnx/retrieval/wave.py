@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from .advice import Steps
-from .first_stage import Candidates, FirstStage
+from .first_stage import Allowed, Candidates, FirstStage
 from .hot import HotDocuments
 from .rerank import QueryVectors, score
 from .resident import ResidentTier
@@ -36,7 +36,7 @@ class Request:
         candidates: of the first stage.
         depth: how many of them are scored exactly.
         nprobe, steps: lists, and the shares of them after which reads begin.
-        allowed: bitmap of the records that may be found; None for all.
+        allowed: which records may be found; None for all.
         is_pipelined: another wave's first stage runs before this one is finished, so nothing of it is urgent.
         is_cascade: `depth` full records are chosen by compact scores of all candidates, not by the first stage.
     """
@@ -45,7 +45,7 @@ class Request:
     depth: int
     nprobe: int
     steps: Steps
-    allowed: np.ndarray | None
+    allowed: Allowed | None
     deadline_s: float
     is_pipelined: bool = False
     is_cascade: bool = False

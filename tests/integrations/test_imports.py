@@ -240,6 +240,13 @@ def test_searcher_restricted(store, checkpoint):
         assert odd[1] == [1, 2, 3, 4, 5]
         dense = searcher.dense_search(searcher.encode(tiny.QUERIES[2]), k=4)
         assert dense[0] == every[0][:4]
+        vectors = searcher.encode(tiny.QUERIES[2])
+        for pids in (np.array([7, 3, 11]), torch.tensor([7, 3, 11]), iter([7, 3, 11]), [np.int64(7), 3, 11]):
+            assert searcher.dense_search(vectors, pids=pids)[0] == few[0]
+        assert searcher.collection[np.int64(7)] == searcher.collection[7]
+        for wrong in (vectors.repeat(2, 1, 1), vectors[:0], vectors[0, 0], None):
+            with pytest.raises(InvalidInputError, match="dense_search"):
+                searcher.dense_search(wrong)
         by_query = searcher.search_all([tiny.QUERIES[2]] * 2, k=5, qid_to_pids={0: [1], 1: [2, 4]})
         assert [[row[0] for row in rows] for rows in by_query.data.values()] in ([[1], [2, 4]], [[1], [4, 2]])
         with pytest.raises(InvalidInputError, match="full_length_search"):

@@ -244,3 +244,59 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
         assert caught.value.path is not None
         assert until(lambda known=before: len(open_descriptors()) <= len(known))
     assert not list((tmp_path / "fine").iterdir())
+
+
+@pytest.mark.parametrize("x_rows", [0, 1])
+def test_an_error_of_the_model_between_two_layers(folder: Path, x_rows: int) -> None:
+    """Layers before it have taken in a token that those behind it have not: the next pass begins where both agree."""
+    model = enabled("llama")
+    inputs = prompt([24])
+    ids = inputs["input_ids"]
+    with KVCache(model.config, folder, x_rows=x_rows) as cache, torch.no_grad():
+        model(input_ids=ids[:, :20], past_key_values=cache)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model.model.layers[0].mlp, "forward", _fail)
+            with pytest.raises(RuntimeError, match="as asked"):
+                model(input_ids=ids[:, 20:21], past_key_values=cache)
+        assert torch.equal(generate(model, inputs, cache), expected("llama", [24]))
+
+
+def _fail(*_: object) -> None:
+    raise RuntimeError("as asked")
+
+
+def test_a_pass_that_reaches_no_layer(folder: Path) -> None:
+    """It adds nothing, nor does it hide the next one."""
+    model, inputs = enabled("llama"), prompt([24])
+    with KVCache(model.config, folder) as cache, torch.no_grad():
+        with pytest.raises(IndexError):
+            model(input_ids=torch.full((1, 3), 10**6), past_key_values=cache)
+        assert torch.equal(generate(model, inputs, cache), expected("llama", [24]))
+        assert cache.tokens is not None
+        assert torch.equal(cache.tokens, expected("llama", [24])[:, :-1])
+
+
+def test_a_prompt_of_another_batch(folder: Path) -> None:
+    with KVCache(enabled("llama").config, folder) as cache:
+        generate(enabled("llama"), prompt([20, 20]), cache)
+        assert cache.match(**prompt([24])) == 0
+        assert torch.equal(generate(enabled("llama"), prompt([24]), cache), expected("llama", [24]))
+
+
+def test_rotations_with_a_mask_and_without(folder: Path) -> None:
+    """One row of positions stands for all sequences until a mask makes them differ."""
+    model, inputs = enabled("llama"), prompt([24, 24])
+    ids = inputs["input_ids"]
+    with KVCache(model.config, folder, x_rows=2) as cache, torch.no_grad():
+        model(input_ids=ids[:, :20], past_key_values=cache)
+        assert torch.equal(generate(model, inputs, cache), expected("llama", [24, 24]))
+
+
+def test_the_last_pass_counts(folder: Path) -> None:
+    with KVCache(enabled("llama").config, folder) as cache:
+        enabled("llama").generate(**prompt([20]), past_key_values=cache, max_new_tokens=1)
+        stats = cache.stats()
+        assert (stats["prefill_tokens"], stats["decode_tokens"], stats["step_s"]) == (20, 0, None)
+        assert stats["prefill_s"] > 0
+        generate(enabled("llama"), prompt([24]), cache)
+        assert cache.stats()["decode_tokens"] > 0

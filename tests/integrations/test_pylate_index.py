@@ -12,6 +12,7 @@ pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])"
 
 from espnx.integrations.pylate import EspnxIndex, rerank
 from espnx.retrieval.build import build
+from espnx.retrieval.mutate import compact
 from tests.integrations import tiny
 
 DOCUMENTS = tiny.clouds(40)
@@ -128,7 +129,7 @@ def test_add_remove_update(tmp_path):
     index.remove_documents(["d3", "d25", "nobody"])
     left = [identifier for identifier in IDS if identifier not in ("d3", "d25")]
     check(index(QUERIES[0], k=100)[0], QUERIES[0], left)
-    with pytest.raises(InvalidInputError, match=r"document 1; got shape \[2, 8\]"):
+    with pytest.raises(InvalidInputError, match=r"document 'new'; got cls \[0\], tokens \[2, 8\]"):
         index.update_documents(["d4", "new"], [QUERIES[0], QUERIES[0][:2, :8]])
     assert len(index(QUERIES[0], k=100)[0]) == 38
     index.update_documents(["d4", "new"], [QUERIES[0], DOCUMENTS[3]])
@@ -146,6 +147,73 @@ def test_add_remove_update(tmp_path):
         assert [hit["id"] for hit in new(QUERIES[0])[0]] == ["first"]
         new.add_documents(["second"], DOCUMENTS[1:2])  # overrides once
         assert len(new(QUERIES[0])[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("ids", "embeddings"),
+    [
+        (["d1", "new"], [DOCUMENTS[0], np.full((2, 32), np.nan, np.float32)]),
+        (["d1", "d2", "d1"], DOCUMENTS[:3]),
+        (["d1", "d2"], DOCUMENTS[:1]),
+        (["d1"], [DOCUMENTS[0][0]]),
+        (["d1", None], DOCUMENTS[:2]),
+    ],
+    ids=["NaN", "twice", "too few", "no matrix", "no id"],
+)
+def test_an_update_that_is_refused_changes_nothing(tmp_path, ids, embeddings):
+    with EspnxIndex(tmp_path, "mine", build_options={"format": "fp32"}) as index:
+        index.add_documents(IDS[:5], DOCUMENTS[:5])
+        with pytest.raises(InvalidInputError):
+            index.update_documents(ids, embeddings)
+        check(index(QUERIES[0], k=10)[0], QUERIES[0], IDS[:5])
+        assert index.index.store.manifest["generation"] == 1
+        index.update_documents(["d1", "d4"], DOCUMENTS[5:7])
+        assert index.index.store.manifest["generation"] == 2, "an update is one version"
+
+
+def test_an_index_that_was_emptied_takes_documents_again(tmp_path):
+    options = {"format": "residual2", "compact": "bit1", "first_stage": "flat", "pooling": "muvera"}
+    with EspnxIndex(tmp_path, "mine", build_options=options) as index:
+        index.add_documents(IDS, DOCUMENTS)
+        before = index.index.store.manifest
+        index.remove_documents(IDS)
+        index.close()
+        compact(index.path)
+    with EspnxIndex(tmp_path, "mine", build_options={"memory": "2GiB"}) as index:
+        assert index(QUERIES[0]) == [[]]
+        index.update_documents(IDS[:30], DOCUMENTS[:30])
+        assert {hit["id"] for hit in index(QUERIES[0], k=40)[0]} == set(IDS[:30])
+        after = index.index.store.manifest
+        for name in ("encoder", "compact", "cls_weight", "directories"):
+            assert after[name] == before[name]
+        assert after["records"]["format"] == "residual2"
+        assert [after["first_stage"][name] for name in ("code", "vector")] == ["flat", "muvera"]
+
+
+@pytest.mark.parametrize(
+    "subset", [{"d1", "d3"}, np.array(["d1", "d3"]), iter(["d1", "d3"]), ("d1", "d3"), [{"d1", "d3"}] * 3, [np.array(["d1", "d3"])] * 3]
+)
+def test_kinds_of_subsets(index, subset):
+    for results, query in zip(index(QUERIES, k=10, subset=subset), QUERIES, strict=True):
+        check(results, query, ["d1", "d3"])
+
+
+@pytest.mark.parametrize("subset", [[["d1"], None, ["d2"]], [["d1"], "d2", ["d3"]], "d1", 5, [None], [1.5], [["d1"], [None], []]], ids=repr)
+def test_what_cannot_be_a_subset(index, subset):
+    with pytest.raises(InvalidInputError, match="subset"):
+        index(QUERIES, subset=subset)
+
+
+def test_subsets_of_numbers(tmp_path):
+    with EspnxIndex(tmp_path, "ints", build_options={"format": "fp32"}) as index:
+        index.add_documents(torch.arange(8), DOCUMENTS[:8])
+        for subset in ([np.int64(0), np.int64(5)], np.array([0, 5]), torch.tensor([0, 5]), np.array([[0, 5]])):
+            assert {hit["id"] for hit in index(QUERIES[0], subset=subset)[0]} == {0, 5}
+        assert {hit["id"] for hit in index.rerank([np.array([1, 2])], QUERIES[0])[0]} == {1, 2}
+        index.remove_documents(np.int64(3)).remove_documents(np.array([4, 99]))
+        assert {hit["id"] for hit in index(QUERIES[0])[0]} == {0, 1, 2, 5, 6, 7}
+        with pytest.raises(InvalidInputError, match="id"):
+            index.remove_documents([1.0])
 
 
 def test_documents_that_failed_can_be_corrected(tmp_path):

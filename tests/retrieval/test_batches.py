@@ -62,6 +62,19 @@ def test_waves_bound_the_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         assert index.search(queries(30), rerank=0, k=1)[0].queries_together > 3
 
 
+def test_waves_count_compact_records_and_candidates(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(folder / "s", corpus(400, tokens=(20, 40)), compact="bit1")
+    with espnx.open(folder / "s") as index:
+        assert index.store.compact is not None
+        compact_bytes = 200 * index.store.compact.size_bytes // 400
+        monkeypatch.setattr(search, "_WAVE_BYTES", 3 * compact_bytes)
+        assert {result.queries_together for result in index.search(queries(60), k=1, candidates=200, cascade=1)} <= {1, 2}
+        for options in ({}, {"exclude": ["doc-1"]}):
+            monkeypatch.setattr(search, "_WAVE_BYTES", 5 * 12 * (200 + 4))
+            results = index.search(queries(60), k=1, candidates=200, rerank=0, nprobe=EVERYTHING, **options)
+            assert {result.queries_together for result in results} == {5}
+
+
 def test_ten_thousand_queries(store: Path) -> None:
     base = queries(50)
     with espnx.open(store) as index:

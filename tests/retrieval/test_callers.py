@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import espnx
 from espnx import errors
+from espnx.retrieval.turns import Turns
 from tests.retrieval.common import build, corpus, queries
 
 OPTIONS = [
@@ -63,6 +66,62 @@ def test_a_reader_keeps_its_version_through_add_delete_and_compact(folder: Path)
     with espnx.open(folder / "s") as index:
         assert index.store.count == 210
         assert {hit.id for hit in index.search(query, k=300, candidates=300, nprobe=100).hits} == {d.id for d in documents[50:]}
+
+
+def test_closed_while_others_search(store: Path) -> None:
+    """Searches under way end as they would have; those that wait for their turn, and later ones, say that the index is closed."""
+    query = queries(1)[0]
+    with espnx.open(store) as plain:
+        wanted = plain.search(query, k=20, exclude=["doc-1"]).hits
+    for _ in range(5):
+        index = espnx.open(store)
+        index._turns = Turns(2)
+        found: list[object] = []
+        started = threading.Barrier(7)
+
+        def search(index: espnx.Index = index, found: list[object] = found, started: threading.Barrier = started) -> None:
+            started.wait()
+            try:
+                while True:
+                    found.append(index.search(query, k=20, exclude=["doc-1"]).hits)
+            except BaseException as error:
+                found.append(type(error))
+
+        threads = [threading.Thread(target=search) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        started.wait()
+        closers = [threading.Thread(target=index.close) for _ in range(2)]
+        for thread in closers:
+            thread.start()
+        for thread in (*threads, *closers):
+            thread.join()
+        ends = [result for result in found if isinstance(result, type)]
+        assert ends == [errors.EngineClosedError] * 6
+        assert all(result == wanted for result in found if not isinstance(result, type))
+
+
+def test_close_waits_for_a_search(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = espnx.open(store)
+    inside, go_on, order = threading.Event(), threading.Event(), []
+    whole = index.store.texts.get
+
+    def get(numbers: Sequence[int]) -> Any:
+        inside.set()
+        go_on.wait()
+        return whole(numbers)
+
+    monkeypatch.setattr(index.store.texts, "get", get)
+    searching = threading.Thread(target=lambda: order.append(len(index.search(queries(1)[0], k=3).hits)))
+    searching.start()
+    inside.wait()
+    closing = threading.Thread(target=lambda: (index.close(), order.append("closed")))
+    closing.start()
+    closing.join(0.05)
+    go_on.set()
+    searching.join()
+    closing.join()
+    assert order == [3, "closed"]
 
 
 def test_closed_means_closed(store: Path) -> None:

@@ -114,7 +114,7 @@ def test_resident_rows_are_the_tier_s(tiers: tuple[Path, str]) -> None:
 
 
 def test_without_a_compact_tier(store: Path) -> None:
-    with espnx.open(store, compact="ram") as index, pytest.raises(errors.InvalidInputError, match="compact"):
+    with espnx.open(store) as index, pytest.raises(errors.InvalidInputError, match="cascade; got a store without a compact tier"):
         index.search(queries(1)[0], cascade=5)
 
 

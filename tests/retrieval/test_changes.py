@@ -480,7 +480,7 @@ def test_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         return result
 
     assert run("add", path, "--corpus", lines, "--encoder", "toy")["report"]["documents"] == 5
-    assert "5 documents added, version 2" in capsys.readouterr().out
+    assert "5 documents added, generation 2" in capsys.readouterr().out
     assert run("delete", path, "d1", "--ids", more)["deleted"] == 3
     assert "3 documents deleted" in capsys.readouterr().out
     report = run("compact", path)["report"]

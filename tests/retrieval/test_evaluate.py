@@ -12,6 +12,7 @@ from espnx import errors
 from espnx.retrieval.evaluate import evaluate, read_qrels
 from tests.retrieval.common import queries
 
+OTHER_KIND = r"no query is judged; got query ids such as 1 \(int\); expected query ids such as '1' \(str\)"
 QRELS = {"q1": {"a": 1, "b": 2, "c": 0}, "q2": {"d": 1}, "judged, nothing relevant": {"a": 0}}
 
 
@@ -25,7 +26,7 @@ def test_hand_computed() -> None:
 
 def test_perfect_and_missing() -> None:
     assert evaluate({"q1": ["b", "a"], "q2": ["d"]}, QRELS) == {"nDCG@10": 1.0, "MRR@10": 1.0, "recall@100": 1.0}
-    assert evaluate({}, QRELS) == {"nDCG@10": 0.0, "MRR@10": 0.0, "recall@100": 0.0}
+    assert evaluate({"q1": []}, QRELS) == {"nDCG@10": 0.0, "MRR@10": 0.0, "recall@100": 0.0}
     assert evaluate({"q2": ["d"]}, QRELS, ["mrr@10"]) == {"mrr@10": 0.5}
 
 
@@ -39,6 +40,13 @@ def test_depth_counts_only_so_far() -> None:
         ({}, {}, ["MRR@10"], "no query with a relevant document"),
         ({}, {"q": {"a": 0}}, ["MRR@10"], "no query with a relevant document"),
         ({"q": ["a", "a"]}, {"q": {"a": 1}}, ["MRR@10"], "a document twice"),
+        ({}, {"q": {"a": 1}}, ["MRR@10"], "no query is judged; got no query ids"),
+        (
+            {1: ["a"]},
+            {"1": {"a": 1}},
+            ["MRR@10"],
+            OTHER_KIND,
+        ),
         ({}, {"q": {"a": 1}}, ["MAP"], "nDCG@k, MRR@k or recall@k"),
         ({}, {"q": {"a": 1}}, ["MRR@0"], "nDCG@k, MRR@k or recall@k"),
     ],
@@ -58,6 +66,55 @@ def test_qrels_files(tmp_path: Path) -> None:
         read_qrels(str(wrong))
     with pytest.raises(errors.InvalidInputError, match="cannot read"):
         read_qrels(str(tmp_path / "absent"))
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        ("1\t5\t1\n", {"1": {"5": 1}}),
+        ("\ufeff1\t5\t1\n", {"1": {"5": 1}}),
+        ("\ufeffquery-id\tcorpus-id\tscore\na b\tc d\t-1\n", {"a b": {"c d": -1}}),
+        ("a b\t0\tc d\t2\r\n", {"a b": {"c d": 2}}),
+        ("1 5 1\n1 5 1\n \n", {"1": {"5": 1}}),
+    ],
+)
+def test_lines_of_qrels(tmp_path: Path, content: str, wanted: dict) -> None:
+    (tmp_path / "qrels").write_text(content, newline="")
+    assert read_qrels(str(tmp_path / "qrels")) == wanted
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("1\t5\t1.0\n", "line 1 .*whole number"),
+        ("1 5 1\n1 5 2\n", "line 2 .*got 2 for query '1', document '5'; expected 1"),
+        ("1 5 1\nq d relevance\n", "line 2"),
+        ("a b\t1\n", "line 1"),
+        ("\t5\t1\n", "line 1"),
+    ],
+)
+def test_lines_that_are_no_judgements(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "qrels").write_text(content)
+    with pytest.raises(errors.InvalidInputError, match=said):
+        read_qrels(str(tmp_path / "qrels"))
+
+
+def test_judgements_of_another_corpus(store: Path) -> None:
+    query = queries(1)[0]
+    with espnx.open(store) as index:
+        for qrels, said in (
+            ({"1": {"doc-1": 1}}, OTHER_KIND),
+            (
+                {1: {5: 1, 7: 0}},
+                r"no judged document is in the store; got .* [57] \(int\); expected .* 'doc-\d+' \(str\)",
+            ),
+            ({1: {None: 1}}, "qrels"),
+        ):
+            with pytest.raises(errors.InvalidInputError, match=said):
+                index.evaluate({1: query}, qrels)  # type: ignore[dict-item]
+        with pytest.raises(errors.InvalidInputError, match="evaluate: k; got 5"):
+            index.evaluate({1: query}, {1: {"doc-1": 1}}, k=5)
+        assert index.evaluate({1: query, 2: query}, {1: {"doc-1": 1, 5: 1}}, ["recall@1000"])["recall@1000"] == 0.5
 
 
 def test_of_an_index(store: Path) -> None:

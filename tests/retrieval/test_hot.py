@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,22 @@ def test_enough_memory_means_no_reads(store: Path) -> None:
         assert first.requests > 0
         assert second.requests > 0
         assert (third.requests, third.bytes_moved, third.hot, third.hits) == (0, 0, 100, first.hits)
-        assert index.resident_bytes["hot"] >= 16 << 20
+        records = int(index.store.schema.sizes(index.store.n_tokens).sum())
+        assert index.resident_bytes["hot"] == records + 9 * 300, "no more than all records need"
+
+
+def test_more_memory_than_there_is(store: Path) -> None:
+    with espnx.open(store, hot="900TiB") as index:
+        assert index.resident_bytes["hot"] < 1 << 20
+
+
+def test_memory_that_cannot_be_had(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr("espnx.retrieval.hot.torch.empty", fail)
+    with pytest.raises(errors.InvalidInputError, match="hot"):
+        espnx.open(store, hot="1KiB")
 
 
 def test_no_budget_takes_no_memory(store: Path) -> None:
@@ -46,7 +62,7 @@ def test_threads_on_a_ring_that_comes_round_all_the_time(store: Path) -> None:
                 assert [result.hits for result in pool.map(lambda query: index.search(query, k=60, candidates=80), wanted)] == alone
 
 
-@pytest.mark.parametrize("hot", [-1, "many"])
-def test_budget_must_be_a_size(store: Path, hot: int | str) -> None:
+@pytest.mark.parametrize("hot", [-1, "many", None, 1.5, True])
+def test_budget_must_be_a_size(store: Path, hot: Any) -> None:
     with pytest.raises(errors.InvalidInputError):
         espnx.open(store, hot=hot)

@@ -43,6 +43,12 @@ def query(cls: Any = None, tokens: Any = None) -> espnx.Encoded:
         ([5], "a query; got int"),
         (b"text", "a query; got int"),
         ([query(), torch.ones(D_CLS)], "a query; got Tensor"),
+        (None, "a query; got NoneType"),
+        (5, "a query; got int"),
+        (espnx.Encoded(None, torch.ones(2, DIM)), "query vectors"),  # type: ignore[arg-type]
+        (espnx.Encoded(torch.ones(D_CLS), [[1.0], [1.0, 2.0]]), "query vectors"),  # type: ignore[arg-type]
+        (query(tokens=torch.full((2, DIM), 3e38)), "score"),
+        (query(cls=torch.full((D_CLS,), 3e38)), "score"),
     ],
 )
 def test_queries_that_do_not_fit(index: Index, bad: Any, said: str) -> None:
@@ -56,7 +62,8 @@ def test_queries_that_do_not_fit(index: Index, bad: Any, said: str) -> None:
     [
         {"k": 0}, {"k": -1}, {"candidates": 0}, {"candidates": -5}, {"rerank": -1}, {"nprobe": 0}, {"nprobe": -1}, {"nprobe": "all"},
         {"nprobe": 1.5}, {"prefetch_step": -0.1}, {"prefetch_step": 1.1}, {"prefetch_step": float("nan")},
-        {"cls_weight": float("nan")}, {"cls_weight": float("inf")},
+        {"cls_weight": float("nan")}, {"cls_weight": float("inf")}, {"cls_weight": "1"}, {"cls_weight": 1e300}, {"cls_weight": True},
+        {"deadline_s": "1"}, {"deadline_s": None}, {"deadline_s": 0}, {"deadline_s": float("inf")},
     ],
 )  # fmt: skip
 def test_search_options_out_of_range(index: Index, options: dict[str, Any]) -> None:
@@ -65,6 +72,35 @@ def test_search_options_out_of_range(index: Index, options: dict[str, Any]) -> N
     name, value = next(iter(options.items()))
     assert name in str(caught.value)
     assert str(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"threads": "2"}, {"threads": 0}, {"threads": 1.5}, {"threads": 10**6}, {"threads": True}, {"device": None}, {"device": 1.5},
+        {"cost": 3}, {"compact": "disk"}, {"first_stage": None},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_what_an_index_is_not_opened_with(store: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(errors.InvalidInputError, match=next(iter(options))):
+        espnx.open(store, **options)
+
+
+def test_a_compact_tier_in_memory_that_is_not_there(store: Path) -> None:
+    with pytest.raises(errors.InvalidInputError, match=r"compact='ram'; got a store without a compact tier.*bit1"):
+        espnx.open(store, compact="ram")
+
+
+def test_a_weight_for_cls_vectors_that_are_not_there(folder: Path) -> None:
+    """It would weigh the pooled vectors of the first stage in a cascade, and nothing elsewhere."""
+    build(folder / "s", corpus(30, d_cls=0), dims=(0, DIM), compact="bit1")
+    wanted = espnx.Encoded(torch.empty(0), torch.ones(2, DIM))
+    with espnx.open(folder / "s") as index:
+        for options in ({}, {"cascade": 5}):
+            with pytest.raises(errors.InvalidInputError, match="cls_weight; got 2"):
+                index.search(wanted, cls_weight=2.0, **options)
+            assert index.search(wanted, cls_weight=0.0, **options).hits == index.search(wanted, **options).hits
 
 
 def test_an_index_that_is_closed(store: Path) -> None:
@@ -86,6 +122,17 @@ def test_an_index_that_is_closed(store: Path) -> None:
         ({"first_stage": "pq8"}, "at least 256 documents; got 50"),
         ({"nlist": 0}, "nlist"),
         ({"nlist": -3}, "nlist"),
+        ({"nlist": "4"}, "nlist"),
+        ({"nlist": True}, "nlist"),
+        ({"centroids": 1.5}, "centroids"),
+        ({"first_stage": None}, "first-stage code"),
+        ({"memory": None}, "memory"),
+        ({"memory": 1.5}, "memory"),
+        ({"cls_weight": "x"}, "cls_weight"),
+        ({"cls_weight": 1e300}, "cls_weight"),
+        ({"directories": 5}, "directories"),
+        ({"directories": [""]}, "directories"),
+        ({"directories": [3]}, "directories"),
         ({"pca": 0}, "got 0"),
         ({"pca": 12}, "multiple of 8"),
         ({"pca": 16}, "at most 8"),
@@ -116,6 +163,25 @@ def test_documents_that_do_not_fit(folder: Path, part: str, value: float) -> Non
     getattr(documents[30].vectors, part).view(-1)[3] = value
     with pytest.raises(errors.InvalidInputError, match="'doc-30'"):
         build(folder / "s", documents)
+
+
+@pytest.mark.parametrize(
+    ("documents", "said"),
+    [
+        (None, "documents; got NoneType"),
+        (5, "documents; got int"),
+        ([espnx.Document(1, "", (torch.ones(D_CLS), torch.ones(2, DIM)))], "vectors of document 1; got tuple"),  # type: ignore[arg-type]
+        ([espnx.Document(1, "", espnx.Encoded(torch.ones(D_CLS), None))], "vectors of document 1; got NoneType"),  # type: ignore[arg-type]
+        ([espnx.Document(1, "", espnx.Encoded(None, torch.ones(2, DIM)))], "vectors of document 1; got NoneType"),  # type: ignore[arg-type]
+        ([espnx.Document(1, "", espnx.Encoded(torch.ones(D_CLS), torch.tensor(1.0)))], "vectors of document 1"),
+    ],
+)
+def test_what_is_no_document(folder: Path, documents: Any, said: str) -> None:
+    with pytest.raises(errors.InvalidInputError, match=said):
+        build(folder / "s", documents)
+    build(folder / "t", corpus(5))
+    with pytest.raises(errors.InvalidInputError, match=said):
+        espnx.add(folder / "t", documents)
 
 
 class Scripted:

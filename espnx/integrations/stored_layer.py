@@ -1,0 +1,96 @@
+"""A layer of a `KVCache`: takes K and V where transformers hands them over, and answers when attention asks."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from .. import errors
+from ..kv.cache import Step
+from ..kv.xrows import Projection
+from .hf_attention import awaited
+from .projections import projection_of
+
+if TYPE_CHECKING:
+    from .transformers import KVCache
+
+#: What K and V are made of, and how.
+Input = tuple[torch.Tensor | None, Projection | None]
+
+
+class StoredLayer(CacheLayerMixin):
+    """A full-attention layer whose rows lie on SSD."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, cache: KVCache, number: int):
+        super().__init__()
+        self._cache, self.number = weakref.ref(cache), number
+        self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.inputs: tuple[torch.nn.Module, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None] | None = None
+
+    @property
+    def cache(self) -> KVCache:
+        cache = self._cache()
+        if cache is None:
+            raise errors.EngineClosedError("the cache of this layer is gone")
+        return cache
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.pending is not None:
+            raise errors.InvalidInputError(
+                "K and V went into the cache, but attention did not ask for them", fix="call espnx.enable(model) before generate"
+            )
+        self.cache.begun()
+        tagged = key_states.view_as(key_states)
+        tagged._espnx = self
+        self.pending, awaited.layer = (key_states, value_states), self
+        return tagged, value_states
+
+    def attend(self, query: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
+        """Attention of the new tokens over everything: [sequences, heads, n, dv]."""
+        if self.pending is None:
+            raise errors.InvalidInputError("attention asked twice for one layer's rows")
+        (k, v), cache = self.pending, self.cache
+        self.pending = awaited.layer = None
+        positions = cache.store.length(self.number) + k.shape[2]
+        try:
+            visibility = cache.visibility(mask, k.shape[0], positions)
+            step = Step(query, k, v, scale, visibility, *cache.confirmed(lambda: self._input(cache, k), k, v))
+            return cache.store.attend(self.number, step)
+        except BaseException as error:
+            cache.undo()
+            if cache.tokens is not None:
+                error.sequences = cache.tokens  # type: ignore[attr-defined]
+            raise
+
+    def _input(self, cache: KVCache, k: torch.Tensor) -> Input:
+        """What K and V were made of, and how, where X rows are kept."""
+        if not cache.store.x_rows or self.inputs is None:
+            return None, None
+        module, x, rotary = self.inputs
+        if rotary is not None:
+            if any(each.device != x.device for each in cache.rotations.tensors().values()):  # of a kept cache
+                cache.rotations.restore({name: each.to(x.device) for name, each in cache.rotations.tensors().items()})
+            cache.rotations.extend(*rotary, past=cache.store.length(self.number))
+        return x, projection_of(module, k.shape[1], None if rotary is None else cache.rotations)
+
+    def get_seq_length(self) -> int:
+        # What all layers hold: a pass that an error of the model ended has left more in some of them, which the next one takes away.
+        return min(self.cache.lengths)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
