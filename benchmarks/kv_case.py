@@ -8,7 +8,7 @@ from .kv_table import VIEWS, table
 from .registry import Case, Say
 from .result import Row
 
-SHOWS = ("decode", "spill", "context", "batch", "attend", "x", "rss")
+SHOWS = ("decode", "spill", "context", "batch", "attend", "x", "x-sweep", "rss")
 BASELINES = ("host", "dynamic", "static", "memmap", "flexgen-disk", "fio")
 
 DESCRIPTION = """A model with random weights decodes; each system runs in a process of its own and all take turns, in shuffled order. Nobody
@@ -22,6 +22,7 @@ over ours (above 1: ours is faster). A turn begins with nothing read ahead.
   espnx bench kv --path /mnt/nvme --show spill --model opt-125m                  spill intervals: requests, bytes, time
   espnx bench kv --show attend                                                   attention from memory, GB/s of one thread
   espnx bench kv --show x --model opt-1.3b                                       X rows absorbed, and K and V recomputed from them
+  espnx bench kv --path /mnt/nvme --show x-sweep --model opt-1.3b --throttle 800MB/s   X rows of none to all, and the scheduler's choice
   espnx bench kv --path /mnt/nvme --show rss                                     peak memory of decoding and of prefill in chunks
 
 host: our reads, attention in the framework. dynamic, static: transformers' caches in memory. memmap: a file for each layer, gathered in

@@ -27,6 +27,7 @@ def measure_shows(options: Options, say: Say) -> list[Row]:
         "batch": show_batch,
         "attend": show_attend,
         "x": show_x,
+        "x-sweep": show_x_sweep,
         "rss": show_rss,
     }
     if set(options.shows) - {"attend", "x"}:
@@ -50,6 +51,12 @@ def show_context(options: Options, say: Say) -> list[Row]:
 def show_batch(options: Options, say: Say) -> list[Row]:
     """Batches that double, up to `--batch`."""
     return [row for batch in sweep(1, options.batch) for row in _point(options, "batch", batch, options.context, say)]
+
+
+def show_x_sweep(options: Options, say: Say) -> list[Row]:
+    """Every number of sequences that keep X, and what the scheduler takes."""
+    every = dataclasses.replace(options, x_rows=[*range(options.batch + 1), None])
+    return _point(every, "x-sweep", options.batch, options.context, say)
 
 
 def sweep(least: int, most: int) -> list[int]:

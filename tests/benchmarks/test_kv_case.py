@@ -103,7 +103,7 @@ def test_a_prediction_stands_beside_every_number_of_x_rows(tmp_path: Path, monke
     monkeypatch.setattr(schedule, "SMALL_BYTES", 0)
     monkeypatch.setattr(schedule, "measure", lambda *_: schedule.Costs(1e6, 1e9, 1e-9, 0.0))
     result = tmp_path / "r.json"
-    words = ["--pairs", "1", "--context", "100", "--batch", "2", "--x-rows", "0,1,auto", "--baseline", "host", "--json", str(result)]
+    words = ["--show", "x-sweep", "--pairs", "1", "--context", "100", "--batch", "2", "--baseline", "host", "--json", str(result)]
     assert bench(tmp_path, *words) == 0
     found = {row.system: row.metrics for row in rows_of(load(result))}
     # On so slow a disk X, half of the bytes, is kept of all sequences.
