@@ -94,7 +94,7 @@ def projection_of(module: torch.nn.Module, n_heads: int, rotations: Rotations | 
             k = norm(k)
         if rotations is not None and rotate is not None:
             cos, sin = rotations.at(sequence, first, k.shape[2])
-            k = rotate(k, k, cos, sin)[1]
+            k = rotate(k[:, :1], k, cos, sin)[1]  # of q, which nobody needs here, as little as may be
         return k
 
     needs_finish = norm is not None or rotations is not None

@@ -18,12 +18,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ..device.interface import Queries, Tail, Use
-from ..device.layout import RowLayout
+from ..device.layout import RowLayout, format_of
 from ..device.ssd import attend_rows
-from ..device.store import RowStore
+from ..device.store import UNIT_BYTES, RowStore
+from .xrows import Projection, Recomputer
 
 _PROBE_BYTES = 96 << 20
 _PROBE_S, _UNSTEADY = 0.5, 0.4  # and the part of it that does not count
@@ -123,10 +123,7 @@ def measure(shape: Shape, devices: list[RowStore], dense_s: Callable[[], float],
     """Rates of these devices and cores for such rows: about a second."""
     attend_s = _attend_seconds(shape, shape.n_kv, shape.d, shape.heads // shape.n_kv, threads, is_shared=False)
     if shape.is_rotary:
-        rows = 256
-        x = torch.randn(rows, shape.hidden).to(shape.dtype)
-        weight = torch.randn(shape.n_kv * shape.d, shape.hidden).to(shape.dtype)
-        x_s = 2 * _best(lambda: F.linear(x, weight)) / rows + attend_s
+        x_s = _recompute_seconds(shape, threads)
     else:
         x_s = _attend_seconds(shape, 1, shape.hidden, shape.heads, threads, is_shared=True)
     row_bytes = 2 * shape.n_kv * shape.d * shape.dtype.itemsize
@@ -154,6 +151,22 @@ def read_rate(device: RowStore) -> float:
     finally:
         device.forget()
         device.release(segment)
+
+
+def _recompute_seconds(shape: Shape, threads: int) -> float:
+    """Of one token's X row: both projections, a rotation, attention, as rows of one read are treated."""
+    layout = RowLayout(format_of(shape.dtype), shape.hidden, shape.hidden, is_shared=True)
+    n = max(16, UNIT_BYTES // layout.row_bytes)
+    x, turn = torch.zeros(n, shape.hidden, dtype=shape.dtype), torch.ones(1, 1, n, shape.d, dtype=shape.dtype)
+    weight = torch.zeros(shape.n_kv * shape.d, shape.hidden, dtype=shape.dtype)
+
+    def rotate(k: torch.Tensor, _sequence: int, _first: int) -> torch.Tensor:
+        a, b = k.chunk(2, dim=-1)
+        return k * turn + torch.cat([-b, a], dim=-1) * turn
+
+    look = Queries(torch.zeros(1, shape.n_kv, shape.heads // shape.n_kv, shape.d), shape.d)
+    made = Recomputer(look, Projection(weight, weight, None, None, shape.n_kv, rotate), layout, threads)
+    return _best(lambda: made.add(0, x, 0)) / n
 
 
 def _attend_seconds(shape: Shape, heads: int, d: int, queries: int, threads: int, *, is_shared: bool) -> float:
