@@ -21,11 +21,11 @@ def _metric(name: str, unit: float = 1, digits: int = 2) -> Callable[[Row], str]
 
 
 def what(row: Row) -> str:
-    """``opt-1.3b, 4 x 3840``."""
+    """``opt-1.3b fp16, 4 x 3840``."""
     params = row.params
     if params.get("show") in ("attend", "x"):
         return str(params["shape"])
-    text = f"{params['model']}, {params['batch']} x {params['context']}"
+    text = f"{' '.join(str(params[name]) for name in ('model', 'dtype') if name in params)}, {params['batch']} x {params['context']}"
     if params.get("throttle_bytes_per_s"):
         text += f", {params['throttle_bytes_per_s'] / 1e6:g} MB/s"
     return text
