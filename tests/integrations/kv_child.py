@@ -6,6 +6,7 @@ Prints `stalled` when a read hangs. On Ctrl-C it goes on with the same cache and
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ LENGTHS = [21, 20]
 
 
 def main(directories: list[str]) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts its children in the background has it ignored
     wanted = expected("llama", LENGTHS)
     made: list[FaultyEngine] = []
 
