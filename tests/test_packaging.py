@@ -105,6 +105,6 @@ def test_every_direct_dependency_is_pinned() -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *(item for extra in project["optional-dependencies"].values() for item in extra)]
-    names = {requirement.split(";")[0].split(">")[0].split("[")[0].strip() for requirement in wanted} - {"espnx"}
+    names = {requirement.split(";")[0].split(">")[0].split("=")[0].split("[")[0].strip() for requirement in wanted} - {"espnx"}
     pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line and line[0] != "#"}
     assert names <= pinned, names - pinned

@@ -24,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--first-stage", default="sq8", metavar="CODE", help="flat, sq8 or pqM: code of the lists (default: %(default)s)")
     parser.add_argument("--nlist", type=int, help="number of inverted lists (default: 4 sqrt(documents))")
-    parser.add_argument("--memory", default="1GiB", metavar="SIZE", help="what the process may use (default: %(default)s)")
+    parser.add_argument("--memory", metavar="SIZE", help="what the process may use (default: 1GiB)")
     parser.add_argument(
         "--directory", action="append", default=[], metavar="DIR", help="put data files there, one per SSD; may be repeated"
     )

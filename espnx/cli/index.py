@@ -29,7 +29,7 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--nlist", type=int, help="number of inverted lists (default: 4 sqrt(documents))")
     parser.add_argument("--cls-weight", type=float, default=1.0, help="weight of the CLS similarity beside MaxSim (default: %(default)s)")
-    parser.add_argument("--memory", default="1GiB", metavar="SIZE", help="what the process may use (default: %(default)s)")
+    parser.add_argument("--memory", metavar="SIZE", help="what the process may use (default: 1GiB)")
     parser.add_argument(
         "--directory", action="append", default=[], metavar="DIR", help="put data files there, one per SSD; may be repeated"
     )
@@ -109,7 +109,7 @@ def configure_add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--corpus", required=True, metavar="FILE", help="JSON lines with id (or _id), text and optionally title")
     parser.add_argument("--encoder", default="minilm", help="the one the store was built with (default: %(default)s)")
     parser.add_argument("--replace", action="store_true", help="documents whose ids are in the store take the others' places")
-    parser.add_argument("--memory", default="1GiB", metavar="SIZE", help="what the process may use (default: %(default)s)")
+    parser.add_argument("--memory", metavar="SIZE", help="what the process may use (default: 1GiB)")
     add_json_option(parser)
 
 
@@ -162,7 +162,7 @@ def run_delete(args: argparse.Namespace) -> int:
 
 def configure_compact(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", help="directory of the store")
-    parser.add_argument("--memory", default="1GiB", metavar="SIZE", help="what the process may use (default: %(default)s)")
+    parser.add_argument("--memory", metavar="SIZE", help="what the process may use (default: 1GiB)")
     add_json_option(parser)
 
 

@@ -11,6 +11,7 @@ from .request import check_whole
 
 _MARGIN_BYTES = 56 << 20  # SQLite, Python objects, what the allocator keeps between two trims
 _LEAST_BYTES = 32 << 20
+_DEFAULT_BYTES = 1 << 30
 
 
 def resident_bytes() -> int:
@@ -23,10 +24,14 @@ class MemoryBudget:
     """What a build may still take.
 
     Args:
-        total: bytes, or a size such as ``1GiB``.
+        total: bytes, or a size such as ``1GiB``; None: 1 GiB, or what the process holds now and half a GiB where that is more.
     """
 
-    def __init__(self, total: int | str):
+    def __init__(self, total: int | str | None):
+        if total is None:
+            self.trim()
+            self.total_bytes = max(_DEFAULT_BYTES, resident_bytes() + _DEFAULT_BYTES // 2)
+            return
         if not isinstance(total, str):
             check_whole("memory", total, 0)
         self.total_bytes = parse_size(total)

@@ -30,7 +30,7 @@ from .tier import Tier
 
 
 def write_compacted(
-    engine: NativeEngine, store: EmbeddingStore, generation: int, directories: list[str], memory: int | str, progress: Progress
+    engine: NativeEngine, store: EmbeddingStore, generation: int, directories: list[str], memory: int | str | None, progress: Progress
 ) -> tuple[Written, dict[str, Any]]:
     """Everything of the new part but its metadata, and what the manifest is to say of its lists. Holds the lists and 16 bytes a document,
     and a few MB of records at a time."""

@@ -90,7 +90,7 @@ def add(
     encoder: Encoder | None = None,
     *,
     replace: bool = False,
-    memory: int | str = "1GiB",
+    memory: int | str | None = None,
     engine: NativeEngine | None = None,
     progress: Progress = _ignore,
 ) -> BuildReport:
@@ -101,7 +101,7 @@ def add(
             document may be used again.
         encoder: the one the store was built with; needed unless every document brings its vectors.
         replace: a document whose id the store holds takes the other's place, in one step: no version has both, or neither.
-        memory: what the process may use.
+        memory: what the process may use, as in `build`.
 
     Raises:
         InvalidInputError: an id that comes twice, or that the store holds (without `replace`), vectors that do not fit, another encoder.
@@ -200,7 +200,7 @@ def delete(path: str | os.PathLike[str], ids: Iterable[DocumentId], *, engine: N
 
 
 def compact(
-    path: str | os.PathLike[str], *, memory: int | str = "1GiB", engine: NativeEngine | None = None, progress: Progress = _ignore
+    path: str | os.PathLike[str], *, memory: int | str | None = None, engine: NativeEngine | None = None, progress: Progress = _ignore
 ) -> CompactReport:
     """Writes a store anew: without what was deleted, as one part, records in list order. Vectors stay what they are, bit for bit, and so do
     lists, but for those that are empty; nothing is trained or encoded again. Needs the new store's size on disk beside the old one.

@@ -29,7 +29,7 @@ class BuildOptions:
         nlist: number of lists; None chooses from the number of documents.
         pca: dimensions to project token vectors to; None keeps them.
         cls_weight: weight of the CLS similarity in the score, beside MaxSim.
-        memory: what the process may use, as bytes or ``1GiB``.
+        memory: what the process may use, as bytes or ``1GiB``; None: that, or half a GiB beside what it holds already where that is more.
         directories: where data segments go, one per SSD; empty keeps them in the store's directory.
         compact: format of a second, small record of every document, for the cascade; None: there is none.
         pooling: where first-stage vectors come from: ``cls``, or tokens pooled by ``mean`` or ``muvera``; None: CLS if there is one, else
@@ -42,7 +42,7 @@ class BuildOptions:
     nlist: int | None = None
     pca: int | None = None
     cls_weight: float = 1.0
-    memory: int | str = "1GiB"
+    memory: int | str | None = None
     directories: Sequence[str] = ()
     compact: str | None = None
     pooling: str | None = None
