@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno as codes
 import os
 import re
 import time
@@ -18,7 +19,7 @@ from .kept import ROWS_NAME
 LOCK, USED = "LOCK", "LAST_USED"
 _PART = "PART"  # "1 of 3 <id>": which folder of one cache this is; the first of them has it before the others, and loses it last
 _NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_LOCK_ATTEMPTS, _LOCK_PAUSE_S = 10, 0.02  # whoever lists caches holds each lock for a moment
+_LOCK_ATTEMPTS, _LOCK_PAUSE_S = 50, 0.02  # whoever lists caches holds each lock for a moment
 
 Storage = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -39,7 +40,11 @@ def is_kept(directory: str) -> bool:
     """Is it the first folder of a kept cache? Folders of other stores have manifests, too."""
     if not _NAMES.fullmatch(os.path.basename(directory)) or not os.path.isdir(directory):
         return False
-    return _words(_part(directory))[0] == 1 and any(name == ROWS_NAME or name.startswith("state-") for name in os.listdir(directory))
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:  # somebody has removed it since
+        return False
+    return _words(_part(directory))[0] == 1 and any(name == ROWS_NAME or name.startswith("state-") for name in names)
 
 
 def folders_of(roots: Sequence[str], name: str) -> tuple[list[str], int]:
@@ -63,21 +68,35 @@ def _words(part: str) -> tuple[int, int, str]:
 
 
 def lock(directory: str, stack: contextlib.ExitStack) -> None:
-    """Locks a folder for as long as the stack is entered. Raises StoreBusyError."""
+    """Locks a folder for as long as the stack is entered. Raises StoreBusyError; StoreNotFoundError: somebody has removed it since."""
     for attempt in range(_LOCK_ATTEMPTS):
         try:
             stack.enter_context(DirectoryLock(directory))
-            break
+            return
+        except errors.WriteError as error:
+            if error.errno != codes.ENOENT:
+                raise
+            raise errors.StoreNotFoundError("the kept cache was just removed", path=directory, fix="try again") from error
         except errors.StoreBusyError as error:
             if attempt == _LOCK_ATTEMPTS - 1:
                 raise errors.StoreBusyError(
                     "the kept cache is open", path=directory, got=error.got, fix="close it there, or choose another name"
                 ) from error
             time.sleep(_LOCK_PAUSE_S)
-    with contextlib.suppress(OSError), open(os.path.join(directory, LOCK), encoding="utf-8", errors="replace") as file:
-        if file.read() == f"{os.getpid()}\n":
+
+
+def _make_and_lock(directory: str, stack: contextlib.ExitStack) -> None:
+    for attempt in range(_LOCK_ATTEMPTS):
+        try:
+            os.makedirs(directory, mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise write_error("cannot create the folder of a kept cache", directory, error) from error
+        try:
+            lock(directory, stack)
             return
-    raise errors.StoreBusyError("the kept cache was just removed", path=directory, fix="try again")  # and the lock with it
+        except errors.StoreNotFoundError:  # somebody removed the cache of that name meanwhile: this is a new one
+            if attempt == _LOCK_ATTEMPTS - 1:
+                raise
 
 
 def remove_files(folders: Sequence[str], *, marks: bool = True) -> None:
@@ -120,14 +139,9 @@ class KeptName:
         check_name(name)
         self.roots = roots_of(storage)
         self.directories = [os.path.join(root, name) for root in self.roots]
-        for directory in self.directories:
-            try:
-                os.makedirs(directory, mode=0o700, exist_ok=True)
-            except OSError as error:
-                raise write_error("cannot create the folder of a kept cache", directory, error) from error
         with contextlib.ExitStack() as stack:
             for directory in self.directories:
-                lock(directory, stack)
+                _make_and_lock(directory, stack)
             self._mark()
             if not self.exists:  # what a process left that was killed before it saved anything
                 remove_files(self.directories, marks=False)

@@ -92,7 +92,10 @@ def remove(storage: Storage, name: str) -> None:
             raise errors.InvalidInputError(f"directories of {name}", got=len(folders), expected=count, fix="name all of them")
         for folder in folders:
             lock(folder, stack)
+        is_gone = not is_kept(directory)  # somebody was faster, and only this lock file is left
         remove_files(folders)
+    if is_gone:
+        raise errors.StoreNotFoundError("the kept cache was just removed", path=directory)
 
 
 def evict(storage: Storage, limit_bytes: int) -> list[str]:
@@ -105,6 +108,8 @@ def evict(storage: Storage, limit_bytes: int) -> list[str]:
     for entry in every:
         if total <= limit_bytes:
             break
+        if entry.is_open:
+            continue
         try:
             remove(storage, entry.name)
         except (errors.StoreBusyError, errors.InvalidInputError):

@@ -23,6 +23,19 @@ class DirectoryLock:
         self._fd = -1
 
     def __enter__(self) -> DirectoryLock:
+        self._lock()
+        while not self._is_there():  # whoever removed the directory's content took the lock file with it, before our lock of it
+            os.close(self._fd)
+            self._lock()
+        try:
+            os.truncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            os.close(self._fd)
+            raise write_error("cannot write lock file", self._path, error) from error
+        return self
+
+    def _lock(self) -> None:
         try:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
@@ -38,13 +51,12 @@ class DirectoryLock:
                 got=f"a lock held by process {holder or 'unknown'}",
                 fix="wait until that process is done",
             ) from error
+
+    def _is_there(self) -> bool:
         try:
-            os.truncate(self._fd, 0)
-            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
-        except OSError as error:
-            os.close(self._fd)
-            raise write_error("cannot write lock file", self._path, error) from error
-        return self
+            return os.path.samestat(os.fstat(self._fd), os.stat(self._path))
+        except OSError:
+            return False
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         os.close(self._fd)

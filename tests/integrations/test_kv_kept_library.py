@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from espnx import errors
 from espnx.integrations.transformers import KVCache
+from espnx.kv.folders import KeptName
+from espnx.kv.kept import ROWS_NAME
 from espnx.kv.library import entries, evict, remove, verify
 from espnx.storage import NativeEngine
 from espnx.storage.lock import DirectoryLock
@@ -247,3 +250,46 @@ def test_threads_that_list_open_and_evict(folder: Path) -> None:
     lister.join()
     assert not failed
     assert names(folder) == ["a"]
+
+
+def test_owners_and_removers_of_one_name(folder: Path) -> None:
+    """Removal takes the lock file with it; whoever waited for that file's lock must not own the name beside its next maker."""
+    owners, failed = list[int](), list[BaseException]()
+
+    def watched(body: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                for _ in range(300):
+                    body()
+            except BaseException as error:
+                failed.append(error)
+
+        return run
+
+    def own() -> None:
+        try:
+            kept = KeptName(folder, "a")
+        except errors.StoreBusyError:
+            return
+        owners.append(1)
+        (folder / "a" / ROWS_NAME).touch()
+        if len(owners) != 1:
+            failed.append(AssertionError("two own one cache"))
+        owners.pop()
+        kept.unlock()
+
+    def drop() -> None:
+        with contextlib.suppress(errors.StoreBusyError, errors.StoreNotFoundError):
+            remove(folder, "a")
+
+    def look() -> None:
+        entries(folder)
+
+    threads = [threading.Thread(target=watched(body)) for body in (own, own, drop, drop, look)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    drop()
+    assert not list(folder.iterdir())
