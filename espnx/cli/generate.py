@@ -64,11 +64,12 @@ def run(args: argparse.Namespace) -> int:
             model, tokenizer, prompts, out, args.storage, batch_size=args.batch, settings=settings, cache_options=cache_options,
             generate_options=generate_options, progress=lambda done, total: progress.update("prompts", done, total),
         )  # fmt: skip
-    emit(args, _text(report, out), json_document("generate", out=out, prompts=report.prompts, skipped=report.skipped, batches=report.stats))
+    document = json_document("generate", out=out, prompts=report.prompts, skipped=report.skipped, batches=report.stats)
+    emit(args, _text(report, out, args.x_rows is not None), document)
     return 0
 
 
-def _text(report: Report, out: str) -> str:
+def _text(report: Report, out: str, is_asked: bool) -> str:
     rows: list[tuple[str, object]] = [("results", out), ("prompts", f"{report.prompts} now, {report.skipped} before")]
     if report.stats:
         last = report.stats[-1]
@@ -80,17 +81,17 @@ def _text(report: Report, out: str) -> str:
             ("bytes", f"{written:,.1f} MiB written, {read:,.1f} MiB asked, {moved:,.1f} MiB moved"),
             ("effective path", last["effective_path"]),
             ("waited for the disk", f"{report.total('waiting_s'):.1f} s"),
-            ("sequences kept as X", _decision(last)),
+            ("a decode step", "-" if last["step_s"] is None else f"{last['step_s']:.3f} s measured{_predicted(last)}"),
+            ("sequences kept as X", f"{last['x_rows']}, as asked" if is_asked else _decision(last)),
         ]
     return render_table(("", ""), rows)
 
 
+def _predicted(stats: dict[str, Any]) -> str:
+    decision = stats["decision"]
+    return f", {decision['predicted_s'][decision['x_rows']]:.3f} s predicted" if decision and decision["predicted_s"] else ""
+
+
 def _decision(stats: dict[str, Any]) -> str:
     decision = stats["decision"]
-    if decision is None:
-        return f"{stats['x_rows']}, as asked"
-    text = f"{decision['x_rows']} ({decision['why']})"
-    if decision["predicted_s"]:
-        measured = "-" if stats["step_s"] is None else f"{stats['step_s']:.3f} s"
-        text += f"; a step predicted {decision['predicted_s'][decision['x_rows']]:.3f} s, measured {measured}"
-    return text
+    return f"{stats['x_rows']} ({decision['why'] if decision else 'nothing to decide'})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import errno as codes
 import os
 
 from .. import errors
@@ -86,10 +87,11 @@ class Extents:
         try:
             if not self._engine.allocate(self._file, self.size_bytes + by_bytes) and by_bytes > free_bytes > 0:
                 raise errors.DiskFullError("no room for rows", needed_bytes=by_bytes, free_bytes=free_bytes, path=self._file.path)
-        except errors.DiskFullError as error:
-            raise errors.DiskFullError(
-                "no room for rows", needed_bytes=by_bytes, free_bytes=error.free_bytes, path=self._file.path
-            ) from error
+        except errors.WriteError as error:
+            if error.errno not in (codes.ENOSPC, codes.EFBIG):  # EFBIG: more than any file of this file system may have
+                raise
+            free_bytes = getattr(error, "free_bytes", free_bytes)
+            raise errors.DiskFullError("no room for rows", needed_bytes=by_bytes, free_bytes=free_bytes, path=self._file.path) from error
         self._add(self.size_bytes, by_bytes)
         self.size_bytes += by_bytes
 

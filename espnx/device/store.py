@@ -112,7 +112,11 @@ class RowStore:
         try:
             os.makedirs(self.directory, exist_ok=True)
             # Rows can be turned back into the text they came from: nobody else may read them.
-            os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+            fd = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
+            try:
+                os.fchmod(fd, 0o600)  # it may have been there
+            finally:
+                os.close(fd)
         except OSError as error:
             raise errors.WriteError("cannot create the file for rows", path=path, errno=error.errno) from error
         try:
@@ -297,4 +301,5 @@ class RowStore:
         if self._owns_engine:
             self.engine.close()
         else:
-            self.engine.close_file(self._file)
+            with contextlib.suppress(errors.EngineClosedError):  # which closed its files
+                self.engine.close_file(self._file)

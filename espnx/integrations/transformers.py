@@ -21,6 +21,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, CacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface
 
 from .. import errors
+from ..device.layout import format_of
 from ..kv.cache import SsdCache
 from ..kv.folders import KeptName
 from ..kv.kept import ROWS_NAME, load, save
@@ -162,6 +163,7 @@ class KVCache(Cache):
             )
         try:
             found = load(self.store, kept.directories[0]) if kept.exists else None
+            self._check_format()
         except BaseException:
             self._abandon()
             raise
@@ -173,6 +175,16 @@ class KVCache(Cache):
             self._x_rows = self.store.x_rows
             for layer in self._stored:
                 layer.is_initialized = True
+
+    def _check_format(self) -> None:
+        """What was kept lossily is not continued by who did not ask for that, nor the other way round."""
+        asked = self.store.format
+        for rows in self.store.kv:
+            if rows is not None and rows.layout.format != (asked or format_of(rows.dtype)):
+                raise errors.InvalidInputError(
+                    "format of a kept cache", got=asked or "none: rows as they are", expected=repr(rows.layout.format),
+                    fix="open it as it was made, or choose another name",
+                )  # fmt: skip
 
     def _abandon(self) -> None:
         self.store.close()

@@ -84,6 +84,7 @@ class SsdCache:
         names: of the data files, to keep them; None: their space returns when the process ends.
 
     Attributes:
+        format: as given.
         x_rows: how many sequences keep X; set before the first tokens come.
         kv, x: `LayerRows` by layer, made when their first rows come.
     """
@@ -108,7 +109,7 @@ class SsdCache:
         directories = [storage] if isinstance(storage, (str, os.PathLike)) else list(storage)
         if not directories:
             raise errors.InvalidInputError("storage", got="no directory", expected="at least one")
-        self._format, self._spill_interval, self._threads = format, spill_interval, threads or 0
+        self.format, self._spill_interval, self._threads = format, spill_interval, threads or 0
         self.capacity_tokens = capacity_tokens
         self._is_kept = names is not None
         self._places = [(directory, names[i] if names else None) for i, directory in enumerate(directories)]
@@ -345,7 +346,7 @@ class SsdCache:
             device.extents.reserve(-(-total // len(self.spread.devices)))
 
     def _kv_layout(self, step: Step) -> RowLayout:
-        return RowLayout(self._format or format_of(step.k.dtype), step.k.shape[-1], step.v.shape[-1])
+        return RowLayout(self.format or format_of(step.k.dtype), step.k.shape[-1], step.v.shape[-1])
 
     def _new_rows(self, layout: RowLayout, like: torch.Tensor) -> LayerRows:
         return self.make_rows(layout, like.shape[1], like.dtype)

@@ -36,12 +36,13 @@ class LayerRows:
         spill_rows: so many tokens wait before they are written together.
 
     Attributes:
+        layout, n_heads, dtype: as given.
         count: tokens, in memory and on devices.
         stored: of them, from the first on, written in whole blocks.
     """
 
     def __init__(self, spread: Spread, layout: RowLayout, n_heads: int, dtype: torch.dtype, spill_rows: int):
-        self._spread, self.layout, self.n_heads, self._dtype = spread, layout, n_heads, dtype
+        self._spread, self.layout, self.n_heads, self.dtype = spread, layout, n_heads, dtype
         self._spill_rows = spill_rows
         self.runs: list[Run] = []
         self.count = self.stored = 0
@@ -56,8 +57,8 @@ class LayerRows:
         n, held = k.shape[2], self.count - self._first
         if not self._k.numel() or held + n > self._k.shape[2]:
             room = max(2 * self._spill_rows, held + n)
-            self._k = _grown(self._k, k, held, room + room // 2, self._dtype)
-            self._v = self._k if v is None else _grown(self._v, v, held, room + room // 2, self._dtype)
+            self._k = _grown(self._k, k, held, room + room // 2, self.dtype)
+            self._v = self._k if v is None else _grown(self._v, v, held, room + room // 2, self.dtype)
         self._k[:, :, held : held + n] = k
         if v is not None:
             self._v[:, :, held : held + n] = v
@@ -73,8 +74,8 @@ class LayerRows:
             taken = whole - rest
             rows_k, rows_v = k[:, :, :taken], None if v is None else v[:, :, :taken]
             if rest:  # what waited comes first
-                rows_k = torch.cat([self._k[:, :, :rest], rows_k.to(self._dtype)], dim=2)
-                rows_v = None if rows_v is None else torch.cat([self._v[:, :, :rest], rows_v.to(self._dtype)], dim=2)
+                rows_k = torch.cat([self._k[:, :, :rest], rows_k.to(self.dtype)], dim=2)
+                rows_v = None if rows_v is None else torch.cat([self._v[:, :, :rest], rows_v.to(self.dtype)], dim=2)
             self._put(rows_k, rows_v)
             self.count = self._first = self.stored
             k, v = k[:, :, taken:], None if v is None else v[:, :, taken:]
@@ -159,7 +160,7 @@ class LayerRows:
         """(k [sequences, heads, n, d], v, position of the first): copies of the rows in memory; v is k for X."""
         held = self.count - self._first
         if not self._k.numel():
-            empty = torch.empty(self.sequences, self.n_heads, 0, self.layout.d, dtype=self._dtype)
+            empty = torch.empty(self.sequences, self.n_heads, 0, self.layout.d, dtype=self.dtype)
             return empty, empty if self.layout.is_shared else empty.new_empty(*empty.shape[:3], self.layout.dv), self._first
         k = self._k[:, :, :held].clone()
         return k, k if self._v is self._k else self._v[:, :, :held].clone(), self._first

@@ -24,12 +24,14 @@ _LEAST, _PARTS = 16, 16
 @dataclass(frozen=True)
 class QueryVectors:
     """A query as the scorer needs it: float32, cls [1, d_cls], tokens [n, dim] (projected), the weight of CLS, and on the CPU the first
-    stage's vector [dim of the first stage]."""
+    stage's vector [dim of the first stage]. Compact records have no CLS vector: `similarity_weight` is what the first stage's similarity
+    counts beside their MaxSim (that of CLS; 0 where the first stage's vector is another)."""
 
     cls: torch.Tensor
     tokens: torch.Tensor
     cls_weight: float
     vector: np.ndarray
+    similarity_weight: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -270,7 +270,8 @@ class Index:
         vector = (cls if pooling is None else pooling.query(tokens)).cpu().numpy()
         if self.store.projection is not None:
             tokens = self.store.projection(tokens)
-        return QueryVectors(cls.reshape(1, -1).to(self.device), tokens.contiguous().to(self.device), cls_weight, vector)
+        similarity_weight = cls_weight if pooling is None else 0.0
+        return QueryVectors(cls.reshape(1, -1).to(self.device), tokens.contiguous().to(self.device), cls_weight, vector, similarity_weight)
 
     def _search(
         self, queries: list[QueryVectors], arguments: Arguments, allowed: Allowed | None, explain: bool, encode_s: float, is_alone: bool

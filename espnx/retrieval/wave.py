@@ -142,7 +142,7 @@ class Wave:
         begun = time.perf_counter()
         maxsim = score(resident, resident.memory, resident.position_bytes(numbers), numbers, query)
         self.timings.compact_s += time.perf_counter() - begun
-        return _ordered(numbers, maxsim + query.cls_weight * similarities)
+        return _ordered(numbers, maxsim + query.similarity_weight * similarities)
 
     def finish(self) -> list[Outcome]:
         """Waits for the records, and for those of the best few in a cascade. Raises what a read or a check raised."""
@@ -178,7 +178,7 @@ class Wave:
         for q, (known, scores) in enumerate(compact.finish()):
             numbers, similarities = self._final[q]
             maxsim = scores[np.searchsorted(known, numbers)] if len(numbers) else scores[:0]
-            ordered.append(_ordered(numbers, maxsim + self._queries[q].cls_weight * similarities))
+            ordered.append(_ordered(numbers, maxsim + self._queries[q].similarity_weight * similarities))
         self._final = ordered
         self.costs.add(compact.costs)
         self._full.ask([numbers[: self._request.depth] for numbers, _ in ordered], urgent=True)

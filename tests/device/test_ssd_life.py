@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 from pathlib import Path
@@ -328,5 +327,19 @@ def test_put_on_an_engine_that_was_closed(folder: Path) -> None:
     with pytest.raises(errors.EngineClosedError):
         put(device, LAYOUT, 1, HEADS, 5, rng(2))
     assert device.stats() == before
-    with contextlib.suppress(errors.EngineClosedError):
-        device.close()
+    device.close()
+
+
+def test_a_file_that_others_could_read(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "rows").touch(0o644)
+    (folder / "rows").chmod(0o644)
+    with opened(folder, name="rows"):
+        assert mode(folder / "rows") == 0o600
+
+
+def test_more_room_than_a_file_may_have(folder: Path) -> None:
+    with pytest.raises(errors.DiskFullError) as caught:
+        SsdDevice(folder, reserve_bytes=1 << 60)
+    assert caught.value.needed_bytes == 1 << 60
+    assert 0 < caught.value.free_bytes < 1 << 60

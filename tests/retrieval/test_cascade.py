@@ -67,6 +67,17 @@ def test_head_is_exact_and_tail_in_compact_order(
             assert min(expected[hit.id] for hit in head) >= max(expected[hit.id] for hit in tail) - 4e-2
 
 
+@pytest.mark.parametrize("where", ["ssd", "ram"])
+def test_a_first_stage_that_is_not_cls(tmp_path: Path, written: list[espnx.Document], where: str) -> None:
+    """The similarity of pooled tokens is no stand-in for that of CLS vectors."""
+    build(tmp_path / "s", written, dims=(16, 32), compact="int8", pooling="mean")
+    with espnx.open(tmp_path / "s", compact=where) as index:
+        for query in queries(2, dim=32):
+            found = index.search(query, k=COUNT, candidates=COUNT, cascade=40, nprobe=EVERYTHING).hits[40:]
+            expected = compact_scores(index, written, query, 0.0)
+            assert np.allclose([hit.score for hit in found], [expected[hit.id] for hit in found], atol=2e-2)
+
+
 def test_ssd_and_ram_rank_alike(tiers: tuple[Path, str]) -> None:
     wanted = queries(9, dim=32)
     with espnx.open(tiers[0]) as on_ssd, espnx.open(tiers[0], compact="ram") as in_ram:
