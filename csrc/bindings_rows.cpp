@@ -116,15 +116,7 @@ void attend_tail(const Tail& tail, const device::RowQueries& queries, int n_thre
   const int64_t work = groups * queries.n * tail.n_rows * (queries.d + queries.dv);
   const int threads = work < (1 << 20) ? 1 : n_threads;
   espnx::parallel_for(groups, 1, threads, [&](int, int64_t begin, int64_t end) {
-    std::vector<int64_t> first_visible(queries.first_visible != nullptr ? queries.n : 0);
     for (int64_t group = begin; group < end; ++group) {
-      const int64_t sequence = group / queries.n_heads;
-      if (queries.first_visible != nullptr) {
-        std::fill(first_visible.begin(), first_visible.end(), queries.first_visible[sequence]);
-      }
-      const auto* visible = queries.visible == nullptr
-                                ? nullptr
-                                : queries.visible + sequence * queries.visible_stride + tail.first_position;
       const espnx::AttentionRows rows{k + group * k_bytes,
                                       v + group * v_bytes,
                                       tail.n_rows,
@@ -134,16 +126,9 @@ void attend_tail(const Tail& tail, const device::RowQueries& queries, int n_thre
                                       0,
                                       0,
                                       tail.first_position,
-                                      visible};
-      const espnx::AttentionQueries looking{queries.q + group * queries.n * queries.d,
-                                            queries.n,
-                                            queries.d,
-                                            queries.dv,
-                                            queries.last_position,
-                                            queries.first_visible != nullptr ? first_visible.data() : nullptr};
-      espnx::attend(
-          looking, rows,
-          {queries.o + group * queries.n * queries.dv, queries.m + group * queries.n, queries.l + group * queries.n});
+                                      nullptr};
+      device::attend_group(queries, group / queries.n_heads, group % queries.n_heads, rows,
+                           {queries.o, queries.m, queries.l});
     }
   });
 }

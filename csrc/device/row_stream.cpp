@@ -240,13 +240,8 @@ void RowStream::attend(int64_t ticket, const RowQueries& queries, int n_threads,
     return {base, base + states * queries.dv, base + states * (queries.dv + 1)};
   };
   const Arrived fold = [&](const Reading&, const RowUnit& unit, const char* memory, int thread) {
-    const AttentionState state = state_of(thread);
-    std::vector<int64_t> first_visible(queries.first_visible != nullptr ? queries.n : 0);
+    const AttentionState states = state_of(thread);
     for (const RowPiece& piece : unit.pieces) {
-      const int64_t group = piece.sequence * queries.n_heads + piece.head;
-      if (queries.first_visible != nullptr) {
-        std::fill(first_visible.begin(), first_visible.end(), queries.first_visible[piece.sequence]);
-      }
       const auto* block = reinterpret_cast<const uint8_t*>(memory) + piece.offset_bytes;
       const uint8_t* k = block + geometry.k_offset_bytes;
       const AttentionRows rows{k,
@@ -258,18 +253,8 @@ void RowStream::attend(int64_t ticket, const RowQueries& queries, int n_threads,
                                geometry.k_scale_offset_bytes - geometry.k_offset_bytes,
                                geometry.v_scale_offset_bytes - geometry.k_offset_bytes,
                                piece.first_position,
-                               queries.visible == nullptr
-                                   ? nullptr
-                                   : queries.visible + piece.sequence * queries.visible_stride + piece.first_position};
-      const AttentionQueries looking{queries.q + group * queries.n * queries.d,
-                                     queries.n,
-                                     queries.d,
-                                     queries.dv,
-                                     queries.last_position,
-                                     queries.first_visible != nullptr ? first_visible.data() : nullptr};
-      espnx::attend(
-          looking, rows,
-          {state.o + group * queries.n * queries.dv, state.m + group * queries.n, state.l + group * queries.n});
+                               nullptr};
+      attend_group(queries, piece.sequence, piece.head, rows, states);
     }
   };
   consume(*reading, n_threads, fold, interrupted);
@@ -283,6 +268,23 @@ void RowStream::visit(int64_t ticket, const std::function<void(const RowUnit&, c
   const std::shared_ptr<Reading> reading = take_front(ticket);
   const Arrived show = [&](const Reading&, const RowUnit& unit, const char* memory, int) { see(unit, memory); };
   consume(*reading, 1, show, interrupted);
+}
+
+void attend_group(const RowQueries& queries, int64_t sequence, int64_t head, AttentionRows rows,
+                  AttentionState states) {
+  thread_local std::vector<int64_t> first_visible;
+  if (queries.first_visible != nullptr) first_visible.assign(queries.n, queries.first_visible[sequence]);
+  if (queries.visible != nullptr) {
+    rows.visible = queries.visible + sequence * queries.visible_stride + rows.first_position;
+  }
+  const int64_t before = (sequence * queries.n_heads + head) * queries.n;
+  const AttentionQueries looking{queries.q + before * queries.d,
+                                 queries.n,
+                                 queries.d,
+                                 queries.dv,
+                                 queries.last_position,
+                                 queries.first_visible != nullptr ? first_visible.data() : nullptr};
+  espnx::attend(looking, rows, {states.o + before * queries.dv, states.m + before, states.l + before});
 }
 
 }  // namespace espnx::device

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <vector>
 
+#include "cpu/attention.hpp"
 #include "device/row_plan.hpp"
 #include "io/engine.hpp"
 
@@ -36,6 +37,9 @@ struct RowQueries {
   int64_t visible_stride;
   float *o, *m, *l;  // states, [sequences, heads, n, (dv)]
 };
+
+// Folds rows of one (sequence, head) into its state; `states`: of all of them. What hides rows comes from the queries.
+void attend_group(const RowQueries& queries, int64_t sequence, int64_t head, AttentionRows rows, AttentionState states);
 
 class RowStream {
  public:
