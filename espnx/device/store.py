@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from .writes import PutWrite, Writing
 UNIT_BYTES = 960 << 10
 
 
-class RowStore:
+class RowStore(ABC):
     """A device but for its reads and its attention, which subclasses bring: see `SsdDevice` and `GpuDevice`.
 
     Args:
@@ -84,26 +85,26 @@ class RowStore:
 
     # --- what subclasses bring ---
 
+    @abstractmethod
     def _begin_reads(self, file: FileHandle) -> None:
         """Makes `_stream` and `effective_path`. The file still has its name."""
-        raise NotImplementedError
 
-    def _end_reads(self) -> None:
+    def _end_reads(self) -> None:  # noqa: B027 - nothing, unless something was opened
         """Closes what `_begin_reads` opened; it may not have been called."""
 
+    @abstractmethod
     def _begin_write(
         self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, shape: tuple[int, int, int], plan: Plan
     ) -> tuple[np.ndarray, Writing]:
         """Starts writing blocks, `shape` of them [sequences, heads, blocks]: their checksums, uint32 of that shape, and the write."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _push(self, layout: RowLayout, table: np.ndarray, sums: np.ndarray) -> int:
         """Puts reads in line. `table` int64 [n, 10]: the segments of csrc/device/row_plan.hpp; `sums`: what they number."""
-        raise NotImplementedError
 
+    @abstractmethod
     def attend(self, ticket: int, queries: Queries, tail: Tail | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Device`. Ticket -1: over the rows in memory alone."""
-        raise NotImplementedError
 
     # --- the file ---
 
