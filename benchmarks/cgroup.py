@@ -73,6 +73,10 @@ class MemoryGroup:
     def procs(self) -> Path:
         return self.path / "cgroup.procs"
 
+    @property
+    def limit(self) -> Path:
+        return self.path / _LIMIT[self.version]
+
     def peak_bytes(self) -> int | None:
         """The most that was charged, None where the kernel does not say."""
         try:
@@ -93,7 +97,7 @@ def memory_group(name: str, limit_bytes: int, hierarchy: Hierarchy | None = None
     group = MemoryGroup(hierarchy.version, hierarchy.parent / f"{PREFIX}{os.getpid()}-{name}")
     try:
         group.path.mkdir()
-        (group.path / _LIMIT[group.version]).write_text(str(limit_bytes))
+        group.limit.write_text(str(limit_bytes))
     except OSError as error:
         _remove(group.path)
         raise PathUnavailableError("cannot limit memory", got=f"{error.strerror} in {group.path.parent}", fix=_FIX) from error
@@ -101,6 +105,12 @@ def memory_group(name: str, limit_bytes: int, hierarchy: Hierarchy | None = None
         yield group
     finally:
         _remove(group.path)
+
+
+def check_limit_possible(limit_bytes: int) -> None:
+    """Raises PathUnavailableError now, rather than after minutes of building, where memory cannot be limited."""
+    with memory_group("check", limit_bytes):
+        pass
 
 
 def _remove(path: Path) -> None:

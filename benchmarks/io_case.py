@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from espnx.sizes import parse_size
 from .io_table import table
 from .registry import Case, Say
 from .result import Row
+from .words import choices
 
 if TYPE_CHECKING:
     from .content import DataFile
@@ -83,13 +84,6 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--tune", action="store_true", help="try settings and print the best as configuration, instead of comparing")
 
 
-def _choices(text: str, known: Sequence[str], what: str) -> list[str]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if unknown := [word for word in words if word not in known]:
-        raise InvalidInputError(f"unknown {what}", got=", ".join(unknown), expected=", ".join(known))
-    return words
-
-
 def read_options(args: Namespace) -> Options:
     """Raises InvalidInputError."""
     from .io_work import KIB, product_points, standard_points
@@ -100,12 +94,12 @@ def read_options(args: Namespace) -> Options:
         raise InvalidInputError(
             "bench io measures the disk of a directory", got=repr(args.path), expected="an existing directory", fix="--path DIR"
         )
-    ops = _choices(args.op, OPS, "operation")
+    ops = choices(args.op, OPS, "operation")
     rate = parse_rate(args.throttle) if args.throttle else None
     if args.block or args.pattern or args.queue_depth:
         blocks = [parse_size(word) for word in (args.block or "").split(",") if word] or [4 * KIB]
         depths = [_depth(word) for word in (args.queue_depth or "").split(",") if word] or [128]
-        points = product_points(ops, _choices(args.pattern or "random", PATTERNS, "pattern"), blocks, depths, rate)
+        points = product_points(ops, choices(args.pattern or "random", PATTERNS, "pattern"), blocks, depths, rate)
     else:
         points = standard_points(ops, rate)
     seconds = {"random": 0.4, "sequential": 1.1, "throttled": 3.0}
@@ -113,8 +107,8 @@ def read_options(args: Namespace) -> Options:
         path=path,
         size_bytes=parse_size(args.size),
         points=points,
-        engines=_choices(args.engine, ENGINES, "engine"),
-        baselines=_choices(args.baseline, BASELINES, "baseline"),
+        engines=choices(args.engine, ENGINES, "engine"),
+        baselines=choices(args.baseline, BASELINES, "baseline"),
         pairs=args.pairs,
         seed=args.seed,
         checksums=args.checksums,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from espnx.sizes import format_size
 
+from .cells import number
 from .result import Row
 
 
@@ -26,10 +27,10 @@ def _cells(row: Row, baselines: Sequence[str]) -> list[str]:
         row.system,
         path,
         row.cache,
-        _number(metrics.get("bytes_per_s"), 1e6, 0),
-        _number(metrics.get("iops"), 1e3, 1),
+        number(metrics.get("bytes_per_s"), 1e6, 0),
+        number(metrics.get("iops"), 1e3, 1),
         time,
-        _number(metrics.get("cpu_us_per_item"), 1, 2),
+        number(metrics.get("cpu_us_per_item"), 1, 2),
         f"{row.bytes_moved / row.bytes_asked:.2f}" if row.bytes_asked else "-",
         str(row.n),
         "yes" if row.correct else "NO",
@@ -46,7 +47,3 @@ def what(row: Row) -> str:
     if params.get("throttle_bytes_per_s"):
         text += f" at {params['throttle_bytes_per_s'] / 1e6:g} MB/s"
     return text if params.get("checksums", True) else text + " no CRC"
-
-
-def _number(value: float | None, unit: float, digits: int) -> str:
-    return "-" if value is None else f"{value / unit:.{digits}f}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,11 @@ from espnx.device.interface import Queries, Tail
 from espnx.device.ssd import attend_rows
 from espnx.sizes import parse_size
 
-from .kv_fleet import KVWorker
+from .fleet import Worker
 from .kv_models import DTYPES
 from .kv_options import Options
 from .registry import Say
 from .result import Row
-from .retrieval_fleet import Worker
 from .runner import Sample, compare
 
 #: Name -> (KV heads, query heads of each, d).
@@ -123,8 +121,7 @@ def show_attend(options: Options, say: Say) -> list[Row]:
     found: list[Row] = []
     for shape, (heads, groups, d) in SHAPES.items():
         say(f"attend: {shape}, {size_bytes >> 20} MiB")
-        with ExitStack() as stack:
-            worker = stack.enter_context(KVWorker("attend", None))
+        with Worker("kv", "attend") as worker:
             words: dict[str, Any] = {"heads": heads, "groups": groups, "d": d, "size_bytes": size_bytes, "dtype": options.dtype}
             worker.ask("attend_open", kind="rows", **words, seed=options.seed)
             ours, stream, sdpa = (AttendSystem(name, worker) for name in ("espnx", "stream", "sdpa"))

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from espnx.errors import PathUnavailableError
 from espnx.sizes import format_size
 
-from .cgroup import MemoryGroup, memory_group
+from .cgroup import check_limit_possible, memory_group
+from .fleet import Worker, Workers
 from .kv_models import Task, write_weights
 from .registry import Say
-from .retrieval_fleet import Worker, check_limit_possible
 
 #: Of the page cache of each process, in parts of the KV.
 CACHE_PART = 4
 # A process needs some room for the files that it is made of.
 _CACHE_LEAST_BYTES = 64 << 20
-_ROOT = Path(__file__).resolve().parents[1]
 _SHARED_MEMORY = Path("/dev/shm")
-_LIMIT_FILES = {1: "memory.limit_in_bytes", 2: "memory.max"}
 _CHECK_BYTES = 1 << 30
 
 
@@ -51,18 +46,6 @@ class Spec:
     @property
     def in_memory(self) -> bool:
         return self.kind in ("dynamic", "static")
-
-
-class KVWorker(Worker):
-    """One process."""
-
-    def __init__(self, name: str, group: MemoryGroup | None):
-        self.name, self.group = name, group
-        command = [sys.executable, "-m", "espnx.benchmarks.kv_worker"]
-        if group is not None:
-            command += ["--procs", str(group.procs)]
-        environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=_ROOT)
 
 
 @dataclass(frozen=True)
@@ -90,7 +73,7 @@ class Limit:
         return self.size_bytes or self.kind
 
 
-class Fleet:
+class Fleet(Workers):
     """Processes with filled caches, warmed up. A context manager; what they stored goes with it.
 
     Args:
@@ -111,19 +94,19 @@ class Fleet:
     def __init__(
         self, task: Task, specs: list[Spec], path: Path, limit: Limit, warm_up: int, keep: list[int], say: Say, *, is_seeded: bool = True
     ):
+        super().__init__()
         self.task, self.specs, self.keep = task, specs, keep
         self.facts: dict[str, dict[str, Any]] = {}
         self.ids: dict[str, list[list[int]]] = {spec.name: [] for spec in specs}
-        self._workers: dict[str, Worker] = {}
         with ExitStack() as stack:
-            scratch = stack.enter_context(_folder(_scratch_parent(path)))
-            stored = stack.enter_context(_folder(path))
+            scratch = Path(stack.enter_context(_folder(_scratch_parent(path))))
+            stored = Path(stack.enter_context(_folder(path)))
             self.logits = scratch / "logits"
             write_weights(task, scratch / "weights")
             for spec in specs:  # they start side by side: most of that time is Python's imports
                 limited = limit.kind != "ample"
                 group = stack.enter_context(memory_group(spec.name, limit.size_bytes or _no_limit())) if limited else None
-                self._workers[spec.name] = stack.enter_context(KVWorker(spec.name, group))
+                self._workers[spec.name] = stack.enter_context(Worker("kv", spec.name, group))
             for spec in specs:
                 if is_seeded:
                     say(f"    {spec.name}: {format_size(task.kv_bytes(task.context))} of rows are written")
@@ -145,7 +128,7 @@ class Fleet:
     def _limit(self, worker: Worker, peak_bytes: int) -> None:
         room = max(self.task.kv_bytes(self.task.context) // CACHE_PART, _CACHE_LEAST_BYTES)
         if worker.group is not None:
-            file = worker.group.path / _LIMIT_FILES[worker.group.version]
+            file = worker.group.limit
             try:
                 file.write_text(str(peak_bytes + room))
             except OSError as error:
@@ -160,27 +143,9 @@ class Fleet:
     def ask(self, name: str, do: str, **arguments: Any) -> dict[str, Any]:
         return self._workers[name].ask(do, **arguments)
 
-    def close(self) -> None:
-        self._stack.close()
 
-    def __enter__(self) -> Fleet:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-
-class _folder:  # noqa: N801 - used as a function
-    """A new directory that goes away with what is in it."""
-
-    def __init__(self, parent: Path):
-        self.path = Path(tempfile.mkdtemp(prefix="espnx-bench-kv-", dir=parent))
-
-    def __enter__(self) -> Path:
-        return self.path
-
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+def _folder(parent: Path) -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="espnx-bench-kv-", dir=parent, ignore_cleanup_errors=True)
 
 
 def _scratch_parent(path: Path) -> Path:

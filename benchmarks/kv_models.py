@@ -25,6 +25,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
                   "num_key_value_heads": 16, "intermediate_size": 5504, "vocab_size": 32000},
 }  # fmt: skip
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 _POSITIONS_LEAST = 2048
 _EMBEDDING_DEVIATION = 0.02
 # Random K of deviation 1 would leave attention almost even over all tokens, and a result that no single row changes checks little.
@@ -214,7 +215,7 @@ def logit_tolerance(task: Task, lossy: str | None) -> float:
     unit roundoff and independent of the others: sqrt(12 x layers) of them. Five deviations hold for the largest of a million logits.
     int8 rows add an error of about 1.5 % to an attention's output (a row's largest value, 3.3 deviations, over 127 steps, K and V).
     """
-    roundoff = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}[task.dtype]
+    roundoff = ROUNDOFF[task.dtype]
     if lossy == "int8":
         roundoff = max(roundoff, 2.0**-6)
     return 5 * roundoff * math.sqrt(12 * KVShape.of(task.hf_config()).layers)

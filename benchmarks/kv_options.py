@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 import itertools
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ from .kv_measure import Plan
 from .kv_models import KVShape, Task, read_config
 from .registry import Say
 from .throttle import parse_rate
+from .words import choices, positive, words
 
 QUICK_BATCH, QUICK_CONTEXT, QUICK_SPILL = 2, 512, (1, 16)
 DEFAULT_BASELINES = "dynamic,memmap,fio"
 FLEXGEN_FIX = "pip install --no-deps flexgen==0.1.8; pip install pulp attrs tqdm"
-_WARM_UP, _SPILL_TURNS = 2, 4
+_WARM_UP = 2
 
 
 @dataclass(frozen=True)
@@ -157,21 +158,3 @@ def _flexgen_fits(options: Options, *, is_asked: bool, say: Say) -> bool:
     if missing:
         raise MissingDependencyError("the baseline flexgen-disk is not installed", got=f"no {', '.join(missing)}", fix=FLEXGEN_FIX)
     return True
-
-
-def words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def choices(text: str, known: Sequence[str], what: str) -> list[str]:
-    found = words(text)
-    if unknown := [word for word in found if word not in known]:
-        raise InvalidInputError(f"unknown {what}", got=", ".join(unknown), expected=", ".join(known))
-    return found
-
-
-def positive(name: str, value: object) -> int:
-    text = str(value)
-    if not text.isdigit() or int(text) < 1:
-        raise InvalidInputError(name, got=repr(value), expected="a whole number, at least 1")
-    return int(text)

@@ -17,13 +17,13 @@ import torch.nn.functional as F
 
 from espnx.errors import InvalidInputError
 
-from .kv_models import DTYPES, load_model
+from .kv_models import DTYPES, ROUNDOFF, load_model
 from .kv_quality_case import SYSTEMS
 from .recall import DISTANCES, HeldOut, question
 from .registry import Say
 from .result import Row
+from .words import words
 
-ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 _LAST_PIECE = 64  # of a question: longer than an answer, shorter than the least distance
 _SCORE = 16  # of a token that is found among a million: e^16 is nine
 _ROOM = 64  # tokens that the lines of a question take, at most
@@ -45,7 +45,7 @@ class Options:
 
 def read_options(args: Namespace) -> Options:
     """Raises InvalidInputError."""
-    dtypes = [word.strip() for word in args.dtype.split(",") if word.strip()]
+    dtypes = words(args.dtype)
     if not dtypes or any(word not in DTYPES for word in dtypes):
         raise InvalidInputError("--dtype", got=repr(args.dtype), expected=", ".join(DTYPES))
     for name in ("windows", "questions", "batch", "piece"):

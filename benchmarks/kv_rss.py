@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,21 +11,20 @@ from espnx.sizes import format_size
 from .kv_fleet import Fleet, Limit, Spec
 from .kv_measure import judge
 from .kv_options import Options
+from .memory import status_bytes
 from .registry import Say
 from .result import Row
 
 CHUNK_TOKENS = 256
 _STEPS = 3
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_CLEAR = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
 
 
 def resident_bytes() -> tuple[int, int]:
     """(now, at most since `reset_peak`) of this process, shared weights included."""
-    text = _STATUS.read_text()
-    found = [re.search(rf"^{name}:\s+(\d+) kB$", text, re.MULTILINE) for name in ("VmRSS", "VmHWM")]
-    now, peak = (1024 * int(match.group(1)) if match else 0 for match in found)
-    return now, peak
+    sizes = status_bytes()
+    return sizes.get("VmRSS", 0), sizes.get("VmHWM", 0)
 
 
 def reset_peak() -> None:

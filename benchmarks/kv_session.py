@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from .kv_models import Task
 from .kv_rss import reset_peak, resident_bytes
 from .kv_systems import Decoder, HFDecoder, open_decoder
 from .kv_xrows import XWork
+from .memory import status_bytes
 
 Answer = dict[str, Any]
 _SAMPLE_S = 0.005
@@ -147,8 +147,7 @@ class Session:
 
 def anonymous_bytes() -> int:
     """Memory that this process allocated; no page cache, and not the weights, which processes share."""
-    found = re.search(r"^RssAnon:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return 1024 * int(found.group(1)) if found else 0
+    return status_bytes().get("RssAnon", 0)
 
 
 @contextlib.contextmanager

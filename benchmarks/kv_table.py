@@ -6,18 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from espnx.sizes import format_size
 
+from .cells import ABSENT, metric, number
 from .result import Row
 
-_ABSENT = "-"
 Table = Callable[[Sequence[Row]], tuple[list[str], list[list[str]]]]
-
-
-def _number(value: float | None, unit: float = 1, digits: int = 2) -> str:
-    return _ABSENT if value is None else f"{value / unit:.{digits}f}"
-
-
-def _metric(name: str, unit: float = 1, digits: int = 2) -> Callable[[Row], str]:
-    return lambda row: _number(row.metrics.get(name), unit, digits)
 
 
 def what(row: Row) -> str:
@@ -33,62 +25,62 @@ def what(row: Row) -> str:
 
 def _step_ms(row: Row) -> str:
     if "step_s" not in row.metrics or row.iqr_s is None or not row.median_s:
-        return _number(row.median_s, 1e-3)
+        return number(row.median_s, 1e-3)
     return f"{row.metrics['step_s'] * 1e3:.2f} ({row.iqr_s / row.median_s * row.metrics['step_s'] * 1e3:.2f})"
 
 
 def _moved(row: Row) -> str:
     steps = row.bytes_asked / row.metrics["asked_per_step"] if "asked_per_step" in row.metrics else 1
-    return _number(row.bytes_moved / steps, 1e6, 1) if row.n else _ABSENT
+    return number(row.bytes_moved / steps, 1e6, 1) if row.n else ABSENT
 
 
 def _asked(row: Row) -> str:
-    return _number(row.metrics.get("asked_per_step", row.bytes_asked), 1e6, 1) if row.n else _ABSENT
+    return number(row.metrics.get("asked_per_step", row.bytes_asked), 1e6, 1) if row.n else ABSENT
 
 
 def _bound(row: Row) -> str:
     is_disk = row.metrics.get("is_disk_bound")
-    return _ABSENT if is_disk is None else "disk" if is_disk else "compute"
+    return ABSENT if is_disk is None else "disk" if is_disk else "compute"
 
 
 def _x_rows(row: Row) -> str:
     """With a mark where the scheduler would have it so."""
     if not row.metrics.get("x_rows") and "is_scheduled" not in row.metrics:
-        return _ABSENT
+        return ABSENT
     return f"{int(row.metrics['x_rows'])}{' *' if row.metrics.get('is_scheduled') else ''}"
 
 
 def _memory(name: str) -> Callable[[Row], str]:
-    return lambda row: format_size(int(row.metrics[name])) if name in row.metrics else _ABSENT
+    return lambda row: format_size(int(row.metrics[name])) if name in row.metrics else ABSENT
 
 
 # Columns that have something to say in one of the rows are shown; those after "system" and before "bound" are numbers.
 _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
-    ("show", lambda row: str(row.params.get("show", _ABSENT))),
+    ("show", lambda row: str(row.params.get("show", ABSENT))),
     ("what", what),
     ("system", lambda row: row.system),
     ("cache", lambda row: row.cache),
     ("ms/step (IQR)", _step_ms),
-    ("tokens/s", _metric("tokens_per_s", 1, 1)),
+    ("tokens/s", metric("tokens_per_s", 1, 1)),
     ("MB asked", _asked),
     ("MB read", _moved),
-    ("wait ms", _metric("waiting_s_per_step", 1e-3)),
-    ("compute ms", _metric("computing_s_per_step", 1e-3)),
-    ("x fio", _metric("over_fio")),
+    ("wait ms", metric("waiting_s_per_step", 1e-3)),
+    ("compute ms", metric("computing_s_per_step", 1e-3)),
+    ("x fio", metric("over_fio")),
     ("bound", _bound),
     ("X rows (* chosen)", _x_rows),
-    ("predicted ms", _metric("predicted_s", 1e-3)),
-    ("GB/s", _metric("bytes_per_s", 1e9, 1)),
-    ("GFLOP", _metric("flop", 1e9)),
-    ("GFLOP/s", _metric("flop_per_s", 1e9, 0)),
-    ("write requests", _metric("requests_written", 1, 0)),
-    ("MB written", _metric("bytes_written", 1e6, 2)),
-    ("write amplification", _metric("write_amplification")),
+    ("predicted ms", metric("predicted_s", 1e-3)),
+    ("GB/s", metric("bytes_per_s", 1e9, 1)),
+    ("GFLOP", metric("flop", 1e9)),
+    ("GFLOP/s", metric("flop_per_s", 1e9, 0)),
+    ("write requests", metric("requests_written", 1, 0)),
+    ("MB written", metric("bytes_written", 1e6, 2)),
+    ("write amplification", metric("write_amplification")),
     ("peak memory", _memory("peak_bytes")),
     ("stored", _memory("stored_bytes")),
-    ("memory/stored", _metric("memory_over_stored", 1, 4)),
-    ("same tokens", _metric("same_tokens", 1, 3)),
-    ("logit error", _metric("logit_error", 1, 4)),
+    ("memory/stored", metric("memory_over_stored", 1, 4)),
+    ("same tokens", metric("same_tokens", 1, 3)),
+    ("logit error", metric("logit_error", 1, 4)),
     ("n", lambda row: str(row.n)),
     ("correct", lambda row: "yes" if row.correct else "NO"),
 )
@@ -97,7 +89,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Headers and cells, one line per row."""
     columns = [(name, [cell(row) for row in rows]) for name, cell in _COLUMNS]
-    columns = [(name, cells) for name, cells in columns if set(cells) != {_ABSENT}]
+    columns = [(name, cells) for name, cells in columns if set(cells) != {ABSENT}]
     for name in _rivals(rows):
         columns.append((f"vs {name} [IQR]", [_ratio(row, name) for row in rows]))
     return [name for name, _ in columns], [list(line) for line in zip(*(cells for _, cells in columns), strict=True)]
@@ -130,4 +122,4 @@ VIEWS: Mapping[str, Table] = {
 
 
 def _ratio(row: Row, name: str) -> str:
-    return f"{row.ratio[name]:.2f}x [{row.metrics.get(f'ratio_iqr_{name}', 0.0):.2f}]" if name in row.ratio else _ABSENT
+    return f"{row.ratio[name]:.2f}x [{row.metrics.get(f'ratio_iqr_{name}', 0.0):.2f}]" if name in row.ratio else ABSENT

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from espnx.device.layout import RowLayout
 from espnx.device.ssd import attend_rows
 from espnx.kv.xrows import Projection, Recomputer, absorb, release
 
+from .fleet import Worker
 from .kv_attend import ROUNDINGS, AttendSystem
-from .kv_fleet import KVWorker
 from .kv_models import DTYPES, KVShape
 from .kv_options import Options
 from .registry import Say
@@ -90,8 +89,7 @@ def show_x(options: Options, say: Say) -> list[Row]:
         "dtype": options.dtype, "threads": int(options.cache.get("threads", torch.get_num_threads())),
     }  # fmt: skip
     say(f"x: {options.name}, {options.batch} x {words['tokens']} rows of {hidden}")
-    with ExitStack() as stack:
-        worker = stack.enter_context(KVWorker("x", None))
+    with Worker("kv", "x") as worker:
         worker.ask("attend_open", kind="x", **words, seed=options.seed)
         absorbed, recomputed = (AttendSystem(name, worker) for name in ("absorbed", "recomputed"))
         params = {"show": "x", "shape": f"{options.name}, {options.batch} x {words['tokens']} rows", **words}

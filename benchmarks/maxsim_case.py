@@ -13,6 +13,7 @@ from espnx.errors import InvalidInputError
 
 from .registry import Case, Say
 from .result import Row
+from .words import choices, words
 
 if TYPE_CHECKING:
     import torch
@@ -72,8 +73,8 @@ def read_options(args: Namespace) -> Options:
     if bad := [d for d in dims if d % 8]:
         raise InvalidInputError("dimension", got=bad[0], expected="a multiple of 8")
     return Options(
-        formats=_choices(args.format, FORMATS, "token format"),
-        baselines=_choices(args.baseline, BASELINES, "baseline"),
+        formats=choices(args.format, FORMATS, "token format"),
+        baselines=choices(args.baseline, BASELINES, "baseline"),
         dims=dims,
         threads=_numbers(args.threads, "number of threads", 1024),
         documents=50 if args.quick else _numbers(args.documents, "number of documents", 10**7)[0],
@@ -86,18 +87,11 @@ def read_options(args: Namespace) -> Options:
     )
 
 
-def _choices(text: str, known: Sequence[str], what: str) -> list[str]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if unknown := [word for word in words if word not in known]:
-        raise InvalidInputError(f"unknown {what}", got=", ".join(unknown), expected=", ".join(known))
-    return words
-
-
 def _numbers(text: str, what: str, most: int) -> list[int]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or any(not word.isdigit() or not 1 <= int(word) <= most for word in words):
+    found = words(text)
+    if not found or any(not word.isdigit() or not 1 <= int(word) <= most for word in found):
         raise InvalidInputError(what, got=repr(text), expected=f"1 to {most}")
-    return [int(word) for word in words]
+    return [int(word) for word in found]
 
 
 def run(args: Namespace, say: Say) -> list[Row]:

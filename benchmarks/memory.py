@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+
+
+def status_bytes() -> dict[str, int]:
+    """Sizes that the kernel states of this process, by its names."""
+    found = re.findall(r"^(\w+):\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return {name: 1024 * int(size) for name, size in found}
 
 
 def rss_bytes() -> int:
     """Resident memory of this process that no file backs: what it allocated, not the page cache that it has mapped."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
-    return 1024 * sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+    sizes = status_bytes()
+    return sizes["RssAnon"] + sizes["RssShmem"]

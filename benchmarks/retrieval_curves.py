@@ -12,9 +12,10 @@ import numpy as np
 from espnx.errors import InvalidInputError
 
 from .corpus_store import Prepared
+from .fleet import Worker
 from .registry import Say
 from .result import Row
-from .retrieval_fleet import Fleet, Worker
+from .retrieval_fleet import Fleet
 from .retrieval_index import build_indexes, overlap
 from .retrieval_layout import ID_ORDER, LIST_ORDER
 from .retrieval_measure import ask, report, split_queries
@@ -145,5 +146,5 @@ def show_index_memory(options: Options, prepared: Prepared, say: Say) -> list[Ro
 
 def _ask_alone(do: str, **arguments: Any) -> dict[str, Any]:
     """Of a process that has done nothing else."""
-    with Worker(do, None) as worker:
+    with Worker("retrieval", do) as worker:
         return worker.ask(do, **arguments)

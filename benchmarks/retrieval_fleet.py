@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from espnx.errors import EspnxError
-
 from . import cache
-from .cgroup import MemoryGroup, memory_group
+from .cgroup import memory_group
 from .corpus_store import Prepared
-
-_END_S = 30.0
-
-
-class WorkerError(EspnxError):
-    """A process of the benchmark could not do what it was told."""
+from .fleet import Worker, Workers
 
 
 @dataclass(frozen=True)
@@ -58,59 +46,7 @@ class System:
         return self.process or self.name
 
 
-class Worker:
-    """One process. A context manager."""
-
-    def __init__(self, name: str, group: MemoryGroup | None):
-        self.name, self.group = name, group
-        command = [sys.executable, "-m", "espnx.benchmarks.retrieval_worker"]
-        if group is not None:
-            command += ["--procs", str(group.procs)]
-        root = str(Path(__file__).resolve().parents[1])
-        environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=root)
-
-    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Raises WorkerError."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        if stdin is None or stdout is None:
-            raise WorkerError(f"{self.name}: no pipe")
-        try:
-            stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-            stdin.flush()
-        except BrokenPipeError:
-            raise WorkerError(f"{self.name}: the process has ended", got=self._ending()) from None
-        line = stdout.readline()
-        if not line:
-            raise WorkerError(f"{self.name}: the process ended while it was asked to {do}", got=self._ending())
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise WorkerError(f"{self.name}: {do} failed", got=answer["error"])
-        return answer
-
-    def _ending(self) -> str:
-        code = self._process.wait(timeout=_END_S)
-        return "killed: the memory limit is too small for it" if code == -9 else f"exit code {code}"
-
-    def close(self) -> None:
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout=_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-
-class Fleet:
+class Fleet(Workers):
     """Processes for some systems on one store, opened. A context manager; all end with it.
 
     Args:
@@ -124,8 +60,8 @@ class Fleet:
     """
 
     def __init__(self, prepared: Prepared, systems: list[System], limit_bytes: int | None, threads: int | None, engine: str = "auto"):
+        super().__init__()
         self.systems, self.limit_bytes = systems, limit_bytes
-        self._workers: dict[str, Worker] = {}
         self.opened: dict[str, dict[str, Any]] = {}
         wants_warm = limit_bytes is None and any(system.uses_page_cache for system in systems)
         self.cache = prepare_cache(prepared.store, "warm" if wants_warm else "cold")
@@ -134,7 +70,7 @@ class Fleet:
                 if system.process_name not in self._workers:
                     limited = system.is_limited and limit_bytes is not None
                     group = stack.enter_context(memory_group(system.process_name, limit_bytes or 0)) if limited else None
-                    worker = stack.enter_context(Worker(system.process_name, group))
+                    worker = stack.enter_context(Worker("retrieval", system.process_name, group))
                     self._workers[system.process_name] = worker
                     self.opened[system.process_name] = worker.ask(
                         "open", store=str(prepared.store), queries=str(prepared.queries), system=system.kind, threads=threads,
@@ -152,15 +88,6 @@ class Fleet:
         """What the process said when it had opened the store."""
         return self.opened[system.process_name]
 
-    def close(self) -> None:
-        self._stack.close()
-
-    def __enter__(self) -> Fleet:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
 
 def prepare_cache(store: Path, wanted: str) -> str:
     """Takes a store's data files out of the page cache (``cold``) or reads them into it (``warm``). Returns what is true afterwards: files
@@ -168,9 +95,3 @@ def prepare_cache(store: Path, wanted: str) -> str:
     files = [*store.rglob("segment-*.bin"), *store.rglob("compact-*.bin")]
     states = {cache.prepare(path, wanted) for path in files}
     return "cold" if states <= {"cold"} else "warm"
-
-
-def check_limit_possible(limit_bytes: int) -> None:
-    """Raises PathUnavailableError now, rather than after minutes of building, where memory cannot be limited."""
-    with memory_group("check", limit_bytes):
-        pass

@@ -17,7 +17,7 @@ from .registry import Say
 from .result import Row
 from .retrieval_fleet import Fleet, System
 from .retrieval_point import Point
-from .runner import interquartile_range
+from .retrieval_rows import simple_row
 
 WARM_UPS = 4
 #: The chooser tries each of its strategies a few times before it settles.
@@ -219,30 +219,19 @@ def _row(show: str, point: Point, measured: Measured, everyone: dict[str, Measur
         metrics["cpu_s"] = statistics.median(answer["cpu_s"] for answer in answers)
     metrics["rss_growth_bytes"] = float(measured.facts["rss_growth_bytes"])
     metrics |= {f"resident_{name}_bytes": float(size) for name, size in measured.facts["resident_bytes"].items() if size}
-    ratio = {}
-    if system.kind == "espnx" and answers:
-        for name, other in everyone.items():
-            ratios = paired(measured, other) if other is not measured and other.problem is None else []
-            if ratios:
-                ratio[name] = statistics.median(ratios)
-                metrics[f"ratio_iqr_{name}"] = interquartile_range(ratios)
-    return Row(
-        case="retrieval",
-        params=point.params(show),
-        system=system.name,
-        kind="measured",
+    others = {name: other for name, other in everyone.items() if other is not measured and other.problem is None}
+    return simple_row(
+        point.params(show),
+        system.name,
+        seconds,
+        metrics,
+        path=measured.facts["effective_path"],
         requested_path="auto" if system.kind == "espnx" else system.kind,
-        effective_path=measured.facts["effective_path"],
         cache=measured.cache,
-        n=len(seconds),
-        median_s=statistics.median(seconds) if seconds else None,
-        p99_s=float(np.percentile(seconds, 99)) if seconds else None,
-        iqr_s=interquartile_range(seconds) if seconds else None,
-        bytes_asked=round(statistics.median(answer["bytes_asked"] for answer in answers)) if answers else 0,
-        bytes_moved=round(statistics.median(answer["bytes_moved"] for answer in answers)) if answers else 0,
+        bytes_asked=statistics.median(answer["bytes_asked"] for answer in answers) if answers else 0,
+        bytes_moved=statistics.median(answer["bytes_moved"] for answer in answers) if answers else 0,
         correct=measured.problem is None,
-        metrics=metrics,
-        ratio=ratio,
+        ratio={name: paired(measured, other) for name, other in others.items()} if system.kind == "espnx" and answers else None,
     )
 
 

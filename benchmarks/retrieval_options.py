@@ -11,13 +11,15 @@ from typing import Any
 from espnx.errors import InvalidInputError
 from espnx.sizes import parse_size
 
+from .cgroup import check_limit_possible
 from .corpus import MIXTURES, Corpus, Mixture
 from .corpus_base import Expanded, ensure_base
 from .corpus_store import QUERIES, Prepared, ensure_store, found_store
 from .registry import Say
 from .retrieval_case import SHOWS
-from .retrieval_fleet import Fleet, System, check_limit_possible
+from .retrieval_fleet import Fleet, System
 from .retrieval_point import baseline_system, espnx_systems
+from .words import choices, positive, words
 
 NLIST, NLIST_LEAST = 4096, 16
 QUICK_DOCUMENTS, QUICK_BASE, QUICK_QUERIES = 20_000, 200, 6
@@ -81,14 +83,12 @@ def read_options(args: Namespace) -> Options:
     path = Path(args.path)
     if not path.is_dir():
         raise InvalidInputError("bench retrieval needs a directory", got=repr(args.path), expected="an existing one", fix="--path DIR")
-    shows, quick = _words(args.show), args.quick
-    if unknown := [show for show in shows if show not in SHOWS]:
-        raise InvalidInputError("unknown --show", got=", ".join(unknown), expected=", ".join(SHOWS))
-    corpora = _words(args.corpus)
+    shows, quick = choices(args.show, SHOWS, "--show"), args.quick
+    corpora = words(args.corpus)
     for name in corpora:
         if name not in ("A", *MIXTURES) and not Path(name).is_dir():
             raise InvalidInputError("corpus", got=repr(name), expected="A, B, C, or the folder of a store")
-    limits = [None if word == "ample" else parse_size(word) for word in _words(args.memory)]
+    limits = [None if word == "ample" else parse_size(word) for word in words(args.memory)]
     for limit in limits:
         if limit is not None:
             check_limit_possible(limit)
@@ -99,40 +99,29 @@ def read_options(args: Namespace) -> Options:
         path=path.resolve(),
         shows=shows,
         corpora=corpora,
-        documents=_positive("docs", min(args.docs, QUICK_DOCUMENTS) if quick else args.docs),
-        base=_positive("base", min(args.base, QUICK_BASE) if quick else args.base),
+        documents=positive("docs", min(args.docs, QUICK_DOCUMENTS) if quick else args.docs),
+        base=positive("base", min(args.base, QUICK_BASE) if quick else args.base),
         dataset=Path(args.dataset) if args.dataset else None,
         limits=limits,
-        baselines=[baseline_system(name) for name in _words(args.baseline)],
-        systems=espnx_systems(_words(args.prefetch_step)),
+        baselines=[baseline_system(name) for name in words(args.baseline)],
+        systems=espnx_systems(words(args.prefetch_step)),
         nprobe=args.nprobe,
-        candidates=_positive("candidates", args.candidates),
-        reranks=[None if word == "all" else _positive("rerank", word) for word in _words(args.rerank)],
-        batches=[_positive("batch", word) for word in _words(args.batch)],
+        candidates=positive("candidates", args.candidates),
+        reranks=[None if word == "all" else positive("rerank", word) for word in words(args.rerank)],
+        batches=[positive("batch", word) for word in words(args.batch)],
         threads=args.threads,
         first_stage=args.first_stage,
-        formats=_words(args.format or ("all" if shows == ["formats"] else "fp16")),
+        formats=words(args.format or ("all" if shows == ["formats"] else "fp16")),
         compact=None if args.compact == "none" else args.compact,
-        cascades=[_positive("cascade", word) for word in _words(args.cascade)],
+        cascades=[positive("cascade", word) for word in words(args.cascade)],
         encoder=args.encoder,
-        pca=_positive("pca", args.pca),
-        layouts=_words(args.layout),
+        pca=positive("pca", args.pca),
+        layouts=words(args.layout),
         queries=queries,
         engine=args.engine,
         seed=args.seed,
         quick=quick,
     )
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _positive(name: str, value: object) -> int:
-    text = str(value)
-    if not text.isdigit() or int(text) < 1:
-        raise InvalidInputError(name, got=repr(value), expected="a whole number, at least 1")
-    return int(text)
 
 
 def resolve_nprobe(options: Options, fleet: Fleet, queries: list[int]) -> int:

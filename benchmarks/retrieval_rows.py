@@ -1,4 +1,4 @@
-"""Rows of measurements that are no search: built from named samples in seconds."""
+"""Rows of the retrieval benchmark, built from named samples in seconds."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def simple_row(
     *,
     kind: str = "measured",
     path: str = "uring",
+    requested_path: str | None = None,
     cache: str = "cold",
     bytes_asked: float = 0,
     bytes_moved: float = 0,
@@ -34,7 +35,7 @@ def simple_row(
         params=dict(params),
         system=system,
         kind=kind,
-        requested_path=path,
+        requested_path=requested_path or path,
         effective_path=path,
         cache=cache,
         n=len(seconds),

@@ -1,4 +1,4 @@
-"""What a process of the retrieval benchmark can be asked to do; see retrieval_worker.py."""
+"""What a process of the retrieval benchmark can be asked to do; see worker.py."""
 
 from __future__ import annotations
 

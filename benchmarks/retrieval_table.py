@@ -6,18 +6,10 @@ from collections.abc import Callable, Sequence
 
 from espnx.sizes import format_size
 
+from .cells import ABSENT, metric, number
 from .result import Row
 
 Table = tuple[list[str], list[list[str]]]
-_ABSENT = "-"
-
-
-def _number(value: float | None, unit: float = 1, digits: int = 2) -> str:
-    return _ABSENT if value is None else f"{value / unit:.{digits}f}"
-
-
-def _metric(name: str, unit: float = 1, digits: int = 2) -> Callable[[Row], str]:
-    return lambda row: _number(row.metrics.get(name), unit, digits)
 
 
 def _memory(row: Row) -> str:
@@ -27,7 +19,7 @@ def _memory(row: Row) -> str:
 
 def _hit_rate(row: Row) -> str:
     digits = 4 if "difference" in row.metrics else 2
-    return _number(row.metrics.get("hit_rate"), 1, digits) if row.system.startswith("espnx") else _ABSENT
+    return number(row.metrics.get("hit_rate"), 1, digits) if row.system.startswith("espnx") else ABSENT
 
 
 def what(row: Row) -> str:
@@ -51,29 +43,29 @@ def what(row: Row) -> str:
 
 # Columns that have something to say in one of the rows are shown.
 _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
-    ("corpus", lambda row: str(row.params.get("corpus", _ABSENT))),
+    ("corpus", lambda row: str(row.params.get("corpus", ABSENT))),
     ("what", what),
     ("system", lambda row: row.system),
     ("memory", _memory),
-    ("ms", lambda row: _number(row.median_s, 1e-3)),
-    ("IQR", lambda row: _number(row.iqr_s, 1e-3)),
-    ("p95 ms", lambda row: _number(row.metrics.get("p95_s"), 1e-3) if row.params.get("show") == "callers" else _ABSENT),
-    ("queries/s", _metric("queries_per_s", 1, 0)),
-    ("x memory", lambda row: _number(1 / row.ratio["memory"]) if "memory" in row.ratio else _ABSENT),
-    ("x bound", _metric("over_bound")),
+    ("ms", lambda row: number(row.median_s, 1e-3)),
+    ("IQR", lambda row: number(row.iqr_s, 1e-3)),
+    ("p95 ms", lambda row: number(row.metrics.get("p95_s"), 1e-3) if row.params.get("show") == "callers" else ABSENT),
+    ("queries/s", metric("queries_per_s", 1, 0)),
+    ("x memory", lambda row: number(1 / row.ratio["memory"]) if "memory" in row.ratio else ABSENT),
+    ("x bound", metric("over_bound")),
     ("hit rate", _hit_rate),
-    ("of FAISS", _metric("hit_rate_faiss", 1, 4)),
-    ("recall", _metric("recall", 1, 4)),
-    ("MB", lambda row: _number(row.metrics["rss_growth_bytes"], 1e6, 0) if row.params.get("show") == "index-memory" else _ABSENT),
-    ("records per index", _metric("records_per_index", 1, 1)),
-    ("bytes/document", _metric("bytes_per_document", 1, 0)),
-    ("nDCG@10", _metric("nDCG@10", 1, 4)),
-    ("MRR@10", _metric("MRR@10", 1, 4)),
-    ("recall@100", _metric("recall@100", 1, 4)),
-    ("MB moved", lambda row: _number(row.bytes_moved, 1e6, 1) if row.bytes_moved else _ABSENT),
-    ("requests", _metric("requests", 1, 0)),
-    ("requests of id order", _metric("requests_per_id_order")),
-    ("batch limit (eq. 4)", _metric("query_batch_threshold", 1, 1)),
+    ("of FAISS", metric("hit_rate_faiss", 1, 4)),
+    ("recall", metric("recall", 1, 4)),
+    ("MB", lambda row: number(row.metrics["rss_growth_bytes"], 1e6, 0) if row.params.get("show") == "index-memory" else ABSENT),
+    ("records per index", metric("records_per_index", 1, 1)),
+    ("bytes/document", metric("bytes_per_document", 1, 0)),
+    ("nDCG@10", metric("nDCG@10", 1, 4)),
+    ("MRR@10", metric("MRR@10", 1, 4)),
+    ("recall@100", metric("recall@100", 1, 4)),
+    ("MB moved", lambda row: number(row.bytes_moved, 1e6, 1) if row.bytes_moved else ABSENT),
+    ("requests", metric("requests", 1, 0)),
+    ("requests of id order", metric("requests_per_id_order")),
+    ("batch limit (eq. 4)", metric("query_batch_threshold", 1, 1)),
     ("n", lambda row: str(row.n)),
     ("correct", lambda row: "yes" if row.correct else "NO"),
 )
@@ -83,10 +75,10 @@ _COMPARED = ("mmap", "swap", "no-prefetch", "id-order", "fp16")
 def table(rows: Sequence[Row]) -> Table:
     """Headers and cells, one line per row."""
     cells = [[cell(row) for _, cell in _COLUMNS] for row in rows]
-    shown = [i for i in range(len(_COLUMNS)) if any(line[i] != _ABSENT for line in cells)]
+    shown = [i for i in range(len(_COLUMNS)) if any(line[i] != ABSENT for line in cells)]
     baselines = [name for name in dict.fromkeys(row.system for row in rows) if name.startswith(_COMPARED)]
     baselines = [name for name in baselines if any(name in row.ratio for row in rows)]
-    versus = [[f"{row.ratio[name]:.2f}x" if name in row.ratio else _ABSENT for name in baselines] for row in rows]
+    versus = [[f"{row.ratio[name]:.2f}x" if name in row.ratio else ABSENT for name in baselines] for row in rows]
     headers = [_COLUMNS[i][0] for i in shown] + [f"vs {name}" for name in baselines]
     return headers, [[line[i] for i in shown] + extra for line, extra in zip(cells, versus, strict=True)]
 
@@ -108,7 +100,7 @@ def by_memory(rows: Sequence[Row]) -> Table:
 
 def _milliseconds(row: Row | None, everyone: Sequence[Row]) -> str:
     if row is None or row.median_s is None:
-        return _ABSENT if row is None or row.correct else "WRONG"
+        return ABSENT if row is None or row.correct else "WRONG"
     if "memory" in row.ratio:
         return f"{1e3 * row.median_s:.2f} ({1 / row.ratio['memory']:.2f}x)"
     base = next(

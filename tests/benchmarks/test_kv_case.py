@@ -14,14 +14,14 @@ import torch
 
 from espnx.benchmarks import kv_attend, kv_fleet, kv_xrows
 from espnx.benchmarks.cgroup import MemoryGroup
-from espnx.benchmarks.kv_fleet import Fleet, KVWorker, Limit
+from espnx.benchmarks.fleet import Worker, WorkerError
+from espnx.benchmarks.kv_fleet import Fleet, Limit
 from espnx.benchmarks.kv_measure import Plan, Verdict, judged
 from espnx.benchmarks.kv_models import Task
 from espnx.benchmarks.kv_session import Session
 from espnx.benchmarks.kv_shows import sweep
 from espnx.benchmarks.kv_table import table
 from espnx.benchmarks.result import Row, load, rows_of
-from espnx.benchmarks.retrieval_fleet import WorkerError
 from espnx.cli.main import main
 from espnx.kv import schedule
 from tests.benchmarks.common import row
@@ -35,7 +35,7 @@ CONFIG = {
 class HereWorker:
     """Stands for a process, in this one: the commands and answers are the same."""
 
-    def __init__(self, name: str, group: None):
+    def __init__(self, session: str, name: str, group: None = None):
         self.name, self.group, self._session = name, group, Session()
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
@@ -53,9 +53,9 @@ class HereWorker:
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starting Python and importing transformers once for each system would take most of a minute on a busy machine."""
-    monkeypatch.setattr(kv_fleet, "KVWorker", HereWorker)
-    monkeypatch.setattr(kv_attend, "KVWorker", HereWorker)
-    monkeypatch.setattr(kv_xrows, "KVWorker", HereWorker)
+    monkeypatch.setattr(kv_fleet, "Worker", HereWorker)
+    monkeypatch.setattr(kv_attend, "Worker", HereWorker)
+    monkeypatch.setattr(kv_xrows, "Worker", HereWorker)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(os, "sched_setaffinity", lambda process, chosen: None)
 
@@ -173,7 +173,7 @@ def test_attention_from_memory(tmp_path: Path) -> None:
 
 
 def test_a_process_answers_and_tells_its_errors() -> None:
-    with KVWorker("attend", None) as worker:
+    with Worker("kv", "attend") as worker:
         worker.ask("attend_open", kind="rows", heads=2, groups=2, d=64, size_bytes=1 << 16, dtype="fp16", seed=1)
         assert worker.ask("attend_check", name="espnx")["problem"] is None
         with pytest.raises(WorkerError, match="a command came before"):

@@ -35,7 +35,7 @@ def test_a_quick_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         if found.system.startswith("espnx"):
             assert {"memory", "mmap-2"} < set(found.ratio)
             assert found.metrics["bound_s"] > 0
-            assert found.metrics["over_bound"] > 0.3
+            assert found.metrics["over_bound"] > 0
     assert {row.params["rerank"] for row in rows} == {None, 16}
     assert rows[0].bytes_asked > rows[4].bytes_asked
     out = capsys.readouterr().out

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from espnx.benchmarks import retrieval_worker
+from espnx.benchmarks import worker
 from espnx.benchmarks.corpus import Mixture, MixtureRecipe
 from espnx.benchmarks.corpus_store import Prepared, ensure_store
 from espnx.benchmarks.retrieval_index import build_indexes, overlap
@@ -151,7 +151,7 @@ def test_the_protocol_answers_errors_and_goes_on(prepared: Prepared) -> None:
         {"do": "search", "queries": [0], "options": OPTIONS},
     ]
     out = io.StringIO()
-    retrieval_worker.serve(io.StringIO("".join(json.dumps(command) + "\n" for command in commands)), out)
+    worker.serve("retrieval", io.StringIO("".join(json.dumps(command) + "\n" for command in commands)), out)
     answers = [json.loads(line) for line in out.getvalue().splitlines()]
     assert ["error" in answer for answer in answers] == [True, True, False, True, True, False]
     assert "send `open` first" in answers[0]["error"]
