@@ -1,16 +1,19 @@
-"""What every test shares: what this machine has, poisoned memory for tests of ops, and a count of what was skipped."""
+"""What every test shares: what this machine has, a folder in memory, poisoned memory for tests of ops, and a count of what was skipped."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.forks import Forks, forks
 
 TESTS = Path(__file__).parent
 
@@ -41,6 +44,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker in ("gpu", "gds", "root"):
             if item.get_closest_marker(marker) and (reason := lacking(marker)):
                 item.add_marker(pytest.mark.skip(reason=f"[{marker}] {reason}"))
+
+
+@pytest.fixture(scope="session")
+def open_forks() -> Iterator[Callable[[str], Forks]]:
+    """Each module of jobs (see tests/forks.py) is imported once, when the first test asks for it."""
+    with contextlib.ExitStack() as opened:
+        yield functools.cache(lambda module: opened.enter_context(forks(module)))
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Where a flush costs nothing."""
+    from tests.retrieval.common import memory_folder
+
+    with memory_folder() as path:
+        yield path
 
 
 @pytest.fixture(autouse=True)

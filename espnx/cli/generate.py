@@ -3,12 +3,38 @@
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .output import add_json_option, emit, json_document, render_table
 
 if TYPE_CHECKING:
     from ..integrations.generation import Report
+
+
+def _whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least or (most is not None and value > most):
+            limit = "" if most is None else f", at most {most}"
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number, at least {least}{limit}")
+        return value
+
+    return parse
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a finite number, at least 0")
+    return value
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -18,19 +44,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="FILE", help="results, a JSON line each; a second run goes on after them (default: PROMPTS.out.jsonl)"
     )
-    parser.add_argument("--batch", type=int, default=4, metavar="N", help="prompts at a time, of like length (default: %(default)s)")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
-    parser.add_argument("--num-beams", type=int, default=1, metavar="N", help="beam search (default: none)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="sample (default: take the likeliest token)")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
     parser.add_argument(
-        "--prefill-chunk", type=int, metavar="N", help="read prompts N tokens at a time, to bound memory (default: at once)"
+        "--batch", type=_whole_number(1), default=4, metavar="N", help="prompts at a time, of like length (default: %(default)s)"
+    )
+    parser.add_argument("--max-new-tokens", type=_whole_number(1), default=64, metavar="N", help="default: %(default)s")
+    parser.add_argument("--num-beams", type=_whole_number(1), default=1, metavar="N", help="beam search (default: none)")
+    parser.add_argument("--temperature", type=_temperature, default=0.0, metavar="T", help="sample (default: take the likeliest token)")
+    parser.add_argument("--seed", type=_whole_number(0, 2**63 - 1), default=0, help="of sampling (default: %(default)s)")
+    parser.add_argument(
+        "--prefill-chunk", type=_whole_number(1), metavar="N", help="read prompts N tokens at a time, to bound memory (default: at once)"
     )
     parser.add_argument(
-        "--x-rows", type=int, metavar="N", help="sequences that keep X instead of K and V (default: decided by measurement)"
+        "--x-rows", type=_whole_number(0), metavar="N", help="sequences that keep X instead of K and V (default: decided by measurement)"
     )
     parser.add_argument("--format", choices=("int8",), help="of stored rows; lossy (default: as the model computes them)")
-    parser.add_argument("--capacity", type=int, metavar="TOKENS", help="reserve space for so many tokens of each sequence at the start")
+    parser.add_argument(
+        "--capacity", type=_whole_number(1), metavar="TOKENS", help="reserve space for so many tokens of each sequence at the start"
+    )
     parser.add_argument("--memory", metavar="SIZE", help="stream weights that do not fit into so much (default: load them all)")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="default: that of the checkpoint")
     parser.add_argument("--engine", default="auto", help="auto, uring, posix (default: %(default)s)")
@@ -40,7 +70,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from ..integrations.generation import generate_file, load_model, read_prompts
+    from ..integrations.generation import generate_file
+    from ..integrations.model_folder import load_model, model_fingerprint
+    from ..integrations.prompt_files import read_done, read_prompts
     from .progress import ProgressLine
 
     prompts = read_prompts(args.prompts)
@@ -56,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
     if args.prefill_chunk:
         generate_options["prefill_chunk_size"] = args.prefill_chunk
     names = ("model", "max_new_tokens", "num_beams", "temperature", "seed", "format", "dtype")
-    settings = {name: getattr(args, name) for name in names}
+    settings = {name: getattr(args, name) for name in names} | {"model_fingerprint": model_fingerprint(args.model)}
+    read_done(out, settings, prompts)  # what it refuses it refuses before a model is loaded
     cache_options = {"x_rows": args.x_rows, "format": args.format, "capacity_tokens": args.capacity, "engine": args.engine}
     model, tokenizer = load_model(args.model, args.memory, getattr(torch, args.dtype) if args.dtype else None)
     with ProgressLine() as progress:

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from espnx.checks import check_whole
 from espnx.errors import InvalidInputError
 from espnx.integrations import load_encoder
 from espnx.retrieval.encoder import Encoded, Encoder
-from espnx.retrieval.request import check_whole
 from espnx.retrieval.result import SearchResult
 from espnx.retrieval.search import Index
 from espnx.retrieval.texts import DocumentId, document_id, document_ids

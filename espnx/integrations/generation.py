@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .. import errors
-from .streamed import load_streamed
+from .prompt_files import Prompt, append, read_done
 from .transformers import KVCache, enable
 
 #: Padding may make a batch at most so many times as long as its prompts are on average.
 _PADDING = 1.25
 
+#: Embeddings of learned positions, as transformers' decoders call them. Rotary and computed positions have no end.
+_POSITIONS = ("wpe", "embed_positions", "position_embeddings", "positions_embed")
+
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Prompt:
-    id: str
-    text: str
 
 
 @dataclass
@@ -38,86 +32,6 @@ class Report:
 
     def total(self, name: str) -> float:
         return sum(stats[name] or 0 for stats in self.stats)
-
-
-def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
-    """One prompt a line; of a ``.jsonl`` file objects with ``prompt`` and, if they have one, ``id``.
-
-    Raises InvalidInputError naming the line.
-    """
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # JSON may hold other separators of lines
-    except (OSError, UnicodeDecodeError) as error:
-        raise errors.InvalidInputError("prompts", got=str(error), expected="a readable text file in UTF-8") from error
-    prompts, seen = list[Prompt](), set[str]()
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        prompt = Prompt(str(number), line)
-        if os.fspath(path).endswith(".jsonl"):
-            try:
-                found = json.loads(line)
-                prompt = Prompt(str(found.get("id", number)), found["prompt"])
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise errors.InvalidInputError(
-                    f"line {number} of {path}", got=repr(error), expected='{"id": ..., "prompt": ...}'
-                ) from error
-        if prompt.id in seen or not isinstance(prompt.text, str):
-            raise errors.InvalidInputError(
-                f"line {number} of {path}", got=f"id {prompt.id!r} again, or no text", expected="ids of their own"
-            )
-        seen.add(prompt.id)
-        prompts.append(prompt)
-    return prompts
-
-
-def read_done(path: str | os.PathLike[str], settings: dict[str, Any]) -> set[str]:
-    """Ids of the results that an earlier run wrote; a last line that was cut short is taken away.
-
-    Raises InvalidInputError where they were made with other settings, or the file holds something else: nothing is changed then.
-    """
-    if not os.path.exists(path):
-        return set()
-    whole, done = 0, set[str]()
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n") and (not line.strip() or line.startswith(b"{")):
-                break  # the last one
-            try:
-                found = json.loads(line)
-            except ValueError:
-                found = None
-            if not isinstance(found, dict) or "id" not in found:
-                raise errors.InvalidInputError(
-                    f"line {number} of {path}", got="something else", expected="results of an earlier run", fix="name another --out"
-                )
-            if found.get("settings") != settings:
-                raise errors.InvalidInputError(
-                    f"results in {path}", got=f"settings {found.get('settings')}", expected=str(settings), fix="name another --out"
-                )
-            done.add(found["id"])
-            whole += len(line)
-    if whole < os.path.getsize(path):
-        os.truncate(path, whole)
-    return done
-
-
-def load_model(path: str, memory: str | None, dtype: torch.dtype | None) -> tuple[Any, Any]:
-    """(model, tokenizer) of a folder; with `memory`, weights that do not fit into so much are streamed.
-
-    Raises InvalidInputError where the folder holds none.
-    """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        if memory is not None:
-            return load_streamed(path, memory=memory, dtype=dtype), tokenizer
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", local_files_only=True).eval(), tokenizer
-    except (OSError, ValueError) as error:
-        if isinstance(error, errors.EspnxError):
-            raise
-        raise errors.InvalidInputError(
-            f"model in {path}", got=str(error).splitlines()[0], expected="a folder with model and tokenizer"
-        ) from error
 
 
 def batches(lengths: Sequence[int], size: int) -> Iterator[list[int]]:
@@ -133,6 +47,37 @@ def batches(lengths: Sequence[int], size: int) -> Iterator[list[int]]:
         batch.append(i)
     if batch:
         yield batch
+
+
+def learned_positions(model: Any) -> int | None:
+    """How many tokens a sequence may have, where the model looks their positions up in a table; None: as many as you like."""
+    known = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in _POSITIONS and isinstance(module, torch.nn.Embedding):
+            offset = getattr(module, "offset", 0)
+            if module.num_embeddings - offset == known:  # and not that of an encoder of images or sound
+                return module.num_embeddings - (offset if module.padding_idx is None else module.padding_idx + 1)
+    return None
+
+
+def _check_lengths(model: Any, prompts: Sequence[Prompt], lengths: Sequence[int], new: int) -> None:
+    """`new`: tokens to generate; the last of them is not fed to the model. Raises InvalidInputError naming the prompt."""
+    limit = learned_positions(model)
+    for prompt, length in zip(prompts, lengths, strict=True):
+        if not length:
+            raise errors.InvalidInputError(f"prompt {prompt.id!r}", got="no tokens", expected="at least one")
+        if limit is not None and length + new - 1 > limit:
+            raise errors.InvalidInputError(
+                f"prompt {prompt.id!r}", got=f"{length} tokens and {new} new ones", expected=f"at most the model's {limit} positions",
+                fix="shorten the prompt, or generate fewer tokens",
+            )  # fmt: skip
+
+
+def until_end(tokens: list[int], ends: int | Sequence[int] | None) -> list[int]:
+    """New tokens up to the first end token, with it; what follows is padding, as long as the rest of the batch went on."""
+    known = {ends} if isinstance(ends, int) else set(ends or ())
+    stop = next((i for i, token in enumerate(tokens) if token in known), len(tokens))
+    return tokens[: stop + 1]
 
 
 def generate_file(
@@ -156,42 +101,43 @@ def generate_file(
         cache_options: of `KVCache`; generate_options: of the model's `generate`.
 
     Raises:
+        InvalidInputError: `out` holds other results; a prompt has no tokens, or more than the model has positions. Nothing was generated.
+        WriteError, DiskFullError: results cannot be written.
         What a `KVCache` raises; the results of whole batches are written then, and the next run goes on after them.
     """
     enable(model)
-    done = read_done(out, settings)
+    done = read_done(out, settings, prompts)
     left = [prompt for prompt in prompts if prompt.id not in done]
     report = Report(skipped=len(prompts) - len(left))
     ids = [tokenizer(prompt.text)["input_ids"] for prompt in left]
-    empty = next((prompt.id for prompt, tokens in zip(left, ids, strict=True) if not tokens), None)
-    if empty is not None:
-        raise errors.InvalidInputError(f"prompt {empty!r}", got="no tokens", expected="at least one")
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else model.generation_config.eos_token_id or 0
+    _check_lengths(model, left, [len(tokens) for tokens in ids], generate_options["max_new_tokens"])
+    ends = model.generation_config.eos_token_id
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends or 0
     pad = pad[0] if isinstance(pad, list) else pad
-    with open(out, "a", encoding="utf-8") as file:
-        for batch in batches([len(tokens) for tokens in ids], batch_size):
-            longest = max(len(ids[i]) for i in batch)
-            tokens = torch.full((len(batch), longest), pad)
-            mask = torch.zeros_like(tokens)
-            for row, i in enumerate(batch):
-                tokens[row, longest - len(ids[i]) :] = torch.tensor(ids[i])
-                mask[row, longest - len(ids[i]) :] = 1
-            with KVCache(model.config, storage, **cache_options) as cache, torch.no_grad():
-                found = model.generate(
-                    tokens.to(model.device),
-                    attention_mask=mask.to(model.device),
-                    past_key_values=cache,
-                    pad_token_id=pad,
-                    **generate_options,
-                )
-                report.stats.append(cache.stats())
-            for row, i in enumerate(batch):
-                new = found[row, longest:].tolist()
-                text = tokenizer.decode(new, skip_special_tokens=True)
-                line = {"id": left[i].id, "text": text, "tokens": new, "prompt_tokens": len(ids[i]), "settings": settings}
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-            report.prompts += len(batch)
-            progress(report.prompts, len(left))
+    append(out, [])
+    for batch in batches([len(tokens) for tokens in ids], batch_size):
+        longest = max(len(ids[i]) for i in batch)
+        tokens = torch.full((len(batch), longest), pad)
+        mask = torch.zeros_like(tokens)
+        for row, i in enumerate(batch):
+            tokens[row, longest - len(ids[i]) :] = torch.tensor(ids[i])
+            mask[row, longest - len(ids[i]) :] = 1
+        with KVCache(model.config, storage, **cache_options) as cache, torch.no_grad():
+            found = model.generate(
+                tokens.to(model.device),
+                attention_mask=mask.to(model.device),
+                past_key_values=cache,
+                pad_token_id=pad,
+                **generate_options,
+            )
+            report.stats.append(cache.stats())
+        lines = list[dict[str, Any]]()
+        for row, i in enumerate(batch):
+            new = until_end(found[row, longest:].tolist(), ends)
+            text = tokenizer.decode(new, skip_special_tokens=True)
+            lines.append({"id": left[i].id, "text": text, "tokens": new, "prompt_tokens": len(ids[i])})
+            lines[-1] |= {"prompt_digest": left[i].digest, "settings": settings}
+        append(out, lines)
+        report.prompts += len(batch)
+        progress(report.prompts, len(left))
     return report

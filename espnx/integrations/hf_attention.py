@@ -32,6 +32,8 @@ def padding_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
     *args: Any,
     attention_mask: torch.Tensor | None = None,
     allow_is_causal_skip: bool = True,
@@ -39,16 +41,25 @@ def padding_mask(
 ) -> torch.Tensor | None:
     """The two-dimensional mask as it is: causality and windows are the attention function's own affair. A matrix of queries x keys would
     take 16 GiB for a padded prompt of 128K tokens."""
+    end = kv_offset + kv_length
+    if end > int(q_offset) + q_length:
+        raise errors.InvalidInputError(
+            "attention through espnx", got="a cache of a fixed size", expected="a KVCache, a cache that grows, or none",
+            fix='model.set_attn_implementation("sdpa")',
+        )  # fmt: skip
     if not allow_is_causal_skip:
         raise errors.InvalidInputError(
             "this model's attention mask", got="more than causal, window and padding", expected="these alone",
             fix="do not pass packed sequences or custom masks",
         )  # fmt: skip
-    if attention_mask is not None:
-        attention_mask = attention_mask[:, -kv_length:]
-        if bool(attention_mask.all()):
-            return None
-    return attention_mask
+    if attention_mask is None:
+        return None
+    if attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size or attention_mask.shape[1] < end:
+        raise errors.InvalidInputError(
+            "attention mask", got=list(attention_mask.shape), expected=f"[{batch_size}, {end}]: all tokens, those in the cache included"
+        )
+    attention_mask = attention_mask[:, kv_offset:end]
+    return None if bool(attention_mask.all()) else attention_mask
 
 
 def espnx_attention(

@@ -19,12 +19,12 @@ from typing import Any, TypedDict
 import numpy as np
 import torch
 
+from espnx.checks import check_whole
 from espnx.errors import InvalidInputError
 from espnx.retrieval.build import build
 from espnx.retrieval.documents import Document
 from espnx.retrieval.encoder import Encoded
 from espnx.retrieval.mutate import add, delete, settings_of
-from espnx.retrieval.request import check_whole
 from espnx.retrieval.search import Index
 from espnx.retrieval.texts import DocumentId, document_id, document_ids
 from espnx.storage.manifest import NAME as MANIFEST

@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 from .. import errors
 from ..kv.cache import Step
 from ..kv.xrows import Projection
+from .forward_pass import Forward
 from .hf_attention import awaited
 from .projections import projection_of
 
@@ -51,7 +52,7 @@ class StoredLayer(CacheLayerMixin):
             raise errors.InvalidInputError(
                 "K and V went into the cache, but attention did not ask for them", fix="call espnx.enable(model) before generate"
             )
-        self.cache.begun()
+        self.cache.reach()
         tagged = key_states.view_as(key_states)
         tagged._espnx = self
         self.pending, awaited.layer = (key_states, value_states), self
@@ -67,12 +68,13 @@ class StoredLayer(CacheLayerMixin):
         try:
             visibility = cache.visibility(mask, k.shape[0], positions)
             step = Step(query, k, v, scale, visibility, *cache.confirmed(lambda: self._input(cache, k), k, v))
-            return cache.store.attend(self.number, step)
+            o = cache.store.attend(self.number, step)
         except BaseException as error:
-            cache.undo()
+            cache.abort_pass()
             if cache.tokens is not None:
                 error.sequences = cache.tokens  # type: ignore[attr-defined]
             raise
+        return Forward.apply(o, query) if torch.is_grad_enabled() and query.requires_grad else o
 
     def _input(self, cache: KVCache, k: torch.Tensor) -> Input:
         """What K and V were made of, and how, where X rows are kept."""
@@ -86,8 +88,7 @@ class StoredLayer(CacheLayerMixin):
         return x, projection_of(module, k.shape[1], None if rotary is None else cache.rotations)
 
     def get_seq_length(self) -> int:
-        # What all layers hold: a pass that an error of the model ended has left more in some of them, which the next one takes away.
-        return min(self.cache.lengths)
+        return self.cache.get_seq_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0

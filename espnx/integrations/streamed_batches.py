@@ -19,7 +19,6 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .. import errors
-from .stored_layer import StoredLayer
 from .streamed_model import find_layers
 from .transformers import KVCache
 
@@ -45,7 +44,7 @@ class GroupedCache(Cache):
         self.sizes: list[int] = []
         self._held: list[int] = []  # tokens in each cache when the forward pass under way began
 
-    def begin(self, model: nn.Module, rows: int, ids: torch.Tensor | None) -> None:
+    def begin(self, model: PreTrainedModel, rows: int, ids: torch.Tensor | None) -> None:
         """A forward pass of a model with so many rows begins."""
         if sum(self.sizes) != rows:
             if self.get_seq_length():
@@ -54,15 +53,22 @@ class GroupedCache(Cache):
         if len(self.sizes) != len(self.caches):
             raise errors.InvalidInputError("rows of a batch", got=rows, expected=f"at least {len(self.caches)}, one for each cache")
         self._held = [cache.get_seq_length() for cache in self.caches]
-        for cache, part in zip(self.caches, [None] * len(self.sizes) if ids is None else ids.split(self.sizes), strict=True):
+        parts = [None] * len(self.sizes) if ids is None else ids.split(self.sizes)
+        for cache, part, size in zip(self.caches, parts, self.sizes, strict=True):
             if isinstance(cache, KVCache):
-                cache.note(model, part)
+                cache.begin_pass(model, part, size)
+
+    def end(self, model: nn.Module, *, failed: bool) -> None:
+        """The forward pass has come to its end."""
+        for cache in self.caches:
+            if isinstance(cache, KVCache):
+                cache.end_pass(model, failed=failed)
 
     def undo(self) -> None:
         """Takes the forward pass under way out of all caches, but for layers that keep a window or a state."""
         for cache, held in zip(self.caches, self._held, strict=True):
             if isinstance(cache, KVCache):
-                cache.store.crop(held)
+                cache.abort_pass()
             else:
                 for layer in cache.layers:
                     if type(layer) is DynamicLayer and layer.get_seq_length() > held:
@@ -127,15 +133,15 @@ def micro_batches(model: PreTrainedModel, n: int) -> Iterator[None]:
     if any("forward" in vars(layer) for layer in layers):
         raise errors.InvalidInputError("micro_batches", got="layers whose forward is replaced already", expected="one use at a time")
     with ExitStack() as stack:
-        hook = model.register_forward_pre_hook(_begin, with_kwargs=True)
-        stack.callback(hook.remove)
+        stack.callback(model.register_forward_pre_hook(_begin, with_kwargs=True).remove)
+        stack.callback(model.register_forward_hook(_end, with_kwargs=True, always_call=True).remove)
         for number, layer in enumerate(layers):
             layer.forward = _in_parts(layer, layer.forward, number, n)
             stack.callback(vars(layer).pop, "forward")
         yield
 
 
-def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Of the model's forward pass."""
     for name in ("output_attentions", "output_router_logits"):
         wanted = kwargs.get(name)
@@ -147,6 +153,12 @@ def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         rows = ids if ids is not None else kwargs.get("inputs_embeds")
         if rows is not None:
             cache.begin(model, rows.shape[0], ids)
+
+
+def _end(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, GroupedCache):
+        cache.end(model, failed=output is None)
 
 
 def _in_parts(layer: nn.Module, forward: Callable[..., Any], number: int, n: int) -> Callable[..., Any]:
@@ -251,9 +263,7 @@ def undo(cache: Cache, number: int, tokens: int) -> None:
     if isinstance(cache, GroupedCache):
         cache.undo()
     elif isinstance(cache, KVCache):
-        stored = [i for i, layer in enumerate(cache.layers) if isinstance(layer, StoredLayer)]
-        if stored and stored[0] < number:
-            cache.store.crop(max(0, cache.store.length(stored[0]) - tokens))
+        cache.abort_pass()
     else:
         for layer in cache.layers[:number]:
             if type(layer) is DynamicLayer:

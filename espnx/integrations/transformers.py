@@ -7,33 +7,35 @@ Sliding-window, linear and other layers that hold little stay the framework's ow
 
 from __future__ import annotations
 
-import copy
-import os
-from collections.abc import Callable, Sequence
+import threading
+import weakref
+from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from transformers import AttentionInterface, Cache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, CacheLayerMixin, get_layer_types_and_kwargs
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 from transformers.masking_utils import AttentionMaskInterface
 
 from .. import errors
+from ..checks import check_whole
 from ..device.layout import format_of
 from ..kv.cache import SsdCache
 from ..kv.folders import KeptName
 from ..kv.kept import ROWS_NAME, load, save
 from ..kv.library import evict
-from ..kv.schedule import Decision, Shape, decide
+from ..kv.schedule import Decision
+from ..kv.spread import Storage
 from ..kv.visibility import Visibility
 from ..sizes import parse_size
-from .dense import dense_seconds
 from .fingerprints import compare, fingerprint
+from .forward_pass import ForwardPass, states_of
 from .hf_attention import awaited, espnx_attention, padding_mask
 from .pass_times import PassTimes
 from .projections import Rotations, attention_modules
+from .scheduling import schedule
 from .stored_layer import Input, StoredLayer
 
 NAME = "espnx"
@@ -73,7 +75,7 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
         hooks = [module.register_forward_pre_hook(_note_input, with_kwargs=True) for module in attention_modules(model)]
         whole = {id(part): part for part in (model, model.base_model)}.values()  # either may be called
         hooks += [part.register_forward_pre_hook(_note_forward, with_kwargs=True) for part in whole]
-        model._espnx_hooks = [*hooks, *(part.register_forward_hook(_note_end, with_kwargs=True) for part in whole)]
+        model._espnx_hooks = [*hooks, *(part.register_forward_hook(_note_end, with_kwargs=True, always_call=True) for part in whole)]
     return model
 
 
@@ -104,7 +106,7 @@ class KVCache(Cache):
     def __init__(
         self,
         config: PreTrainedConfig,
-        storage: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        storage: Storage,
         *,
         x_rows: int | None = None,
         name: str | None = None,
@@ -113,6 +115,8 @@ class KVCache(Cache):
     ):
         text = config.get_text_config(decoder=True)
         kinds, arguments = get_layer_types_and_kwargs(text)
+        if x_rows is not None:
+            check_whole("x_rows", x_rows, 0)
         self._library_bytes = None if library_bytes is None else parse_size(library_bytes)
         if library_bytes is not None and name is None:
             raise errors.InvalidInputError("library_bytes of a cache without a name", got=library_bytes, fix="KVCache(..., name=...)")
@@ -120,7 +124,8 @@ class KVCache(Cache):
         try:
             self.store = SsdCache(storage if self._kept is None else self._kept.directories, len(kinds), **self._names(), **options)
         except BaseException:
-            self._unlock()
+            if self._kept is not None:
+                self._kept.abandon()
             raise
         self.tokens: torch.Tensor | None = None
         self.rotations = Rotations()
@@ -131,8 +136,9 @@ class KVCache(Cache):
         self._hidden: torch.Tensor | None = None
         self._fingerprint: dict[str, Any] | None = None
         self._closed = self._unconfirmed = False
-        self._noted: torch.nn.Module | None = None  # the model whose pass has not reached a layer yet
-        self._before: list[dict[str, Any]] = []
+        self._pass: ForwardPass | None = None
+        self._turn = threading.RLock()
+        self._core: Callable[[], torch.nn.Module | None] = lambda: None  # of the model that was checked last
         layers: list[Any] = []
         for number, (kind, more) in enumerate(zip(kinds, arguments, strict=True)):
             if kind == "full_attention":
@@ -140,7 +146,7 @@ class KVCache(Cache):
             elif kind in DYNAMIC_LAYER_TYPE_MAPPING:
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**more))
             else:
-                self._abandon()
+                self._drop()
                 raise errors.InvalidInputError(
                     f"layer {number} of this model", got=repr(kind), expected=", ".join(DYNAMIC_LAYER_TYPE_MAPPING)
                 )
@@ -157,15 +163,16 @@ class KVCache(Cache):
         if kept is None:
             return
         if self._in_memory:
-            self._abandon()
+            self._drop()
             raise errors.InvalidInputError(
                 "a kept cache", got="layers that are not full attention", expected="full attention in every layer", fix="name=None"
             )
         try:
             found = load(self.store, kept.directories[0]) if kept.exists else None
-            self._check_format()
+            if found is not None:
+                self._check_kept()
         except BaseException:
-            self._abandon()
+            self._drop()
             raise
         if found is not None:
             self._fingerprint, tensors = found
@@ -176,8 +183,10 @@ class KVCache(Cache):
             for layer in self._stored:
                 layer.is_initialized = True
 
-    def _check_format(self) -> None:
+    def _check_kept(self) -> None:
         """What was kept lossily is not continued by who did not ask for that, nor the other way round."""
+        if self._x_rows not in (None, self.store.x_rows):
+            raise errors.InvalidInputError("x_rows of a kept cache", got=self._x_rows, expected=f"{self.store.x_rows}, or None")
         asked = self.store.format
         for rows in self.store.kv:
             if rows is not None and rows.layout.format != (asked or format_of(rows.dtype)):
@@ -186,13 +195,11 @@ class KVCache(Cache):
                     fix="open it as it was made, or choose another name",
                 )  # fmt: skip
 
-    def _abandon(self) -> None:
+    def _drop(self) -> None:
+        """It could not be opened."""
         self.store.close()
-        self._unlock()
-
-    def _unlock(self) -> None:
         if self._kept is not None:
-            self._kept.unlock()
+            self._kept.abandon()
 
     @property
     def _stored(self) -> list[StoredLayer]:
@@ -215,59 +222,99 @@ class KVCache(Cache):
             self._hidden = known[2].hidden
         return known[2]
 
-    def note(self, model: torch.nn.Module, ids: torch.Tensor | None) -> None:
-        """A forward pass of a model with these new tokens begins."""
-        if self._noted is not None and self._noted is not model:  # the model around this one has begun the pass
+    # --- forward passes ---
+
+    def begin_pass(self, model: PreTrainedModel, ids: torch.Tensor | None, sequences: int | None) -> None:
+        """A forward pass of a model begins, over these new tokens of so many sequences (None: not known).
+
+        Raises:
+            InvalidInputError: the model does not attend through espnx, or has other layers; the cache holds another batch, or is being
+                used by another thread.
+            ForeignFileError: a kept cache is of another model.
+        """
+        with self._turn:
+            under_way = self._pass
+            if under_way is not None and not under_way.reached and under_way.model is not model:
+                under_way.check_thread()
+                return  # the model around this one has begun the pass
+            self.abort_pass()
+            self._check_model(model, sequences)
+            held = self.get_seq_length()
+            if held == 0:
+                if self._x_rows is None:
+                    numbers = [layer.number for layer in self._stored]
+                    self.decision = None if ids is None else schedule(model, ids, self.store, numbers, self._threads)
+                self.store.x_rows = self.decision.x_rows if self.decision else self._x_rows or 0
+                self._unconfirmed = self._x_rows is None and self.store.x_rows > 0
+            self._times.begin(ids, is_first=held == 0)
+            self.store.begin(held)
+            self._pass = ForwardPass(model, held, self._hidden, states_of(self._in_memory))
+            self.rotations.crop(held)
+            if ids is None:
+                self.tokens = None
+            elif held == 0 or self.tokens is None:
+                self.tokens = ids.detach().cpu().clone() if held == 0 else None
+            else:
+                self.tokens = torch.cat([self.tokens[:, :held], ids.detach().cpu()], dim=1)
+
+    def _check_model(self, model: PreTrainedModel, sequences: int | None) -> None:
+        text = model.config.get_text_config(decoder=True)
+        if text._attn_implementation != NAME:
+            raise errors.InvalidInputError(
+                f"attention of {type(model).__name__}", got=repr(text._attn_implementation), expected=repr(NAME), fix="espnx.enable(model)"
+            )
+        held = self.store.sequences if self.get_seq_length() else 0
+        if held and sequences not in (None, held):
+            raise errors.InvalidInputError("sequences of the batch", got=sequences, expected=f"{held}, as in the cache", fix="reset()")
+        core = model.base_model
+        if core is self._core():
             return
-        for layer in self._stored:
-            layer.pending = layer.inputs = awaited.layer = None
-        self._mend()
-        held = self.get_seq_length()
-        if self._kept is not None and not self._times.begun:
+        if (got := len(get_layer_types_and_kwargs(text)[0])) != len(self.layers):
+            raise errors.InvalidInputError(
+                f"layers of {type(model).__name__}", got=got, expected=f"{len(self.layers)}, as in the config that the cache was made with"
+            )
+        if self._kept is not None:
             now = fingerprint(model)
-            if self._fingerprint is not None and held:
+            if self._fingerprint is not None:
                 compare(self._fingerprint, now, self._kept.directories[0])
             self._fingerprint = now
-        if held == 0:
-            self.store.x_rows = self._schedule(model, ids)
-            self._unconfirmed = self._x_rows is None and self.store.x_rows > 0
-        self._times.begin(ids, is_first=held == 0)
-        self.store.begin(held)
-        self._noted = model
-        # An update makes new tensors where it appends, and changes old ones in layers of other kinds.
-        self._before = [
-            dict(vars(layer)) if isinstance(layer, CacheLayerMixin) else copy.deepcopy(vars(layer)) for layer in self._in_memory
-        ]
-        self.rotations.crop(held)
-        if ids is None:
-            self.tokens = None
-        elif held == 0 or self.tokens is None:
-            self.tokens = ids.detach().cpu().clone() if held == 0 else None
-        else:
-            self.tokens = torch.cat([self.tokens[:, :held], ids.detach().cpu()], dim=1)
+        self._core = weakref.ref(core)
 
-    def _schedule(self, model: torch.nn.Module, ids: torch.Tensor | None) -> int:
-        """How many sequences keep X: as asked, or decided now that the batch is known."""
-        if self._x_rows is not None:
-            return self._x_rows
-        config = model.config.get_text_config(decoder=True)
-        modules = {module.layer_idx for module in attention_modules(model)}
-        if ids is None or any(layer.number not in modules for layer in self._stored):
-            return 0
-        heads, hidden = config.num_attention_heads, config.hidden_size
-        weight = next(model.parameters())
-        shape = Shape(
-            layers=len(self._stored), sequences=ids.shape[0], tokens=max(ids.shape[1], self.store.capacity_tokens or 0),
-            hidden=hidden, heads=heads,
-            n_kv=getattr(config, "num_key_value_heads", None) or heads, d=getattr(config, "head_dim", None) or hidden // heads,
-            dtype=weight.dtype, is_rotary=getattr(config, "rope_parameters", None) is not None,
-        )  # fmt: skip
-        # Beams and samples of one prompt stand together and are exchanged among themselves: all of them keep X, or none.
-        same = (ids[1:] == ids[:-1]).all(dim=1).tolist()
-        group = same.index(False) + 1 if False in same else ids.shape[0]
-        group = group if ids.shape[0] % group == 0 else ids.shape[0]
-        self.decision = decide(shape, self.store.spread.devices, partial(dense_seconds, model, ids.shape[0]), group, self._threads)
-        return self.decision.x_rows
+    def reach(self) -> None:
+        """A layer is given K and V in the pass that was begun."""
+        if self._pass is None:
+            raise errors.InvalidInputError("a cache on SSD", got="a model that is not enabled", fix="espnx.enable(model)")
+        self._pass.reached = True
+
+    def end_pass(self, model: torch.nn.Module, *, failed: bool) -> None:
+        """The model has returned, or an error ended it; where one is inside another, the outer one's end counts."""
+        if self._pass is None or self._pass.model is not model or self._pass.thread != threading.get_ident():
+            return
+        is_unanswered = any(layer.pending is not None for layer in self._stored)
+        if failed or is_unanswered:
+            self.abort_pass()
+        if is_unanswered and not failed:
+            raise errors.InvalidInputError(
+                "K and V went into the cache, but attention did not ask for them", fix="call espnx.enable(model) before generate"
+            )
+        self._times.end()
+        self._pass = None
+
+    def abort_pass(self) -> None:
+        """Takes a pass that has not come to its end out of all layers. Raises InvalidInputError while another thread runs it."""
+        with self._turn:
+            if self._pass is None:
+                return
+            self._pass.check_thread()
+            under_way, self._pass = self._pass, None
+            for layer in self._stored:
+                layer.pending = layer.inputs = awaited.layer = None
+            if under_way.held:
+                self.store.crop(under_way.held)
+            else:
+                self.store.clear()
+            under_way.restore(self._in_memory)
+            self._hidden, self._masks = under_way.hidden, None
 
     def confirmed(self, find: Callable[[], Input], k: torch.Tensor, v: torch.Tensor) -> Input:
         """What a layer's K and V were made of. Where X rows were this cache's own idea, its first layer shows whether the model makes K and
@@ -285,27 +332,9 @@ class KVCache(Cache):
             return None, None
         return x, projection
 
-    def begun(self) -> None:
-        """The forward pass that was noted has reached a layer: the next note is of another one."""
-        self._noted = None
-
-    def ended(self) -> None:
-        """A pass of a model has come to its end; where one is inside another, the outer one's end counts."""
-        self._times.end()
-
-    def _mend(self) -> None:
-        """A pass that an error of the model ended between two layers has added tokens to some of them: they go."""
-        if len(set(self.lengths)) > 1:
-            self.undo()
-            self.store.crop(min(self.lengths))
-
-    def undo(self) -> None:
-        """A forward pass has failed: layers in memory return to what they were before it, as the store has done."""
-        for layer, before in zip(self._in_memory, self._before, strict=False):
-            vars(layer).clear()
-            vars(layer).update(before)
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        if self._pass is not None:  # what it has added to some of its layers counts when it ends
+            return self._pass.held
         return min(self.lengths) if self._stored else super().get_seq_length(layer_idx)
 
     # --- what generate does to a batch; the framework would do it layer by layer ---
@@ -327,24 +356,30 @@ class KVCache(Cache):
             layer.batch_select_indices(indices)
 
     def _select(self, sequences: list[int]) -> None:
+        self.abort_pass()
         if sequences != list(range(self.store.sequences)):
             self.store.select(sequences)  # may refuse
             self.rotations.select(sequences)
+            self._masks = None
+            if self._hidden is not None:
+                self._hidden = self._hidden[sequences]
             if self.tokens is not None:
                 self.tokens = self.tokens[sequences]
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
             raise errors.InvalidInputError("crop", got=tokens_to_remove, expected="a negative number: so many tokens go")
+        self.abort_pass()
         if tokens_to_remove:
             self.store.crop(max(0, self.get_seq_length() + tokens_to_remove))
             for layer in self._in_memory:
                 layer.crop(tokens_to_remove)
 
     def reset(self) -> None:
+        self.abort_pass()
         self.store.clear()
         self.rotations = Rotations()
-        self.tokens = self._masks = None
+        self.tokens = self._masks = self._hidden = None
         for layer in self._in_memory:
             layer.reset()
 
@@ -373,6 +408,7 @@ class KVCache(Cache):
             input_ids: int64 [sequences, n].
             attention_mask: [sequences, n], or None.
         """
+        self.abort_pass()
         held, input_ids = self.get_seq_length(), input_ids.cpu()
         keep = 0
         if held and self.tokens is not None and len(input_ids) == self.store.sequences:
@@ -392,6 +428,7 @@ class KVCache(Cache):
         """Publishes the state of a kept cache: from here on another process can continue it. Raises WriteError, DiskFullError."""
         if self._kept is None:
             raise errors.InvalidInputError("save of a cache without a name", fix="KVCache(..., name=...)")
+        self.abort_pass()
         held = self.get_seq_length()
         if self._fingerprint is not None:
             tensors = {} if self.tokens is None else {"tokens": self.tokens[:, :held]}
@@ -403,14 +440,22 @@ class KVCache(Cache):
                 evict(self._kept.roots, self._library_bytes)
 
     def close(self) -> None:
-        """Ends all I/O. A kept cache is saved first; of any other the space returns and nothing is left."""
+        """Ends all I/O. A kept cache is saved first; of any other the space returns and nothing is left.
+
+        Raises WriteError, DiskFullError: a kept cache could not be saved. It stays open then, so that `close` may be called again.
+        """
         if self._kept is not None and not self._closed:
-            self._closed = True
-            try:
-                self.save()
-            finally:
-                self._abandon()
+            self.save()
+        self._closed = True
         self.store.close()
+        if self._kept is not None:
+            self._kept.unlock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        raise errors.InvalidInputError("a copy of a cache on SSD", fix="keep it (name=...) and use match() to go on from a common prefix")
+
+    def __reduce__(self) -> Any:
+        raise errors.InvalidInputError("a pickled cache on SSD", fix="keep it (name=...), and open it by that name in the other process")
 
     def __enter__(self) -> Self:
         return self
@@ -425,14 +470,18 @@ def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> KVCache | None:
 
 def _note_end(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     if (cache := _cache_of(args, kwargs)) is not None:
-        cache.ended()
+        cache.end_pass(model, failed=output is None)
 
 
-def _note_forward(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _note_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     cache = _cache_of(args, kwargs)
-    if cache is not None:
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        cache.note(model, ids if isinstance(ids, torch.Tensor) and not ids.is_floating_point() else None)
+    if cache is None:
+        awaited.layer = None
+        return
+    ids, embeddings = kwargs.get("input_ids", args[0] if args else None), kwargs.get("inputs_embeds")
+    given = ids if isinstance(ids, torch.Tensor) else embeddings
+    is_ids = isinstance(ids, torch.Tensor) and not ids.is_floating_point()
+    cache.begin_pass(model, ids if is_ids else None, None if given is None else given.shape[0])
 
 
 def _note_input(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -14,16 +14,18 @@ from typing import Any
 import torch
 
 from .. import errors
+from ..checks import check_whole
 from ..device.gpu import GpuDevice
 from ..device.interface import Queries
-from ..device.layout import RowLayout, format_of
+from ..device.layout import DTYPES, RowLayout, format_of
 from ..device.readers import GDS_PATHS
 from ..device.ssd import SsdDevice
 from ..device.store import RowStore
 from ..ops.attention import merge
+from ..sizes import parse_size
 from .chunk import chunk_attention
 from .rows import LayerRows
-from .spread import Spread
+from .spread import Spread, Storage, directories_of
 from .visibility import Visibility
 from .xrows import Projection, Recomputer, absorb, release
 
@@ -75,7 +77,7 @@ class SsdCache:
         n_layers: with rows to keep.
         format: of stored rows: None keeps the dtype of K and V; ``int8`` is lossy (X rows are kept as they are).
         spill_interval: new tokens wait in memory until there are so many; None: as many as fill whole pages.
-        read_ahead_bytes: of rows read before they are asked for, on each device.
+        read_ahead_bytes: of rows read before they are asked for, on each device; a size (``64MiB``).
         capacity_tokens: of each sequence: space for as many is reserved when the first rows come, so that a full disk shows then.
         engine: ``auto``, ``uring``, ``posix``, ``gds``, ``gds-compat``, or how to make an engine (tests inject faults so).
         device: where rows are computed on: ``cpu``, ``cuda``; None: where the model's K and V turn out to be.
@@ -91,12 +93,12 @@ class SsdCache:
 
     def __init__(
         self,
-        storage: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        storage: Storage,
         n_layers: int,
         *,
         format: str | None = None,  # noqa: A002 - what it is called wherever rows are stored
         spill_interval: int | None = None,
-        read_ahead_bytes: int = 64 << 20,
+        read_ahead_bytes: int | str = 64 << 20,
         capacity_tokens: int | None = None,
         engine: str | Callable[[], Any] = "auto",
         device: str | torch.device | None = None,
@@ -104,16 +106,16 @@ class SsdCache:
         deadline_s: float = 30.0,
         names: Sequence[str] | None = None,
     ):
-        if spill_interval is not None and spill_interval < 1:
-            raise errors.InvalidInputError("spill_interval", got=spill_interval, expected="at least 1")
-        directories = [storage] if isinstance(storage, (str, os.PathLike)) else list(storage)
-        if not directories:
-            raise errors.InvalidInputError("storage", got="no directory", expected="at least one")
+        for number, value in (("spill_interval", spill_interval), ("capacity_tokens", capacity_tokens), ("threads", threads)):
+            if value is not None:
+                check_whole(number, value, 1)
+        if format not in (None, *DTYPES):
+            raise errors.InvalidInputError("format of stored rows", got=repr(format), expected=f"None, {', '.join(DTYPES)}")
         self.format, self._spill_interval, self._threads = format, spill_interval, threads or 0
         self.capacity_tokens = capacity_tokens
         self._is_kept = names is not None
-        self._places = [(directory, names[i] if names else None) for i, directory in enumerate(directories)]
-        self._options: dict[str, Any] = {"read_ahead_bytes": read_ahead_bytes, "threads": threads, "deadline_s": deadline_s}
+        self._places = [(directory, names[i] if names else None) for i, directory in enumerate(directories_of(storage))]
+        self._options: dict[str, Any] = {"read_ahead_bytes": parse_size(read_ahead_bytes), "threads": threads, "deadline_s": deadline_s}
         self._engine = engine
         self.spread = Spread(self._open_devices(None if device is None else torch.device(device)))
         self.x_rows = 0

@@ -8,6 +8,7 @@ import os
 import re
 import time
 import uuid
+import weakref
 from collections.abc import Sequence
 
 from .. import errors
@@ -15,20 +16,12 @@ from ..storage.lock import DirectoryLock
 from ..storage.manifest import NAME as MANIFEST
 from ..storage.stream import write_error
 from .kept import ROWS_NAME
+from .spread import Storage, directories_of
 
 LOCK, USED = "LOCK", "LAST_USED"
 _PART = "PART"  # "1 of 3 <id>": which folder of one cache this is; the first of them has it before the others, and loses it last
 _NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _LOCK_ATTEMPTS, _LOCK_PAUSE_S = 50, 0.02  # whoever lists caches holds each lock for a moment
-
-Storage = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-
-
-def roots_of(storage: Storage) -> list[str]:
-    roots = [os.fspath(root) for root in ([storage] if isinstance(storage, (str, os.PathLike)) else storage)]
-    if not roots:
-        raise errors.InvalidInputError("storage", got="no directory", expected="at least one")
-    return roots
 
 
 def check_name(name: str) -> None:
@@ -137,15 +130,24 @@ class KeptName:
 
     def __init__(self, storage: Storage, name: str):
         check_name(name)
-        self.roots = roots_of(storage)
+        self.roots = directories_of(storage)
         self.directories = [os.path.join(root, name) for root in self.roots]
         with contextlib.ExitStack() as stack:
-            for directory in self.directories:
-                _make_and_lock(directory, stack)
-            self._mark()
-            if not self.exists:  # what a process left that was killed before it saved anything
-                remove_files(self.directories, marks=False)
-            self._locks = stack.pop_all()
+            locked = list[str]()
+            try:
+                for directory in self.directories:
+                    _make_and_lock(directory, stack)
+                    locked.append(directory)
+                self._mark()
+                if not self.exists:  # what a process left that was killed before it saved anything
+                    remove_files(self.directories, marks=False)
+            except BaseException:
+                for directory in locked:
+                    if set(os.listdir(directory)) <= {LOCK, _PART}:  # nothing was ever kept there
+                        remove_files([directory])
+                raise
+            # Whoever drops a cache without closing it does not keep its name.
+            self._unlock = weakref.finalize(self, stack.pop_all().close)
 
     def _mark(self) -> None:
         """Says in each folder which of how many it is: a manifest names places in all of them, by number."""
@@ -183,4 +185,10 @@ class KeptName:
             raise write_error("cannot note that a kept cache was used", path, error) from error
 
     def unlock(self) -> None:
-        self._locks.close()
+        self._unlock()
+
+    def abandon(self) -> None:
+        """Unlocks; if nothing was saved, nothing stays."""
+        if not self.exists:
+            remove_files(self.directories)
+        self.unlock()

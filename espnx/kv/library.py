@@ -14,8 +14,9 @@ from ..storage import NativeEngine
 from ..storage.manifest import NAME as MANIFEST
 from ..storage.manifest import read_manifest
 from .cache import SsdCache
-from .folders import LOCK, USED, KeptName, Storage, check_name, folders_of, is_kept, lock, remove_files, roots_of
+from .folders import LOCK, USED, KeptName, check_name, folders_of, is_kept, lock, remove_files
 from .kept import FIX, MAGIC, ROWS_NAME, VERSION, load
+from .spread import Storage, directories_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Entry:
 
 def entries(storage: Storage) -> list[Entry]:
     """The kept caches of a directory (or several that share them), the least recently used first. Raises StoreNotFoundError."""
-    roots, found = roots_of(storage), list[Entry]()
+    roots, found = directories_of(storage), list[Entry]()
     try:
         names = sorted(os.listdir(roots[0]))
     except OSError as error:
@@ -82,7 +83,7 @@ def remove(storage: Storage, name: str) -> None:
     Raises StoreNotFoundError, StoreBusyError, WriteError; InvalidInputError where it has more directories than were given.
     """
     check_name(name)
-    roots = roots_of(storage)
+    roots = directories_of(storage)
     directory = os.path.join(roots[0], name)
     if not is_kept(directory):
         raise errors.StoreNotFoundError("no kept cache of that name", path=directory, fix="see `espnx cache ls`")
@@ -128,7 +129,7 @@ def verify(storage: Storage, name: str) -> int:
     Raises StoreNotFoundError, StoreBusyError, ChecksumError, FormatError, TruncatedFileError; a damaged block's layer is named.
     """
     check_name(name)
-    directory = os.path.join(roots_of(storage)[0], name)
+    directory = os.path.join(directories_of(storage)[0], name)
     if not is_kept(directory):
         raise errors.StoreNotFoundError("no kept cache of that name", path=directory, fix="see `espnx cache ls`")
     kept = KeptName(storage, name)

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 
 import torch
 
+from .. import errors
 from ..device.interface import Queries, Segment, Tail, Use
 from ..device.layout import RowLayout
 from ..device.store import RowStore
 from ..ops.attention import merge
+
+Storage = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def directories_of(storage: Storage) -> list[str]:
+    """One for each device. Raises InvalidInputError."""
+    try:
+        found = [os.fspath(each) for each in ([storage] if isinstance(storage, (str, os.PathLike)) else storage)]
+    except TypeError as error:
+        raise errors.InvalidInputError("storage", got=repr(storage), expected="a directory, or several") from error
+    if not found or not all(found):
+        raise errors.InvalidInputError("storage", got=repr(storage), expected="a directory, or several")
+    return found
 
 
 class Spread:
@@ -74,7 +89,12 @@ class Spread:
             self._pool.submit(_attend_on, stream, device, ticket, queries, tail if i == 0 else None)
             for i, (device, ticket) in enumerate(zip(self.devices, tickets, strict=True))
         ]
-        wait(jobs)  # also where one has failed: nobody may still be at work when the caller goes on
+        try:
+            wait(jobs)  # also where one has failed: nobody may still be at work when the caller goes on
+        except BaseException:  # Ctrl-C
+            self.forget()  # wakes whoever waits for a read
+            wait(jobs)
+            raise
         parts = [job.result() for job in jobs]
         o, lse = parts[0]
         for other_o, other_lse in parts[1:]:

@@ -6,8 +6,8 @@ import ctypes
 import os
 
 from .. import errors
+from ..checks import check_whole
 from ..sizes import format_size, parse_size
-from .request import check_whole
 
 _MARGIN_BYTES = 56 << 20  # SQLite, Python objects, what the allocator keeps between two trims
 _LEAST_BYTES = 32 << 20

@@ -10,10 +10,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from .. import errors
+from ..checks import check_finite, check_whole
 from .first_stage import CODES
 from .pooling import POOLINGS
 from .record import FORMAT_NUMBERS
-from .request import check_finite, check_whole
 
 COMPACT_FORMATS = ("bit1", "residual1", "residual2", "residual4", "int8")
 

@@ -8,13 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-import numpy as np
-
 from .. import errors
+from ..checks import check_whole
 from .advice import Steps
 from .texts import DocumentId
-
-FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class SearchOptions(TypedDict, total=False):
@@ -30,19 +27,6 @@ class SearchOptions(TypedDict, total=False):
     exclude: Iterable[DocumentId] | None
     explain: bool
     deadline_s: float
-
-
-def check_whole(name: str, value: object, least: int, most: int | None = None) -> None:
-    """Raises InvalidInputError unless the value is a whole number within those limits."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
-        expected = f"a whole number, at least {least}" + ("" if most is None else f", at most {most}")
-        raise errors.InvalidInputError(name, got=repr(value), expected=expected)
-
-
-def check_finite(name: str, value: object) -> None:
-    """Raises InvalidInputError unless the value is a number that float32 holds."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= FLOAT32_MAX:
-        raise errors.InvalidInputError(name, got=repr(value), expected="a finite number that float32 can hold")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from .. import errors
+from ..checks import check_finite, check_whole
 from ..sizes import parse_size
 from ..storage import Engine, NativeEngine, open_engine
 from .advice import NO_PREFETCH, Adviser
@@ -29,7 +30,7 @@ from .first_stage import Allowed, IvfFirstStage
 from .gpu_first_stage import GpuIvfFirstStage
 from .hot import HotDocuments
 from .ranking import rank
-from .request import Arguments, SearchOptions, check_arguments, check_finite, check_whole
+from .request import Arguments, SearchOptions, check_arguments
 from .rerank import QueryVectors
 from .resident import ResidentTier
 from .result import Hit, SearchResult

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from espnx.cli.main import main
 from espnx.integrations.transformers import KVCache
 from tests.integrations.kv_models import enabled, generate, prompt
-from tests.retrieval.common import memory_folder
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str, str]:
@@ -23,12 +21,6 @@ def run(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str, str]
 def keep(storage: Path | list[Path], name: str) -> None:
     with KVCache(enabled("llama").config, storage, name=name, x_rows=0) as cache:
         generate(enabled("llama"), prompt([20, 9]), cache, max_new_tokens=2)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with memory_folder() as path:
-        yield path
 
 
 def test_ls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from espnx.cli.main import main
 
 pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
 
+from tests.forks import Forks
 from tests.retrieval.common import toy_encoder
-from tests.retrieval.zygote import zygote
 from tests.storage.common import until
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
@@ -179,21 +180,21 @@ def test_damage_is_an_error_with_a_name(tmp_path: Path, corpus: Path, capsys: py
         assert run(capsys, "index", command, tmp_path / "nowhere")[0] == 1
 
 
-def test_ctrl_c(tmp_path: Path) -> None:
+def test_ctrl_c(tmp_path: Path, open_forks: Callable[[str], Forks]) -> None:
     """Exit code 130, nothing published, and the same command goes on."""
     corpus, said = write_corpus(tmp_path / "corpus.jsonl", 3000), tmp_path / "err"
     job = {"argv": ["index", "build", str(tmp_path / "store"), "--corpus", str(corpus)], "stdout": tmp_path / "out", "stderr": said}
-    with zygote() as processes:
-        child = processes.start(delay_s=0.3, **job)
-        state = tmp_path / "store" / "building" / "STATE.json"
-        assert until(lambda: state.exists() and json.loads(state.read_bytes())["documents"] > 0, 60)
-        time.sleep(0.1)
-        os.kill(child, signal.SIGINT)
-        assert processes.wait(child) == 130
-        assert "interrupted; what was published before is intact" in said.read_text()
-        assert "Traceback" not in said.read_text()
-        assert not (tmp_path / "store" / "MANIFEST.json").exists()
-        assert processes.wait(processes.start(**job)) == 0
+    processes = open_forks("tests.retrieval.zygote")
+    child = processes.start(delay_s=0.3, **job)
+    state = tmp_path / "store" / "building" / "STATE.json"
+    assert until(lambda: state.exists() and json.loads(state.read_bytes())["documents"] > 0, 60)
+    time.sleep(0.1)
+    os.kill(child, signal.SIGINT)
+    assert processes.wait(child) == 130
+    assert "interrupted; what was published before is intact" in said.read_text()
+    assert "Traceback" not in said.read_text()
+    assert not (tmp_path / "store" / "MANIFEST.json").exists()
+    assert processes.wait(processes.start(**job)) == 0
     assert "from the interrupted build" in (tmp_path / "out").read_text()
     assert main(["index", "verify", str(tmp_path / "store")]) == 0
 

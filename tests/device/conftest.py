@@ -1,21 +1,10 @@
-"""Folders in memory and engines on every path."""
+"""Engines on every path that reaches a file system."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from tests.retrieval.common import memory_folder
 from tests.storage.common import uring_refusal
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """Where a flush costs nothing."""
-    with memory_folder() as path:
-        yield path
 
 
 @pytest.fixture(params=["uring", "posix"])

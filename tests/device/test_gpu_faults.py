@@ -96,7 +96,7 @@ def test_a_read_that_never_ends(folder: Path, way: str) -> None:
     """Its memory stays with the engine; the device goes on."""
     engine = FaultyEngine([FaultRule("never", operation="read", nth=1, count=1)], poison=True)
     try:
-        with opened_gpu(folder, way, engine=engine, deadline_s=0.2) as device:
+        with opened_gpu(folder, way, engine=engine, deadline_s=0.5) as device:
             stored = put(device, LAYOUT, 1, HEADS, 40, rng())
             with pytest.raises(errors.DeadlineExceededError, match=device.path):
                 assert_reads_right(device, stored)
@@ -152,7 +152,7 @@ def test_gds_that_fails(folder: Path, rule: Rule, kind: type[errors.StorageError
 
 def test_gds_that_hangs(folder: Path) -> None:
     stub = CuFileStub(rules=[Rule("never", nth=1, count=1)])
-    with opened_gpu(folder, "gds", stub=stub, deadline_s=0.3) as device:
+    with opened_gpu(folder, "gds", stub=stub, deadline_s=0.5) as device:
         stored = put(device, LAYOUT, 1, HEADS, 40, rng())
         with pytest.raises(errors.DeadlineExceededError):
             assert_reads_right(device, stored)

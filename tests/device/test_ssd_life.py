@@ -189,7 +189,7 @@ def test_put_waits_for_writes_behind(folder: Path) -> None:
 
 
 def test_is_written(folder: Path) -> None:
-    rule = FaultRule("delay", operation="write", nth=1, count=1, value=100_000_000)
+    rule = FaultRule("delay", operation="write", nth=1, count=1, value=500_000_000)
     with FaultyEngine([rule]) as engine, opened(folder, engine=engine) as device:
         a, b = (each.segment for each in put(device, LAYOUT, 2, HEADS, 5, rng()))
         assert not device.is_written(a)

@@ -1,22 +1,12 @@
-"""A process that has imported everything and started no thread: it forks children that keep caches, which tests then kill at any moment.
-
-Reads one JSON job a line from standard input and answers with one line: the process id of a new child, or the exit code of an old one.
-"""
+"""Children that keep caches, which tests kill at any moment: the jobs of tests/forks.py, and what must be generated."""
 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +16,11 @@ from espnx.integrations import transformers as module
 from espnx.integrations.transformers import KVCache
 from espnx.kv import folders, kept
 from espnx.storage import NativeEngine
+from tests.forks import command_line, killed_at, serve
+from tests.integrations.kv_child import interrupted
 from tests.integrations.kv_models import enabled, expected, generate, prompt
 from tests.retrieval.common import memory_folder
 
-ROOT = Path(__file__).resolve().parents[2]
 LENGTHS, NEW = [21, 20], 24
 LOSSY_LENGTHS = [300, 280]  # more than a block of int8 rows
 OWNERS: dict[str, Any] = {"engine": NativeEngine, "os": os, "kept": kept, "module": module, "folders": folders}
@@ -81,31 +72,17 @@ def held(name: str, storage: list[Path]) -> int:
         again = [folder / str(number) for number in range(len(storage))]
         for path, other in zip(storage, again, strict=True):
             shutil.copytree(path, other)
-        with KVCache(enabled(name).config, again, name="c", x_rows=0) as cache:
+        with KVCache(enabled(name).config, again, name="c") as cache:
             found = cache.get_seq_length()
             go_on(name, cache)
     return found
 
 
-def killed_at(owner: Any, name: str, nth: int, after: bool) -> None:
-    """This process is gone, as by kill -9, before or after the nth call of a function."""
-    original: Callable[..., Any] = getattr(owner, name)
-    calls = 0
-
-    def call(*args: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == nth and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = original(*args, **options)
-        if calls == nth:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    setattr(owner, name, call)
-
-
 def run(job: dict[str, Any]) -> int:
+    if "argv" in job:
+        return command_line(job)
+    if "stalled" in job:
+        return interrupted(**job)
     name, lossy = job["model"], job.get("format")
     if "at" in job:
         owner, function, nth, after = job["at"]
@@ -119,59 +96,8 @@ def run(job: dict[str, Any]) -> int:
     return 0
 
 
-def serve() -> None:
+if __name__ == "__main__":
     torch.set_num_threads(1)
     for name in ("llama", "opt"):
         enabled(name), wanted(name)
-    for line in sys.stdin:
-        job = json.loads(line)
-        if "wait" in job:
-            _, status = os.waitpid(job["wait"], 0)
-            print(os.waitstatus_to_exitcode(status), flush=True)
-            continue
-        child = os.fork()
-        if child == 0:
-            code = 99
-            try:
-                code = run(job)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-        print(child, flush=True)
-
-
-class Forks:
-    """The tests' end."""
-
-    def __init__(self, process: subprocess.Popen[str]):
-        self._process = process
-
-    def _ask(self, job: dict[str, Any]) -> int:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(job, default=str) + "\n")
-        self._process.stdin.flush()
-        return int(self._process.stdout.readline())
-
-    def start(self, **job: Any) -> int:
-        return self._ask(job)
-
-    def wait(self, child: int) -> int:
-        """Exit code, negative for a signal."""
-        return self._ask({"wait": child})
-
-
-@contextmanager
-def forks() -> Iterator[Forks]:
-    words = [sys.executable, "-m", "tests.integrations.kv_forks"]
-    with subprocess.Popen(
-        words, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        yield Forks(process)
-        assert process.stdin is not None
-        process.stdin.close()
-
-
-if __name__ == "__main__":
-    serve()
+    serve(run)

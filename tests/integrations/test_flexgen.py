@@ -8,7 +8,6 @@ import itertools
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +25,13 @@ from espnx.integrations import flexgen, flexgen_store
 from espnx.integrations.flexgen_store import TensorFile
 from espnx.storage import FaultRule, FaultyEngine
 from tests.integrations.kv_models import make
-from tests.retrieval.common import memory_folder
 from tests.storage.common import open_descriptors
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "flexgen-lm-eval.md"
 PAD, NEW = 1, 9
 LENGTHS = [37, 20, 5, 37]
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with memory_folder() as path:
-        yield path
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +137,7 @@ def test_a_failing_disk(folder: Path, weights: tuple[Any, str], rule: FaultRule,
     """The error comes out of `generate`, and the disk then goes on."""
     wanted = expected(weights, folder)
     engine = FaultyEngine([rule], poison=True)
-    with flexgen.EspnxDisk(folder, engine=engine, deadline_s=0.5) as disk:
+    with flexgen.EspnxDisk(folder, engine=engine, deadline_s=1.0) as disk:
         with pytest.raises(error):
             generate(weights, disk)
         assert engine.stats().fault_hits
@@ -183,7 +177,7 @@ def test_nothing_stays_open(folder: Path) -> None:
     pytorch_backend.global_disk_device = None
     del forgotten
     gc.collect()
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
     assert "cuda" not in vars(torch.Tensor)
 
 

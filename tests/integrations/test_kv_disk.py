@@ -5,11 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,45 +13,22 @@ import torch
 
 from espnx import errors
 from espnx.integrations.transformers import KVCache
+from tests.forks import Forks
 from tests.integrations.kv_models import enabled, expected, generate, prompt
-from tests.retrieval.common import memory_folder
-from tests.storage.machine import command, mounted, small_ext4
+from tests.storage.common import until
+from tests.storage.machine import MIB, command, file_system, fill, free_bytes, mounted
 
-ROOT = Path(__file__).resolve().parents[2]
-MIB = 1 << 20
 LENGTHS = [21, 20, 5]
 TOKEN_BYTES = 2 * 2 * 2 * 128 * 4  # of one token of one sequence: K and V, two layers, two heads of 128 values
-
-
-@contextmanager
-def file_system(kind: str, folder: Path) -> Iterator[Path]:
-    if kind == "ext4":
-        with small_ext4(folder, 8 * MIB) as (where, _):
-            (where / "lost+found").rmdir()
-            yield where
-    else:
-        with mounted("tmpfs", "espnx", folder / "tmpfs", "size=6m") as where:
-            yield where
-
-
-def free_bytes(where: Path) -> int:
-    found = os.statvfs(where)
-    return found.f_bavail * found.f_frsize
-
-
-def fill(where: Path, leave_bytes: int) -> Path:
-    ballast = where / "ballast"
-    with open(ballast, "wb") as file:
-        os.posix_fallocate(file.fileno(), 0, max(1, free_bytes(where) - leave_bytes))
-    return ballast
 
 
 @pytest.mark.root
 def test_no_room_for_the_capacity(tmp_path: Path) -> None:
     """Seen when the first rows come, not in an hour; with more room the same cache begins."""
-    with mounted("tmpfs", "espnx", tmp_path / "tmpfs", "size=6m") as where, KVCache(
-        enabled("llama").config, where, capacity_tokens=1000
-    ) as cache:
+    with (
+        mounted("tmpfs", "espnx", tmp_path / "tmpfs", "size=6m") as where,
+        KVCache(enabled("llama").config, where, capacity_tokens=1000) as cache,
+    ):
         with pytest.raises(errors.DiskFullError) as caught:
             generate(enabled("llama"), prompt(LENGTHS), cache)
         error = caught.value
@@ -77,7 +50,7 @@ def test_no_room_for_the_capacity(tmp_path: Path) -> None:
 def test_the_disk_is_full_on_the_way(tmp_path: Path, kind: str, room_tokens: int) -> None:
     """Of the prompt, of the first tokens, of later ones. Room made, the same cache goes on to the same tokens."""
     model, inputs, total = enabled("llama"), prompt(LENGTHS), max(LENGTHS) + 30
-    with file_system(kind, tmp_path) as where, KVCache(model.config, where) as cache:
+    with file_system(kind, tmp_path, 8 * MIB) as where, KVCache(model.config, where) as cache:
         ballast = fill(where, room_tokens * len(LENGTHS) * TOKEN_BYTES + 8192)
         with pytest.raises(errors.DiskFullError) as caught:
             generate(model, inputs, cache)
@@ -96,31 +69,25 @@ def test_the_disk_is_full_on_the_way(tmp_path: Path, kind: str, room_tokens: int
         assert torch.equal(got, expected("llama", LENGTHS))
 
 
-def child(directories: list[Path]) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "tests.integrations.kv_child", *map(str, directories)]
-    process = subprocess.Popen(words, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "stalled\n"
-    return process
-
-
 @pytest.mark.parametrize("devices", [1, 2])
-def test_ctrl_c_while_the_device_stalls(devices: int) -> None:
-    """Seen at once, though the device's deadline is a minute away; the same cache then goes on to the same tokens."""
-    with memory_folder() as folder, child([folder / str(i) for i in range(devices)]) as process:
-        time.sleep(0.2)
-        sent = time.time()
-        process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=60)
-        found = json.loads(out.splitlines()[-1])
-        assert process.returncode == 0
-        assert found["equal"]
-        assert found["interrupted_s"] - sent < 5
-        assert not [name for _, _, names in os.walk(folder) for name in names]
+def test_ctrl_c_while_the_device_stalls(tmp_path: Path, folder: Path, processes: Forks, devices: int) -> None:
+    """Seen at once, though the device's deadline is a minute and a half away; the same cache then goes on to the same tokens."""
+    stalled, result = tmp_path / "stalled", tmp_path / "result"
+    child = processes.start(storage=[folder / str(i) for i in range(devices)], stalled=stalled, result=result)
+    assert until(stalled.exists, 60)
+    time.sleep(0.1)
+    sent = time.time()
+    os.kill(child, signal.SIGINT)
+    assert processes.wait(child) == 0
+    found = json.loads(result.read_text())
+    assert found["equal"]
+    assert found["interrupted_s"] - sent < 30
+    assert not [name for _, _, names in os.walk(folder) for name in names]
 
 
-def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
-    with child([tmp_path / "a"]) as process:
-        process.kill()
-        assert process.wait() == -signal.SIGKILL
+def test_a_killed_process_leaves_nothing(tmp_path: Path, processes: Forks) -> None:
+    child = processes.start(storage=[tmp_path / "a"], stalled=tmp_path / "stalled", result=tmp_path / "result")
+    assert until((tmp_path / "stalled").exists, 60)
+    os.kill(child, signal.SIGKILL)
+    assert processes.wait(child) == -signal.SIGKILL
     assert not list((tmp_path / "a").iterdir())

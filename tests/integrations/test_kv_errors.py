@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import pickle
 from pathlib import Path
 
 import pytest
@@ -14,13 +14,6 @@ from espnx import errors
 from espnx.integrations.transformers import KVCache, enable
 from tests.integrations import kv_models
 from tests.integrations.kv_models import enabled, expected, generate, make, plain, prompt
-from tests.retrieval.common import memory_folder
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with memory_folder() as path:
-        yield path
 
 
 def test_a_model_that_is_not_enabled(folder: Path) -> None:
@@ -152,8 +145,10 @@ def test_parts_of_a_batch(folder: Path, kept: list[int]) -> None:
 
 
 def test_a_cache_is_not_copied(folder: Path) -> None:
-    with KVCache(plain("llama").config, folder) as cache, pytest.raises(TypeError):
-        copy.deepcopy(cache)
+    with KVCache(plain("llama").config, folder) as cache:
+        for make in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(errors.InvalidInputError, match=r"name=\.\.\."):
+                make(cache)
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -6,7 +6,7 @@ import errno
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,11 @@ from espnx import errors
 from espnx.integrations.transformers import KVCache
 from espnx.storage import FaultRule, FaultyEngine
 from tests.integrations.kv_models import enabled, expected, generate, make, plain, prompt
-from tests.retrieval.common import memory_folder
 from tests.storage.common import open_descriptors, until
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTHS, NEW = [21, 20, 5], 12
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with memory_folder() as path:
-        yield path
 
 
 def engines(rules: list[FaultRule]) -> tuple[Callable[[], FaultyEngine], list[FaultyEngine]]:
@@ -129,15 +124,15 @@ def test_short_reads(folder: Path) -> None:
 def test_a_stalled_device(folder: Path, operation: str) -> None:
     """The deadline is an error, soon; the device answers again, and so do the tokens."""
     make_engine, made = engines([FaultRule("never", operation=operation, nth=2, count=1)])
-    with KVCache(enabled("llama").config, folder, engine=make_engine, deadline_s=0.3) as cache:
+    with KVCache(enabled("llama").config, folder, engine=make_engine, deadline_s=1.0) as cache:
         begun = time.monotonic()
         got, caught = to_the_end("llama", cache)
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 25
         assert [type(error) for error in caught] == [errors.DeadlineExceededError]
         assert torch.equal(got, wanted("llama"))
         begun = time.monotonic()
     made[0].close(grace_s=0.01)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 25
 
 
 def test_late_answers_change_nothing(folder: Path) -> None:
@@ -174,7 +169,7 @@ def test_closing_returns_the_space(folder: Path) -> None:
     generate(enabled("llama"), prompt(LENGTHS), cache, max_new_tokens=1)
     assert len(open_descriptors()) > len(before)
     cache.close()
-    assert until(lambda: len(open_descriptors()) <= len(before), 2), open_descriptors() - before
+    assert until(lambda: len(open_descriptors()) <= len(before)), open_descriptors() - before
 
 
 def test_an_error_of_the_caller_ends_it(folder: Path) -> None:

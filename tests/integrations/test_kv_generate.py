@@ -3,7 +3,6 @@ generate."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ import torch
 from espnx.integrations.transformers import KVCache, enable
 from tests.integrations import kv_models
 from tests.integrations.kv_models import CONFIGS, enabled, expected, generate, make, prompt
-from tests.retrieval.common import memory_folder
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PADDED = [37, 20, 5]
 MODES: dict[str, tuple[list[int], dict[str, Any], dict[str, Any]]] = {
@@ -28,12 +28,6 @@ MODES: dict[str, tuple[list[int], dict[str, Any], dict[str, Any]]] = {
     "X and KV": (PADDED, {"prefill_chunk_size": 19}, {"x_rows": 2, "spill_interval": 1}),
     "X beams": (PADDED[1:], {"num_beams": 2, "max_new_tokens": 20}, {"x_rows": 4}),
 }
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with memory_folder() as path:
-        yield path
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +11,11 @@ from transformers import DynamicCache
 
 from espnx import errors
 from espnx.integrations.transformers import KVCache
-from tests.integrations.kv_forks import LENGTHS, NEW, Forks, forks, go_on, inputs, lengths_of, wanted
+from tests.forks import Forks
+from tests.integrations.kv_forks import LENGTHS, NEW, go_on, inputs, lengths_of, wanted
 from tests.integrations.kv_models import enabled, expected, generate, make, plain, prompt
-from tests.retrieval.common import memory_folder
 
 LONGEST = max(LENGTHS)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with memory_folder() as path:
-        yield path
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Forks]:
-    with forks() as opened:
-        yield opened
 
 
 @pytest.mark.parametrize(
@@ -58,6 +45,18 @@ def test_another_process_continues(folder: Path, processes: Forks, name: str, de
     with KVCache(enabled(name).config, storage, name="c", format=lossy) as cache:
         assert cache.get_seq_length() == held == longest + NEW - 1
         assert torch.equal(cache.tokens, wanted(name, lossy)[:, :-1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("made", "asked"), [("int8", None), (None, "int8"), ("fp16", None)])
+def test_another_format_is_refused(folder: Path, made: str | None, asked: str | None) -> None:
+    """Lossy rows are not continued by who asked for exact ones, nor the other way round; what was kept stays."""
+    with KVCache(enabled("llama").config, folder, name="c", format=made, x_rows=0) as cache:
+        go_on("llama", cache, until=1)
+        length = cache.get_seq_length()
+    with pytest.raises(errors.InvalidInputError, match="format of a kept cache"):
+        KVCache(enabled("llama").config, folder, name="c", format=asked)
+    with KVCache(enabled("llama").config, folder, name="c", format=made) as cache:
+        assert cache.get_seq_length() == length
 
 
 def test_layers_in_memory_are_refused(folder: Path) -> None:

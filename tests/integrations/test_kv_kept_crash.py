@@ -15,25 +15,16 @@ import pytest
 
 from espnx.integrations.transformers import KVCache
 from espnx.kv.library import entries
-from tests.integrations.kv_forks import LENGTHS, NEW, Forks, forks, go_on, held
+from tests.forks import Forks
+from tests.integrations.kv_forks import LENGTHS, NEW, go_on, held
 from tests.integrations.kv_models import enabled
 from tests.retrieval.common import memory_folder
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 LONGEST, STEP = max(LENGTHS), 4
 #: Lengths of the states that a process saves: after every 4 new tokens, the last of which is not in the cache.
 STATES = {0} | {LONGEST - 1 + n for n in range(STEP, NEW + 1, STEP)} | {LONGEST + NEW - 1}
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with memory_folder() as path:
-        yield path
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Forks]:
-    with forks() as opened:
-        yield opened
 
 
 @pytest.mark.parametrize(("name", "devices", "options"), [("llama", 1, {}), ("opt", 2, {"x_rows": 1, "spill_interval": 1})])

@@ -20,14 +20,10 @@ from tests.integrations.kv_forks import LENGTHS, go_on, inputs, wanted
 from tests.integrations.kv_models import enabled, generate, make
 from tests.retrieval.common import memory_folder
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LONGEST = max(LENGTHS)
 DAMAGE = (errors.ChecksumError, errors.FormatError, errors.TruncatedFileError)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with memory_folder() as path:
-        yield path
 
 
 @pytest.fixture(scope="module")

@@ -3,42 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from espnx import errors
+from espnx import enable, errors
 from espnx.integrations.transformers import KVCache
+from espnx.kv import kept
 from espnx.kv.library import entries
 from espnx.storage import FaultRule, FaultyEngine
-from tests.integrations.kv_forks import LENGTHS, NEW, Forks, forks, go_on, held
-from tests.integrations.kv_models import enabled
-from tests.integrations.test_kv_disk import fill
-from tests.retrieval.common import memory_folder
-from tests.storage.common import until
-from tests.storage.machine import mounted
+from tests.forks import Forks
+from tests.integrations.kv_forks import LENGTHS, NEW, go_on, held, wanted
+from tests.integrations.kv_models import enabled, make
+from tests.storage.common import open_descriptors, until
+from tests.storage.machine import fill, mounted
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 LONGEST, STEP = max(LENGTHS), 4
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with memory_folder() as path:
-        yield path
-
-
-def test_one_process_at_a_time(folder: Path) -> None:
+def test_one_process_at_a_time(folder: Path, processes: Forks) -> None:
     """The other is told who has it; the lock goes with its process, however that ends. Folders that are shared in part are locked too."""
     storage = [folder / "a", folder / "b"]
-    with forks() as processes:
-        _one_at_a_time(folder, storage, processes)
-
-
-def _one_at_a_time(folder: Path, storage: list[Path], processes: Forks) -> None:
     child = processes.start(model="llama", storage=storage, hold=folder / "held", step=STEP)
     assert until((folder / "held").exists, 30)
     for other in (storage, storage[:1], storage[1:], storage[::-1], [folder / "new", folder / "b"]):
@@ -136,9 +129,93 @@ def test_the_directory_is_removed(folder: Path) -> None:
     with pytest.raises(errors.WriteError) as caught:
         go_on("llama", cache)
     assert caught.value.path is not None
-    with pytest.raises(errors.WriteError):
-        cache.close()
-    cache.close()
+    for _ in range(2):
+        with pytest.raises(errors.WriteError):
+            cache.close()
     with KVCache(enabled("llama").config, folder / "s", name="c", x_rows=0) as cache:
         assert cache.get_seq_length() == 0
+        go_on("llama", cache)
+
+
+def test_a_close_that_failed_can_be_repeated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came since the last save is not lost with the first try."""
+    cache = KVCache(enabled("llama").config, folder, name="c", x_rows=0)
+    go_on("llama", cache, until=4)
+    held = cache.get_seq_length()
+    logits = enabled("llama")(wanted("llama")[:, held : held + 1], past_key_values=cache).logits
+    assert torch.isfinite(logits).all()
+    with monkeypatch.context() as patch:
+        patch.setattr(kept, "write_manifest", failing(errors.DiskFullError("full", needed_bytes=2, free_bytes=1)))
+        with pytest.raises(errors.DiskFullError):
+            cache.close()
+    cache.close()
+    cache.close()
+    with KVCache(enabled("llama").config, folder, name="c") as cache:
+        assert cache.get_seq_length() == held + 1
+
+
+def failing(error: Exception) -> Callable[..., None]:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("when", ["opened", "matched nothing", "after a pass"])
+def test_another_model_is_refused_at_any_time(folder: Path, when: str) -> None:
+    """And what was kept stays as it is."""
+    other = enable(make("llama", seed=1))
+    with KVCache(enabled("llama").config, folder, name="c", x_rows=0) as cache:
+        go_on("llama", cache, until=4)
+        held = cache.get_seq_length()
+    with KVCache(enabled("llama").config, folder, name="c") as cache:
+        ids = wanted("llama")[:, :held]
+        if when == "matched nothing":
+            assert cache.match(ids + 1) == 0
+        if when == "after a pass":
+            enabled("llama")(wanted("llama")[:, held : held + 1], past_key_values=cache)
+        with pytest.raises(errors.ForeignFileError, match="another model"):
+            other(ids[:, :1], past_key_values=cache)
+
+
+def test_a_name_that_was_dropped_is_free(folder: Path) -> None:
+    """Nothing was closed; nothing that was not saved is there."""
+    before = open_descriptors()
+    for number in range(3):
+        cache = KVCache(enabled("llama").config, folder, name="c", x_rows=0)
+        if not number:
+            go_on("llama", cache, until=4)
+        held = cache.get_seq_length()
+        del cache
+        gc.collect()
+        assert held
+    assert open_descriptors() <= before
+
+
+def test_a_cache_that_could_not_be_opened_leaves_nothing(folder: Path) -> None:
+    (folder / "file").touch()
+    config = enabled("llama").config
+    for storage, options in (
+        ([folder, folder / "file"], {}), (folder, {"engine": "no such engine"}), (folder, {"capacity_tokens": 0}),
+        ([folder, folder / "b"], {"engine": "no such engine"}),
+    ):  # fmt: skip
+        with pytest.raises(errors.EspnxError):
+            KVCache(config, storage, name="c", **options)  # type: ignore[arg-type]
+        assert not (folder / "c").exists()
+        assert not (folder / "b" / "c").exists()
+    keep = KVCache(enabled("llama").config, folder, name="c", x_rows=0)
+    go_on("llama", keep, until=4)
+    keep.close()
+    with pytest.raises(errors.EspnxError):
+        KVCache(config, folder, name="c", engine="no such engine")
+    with KVCache(config, folder, name="c") as cache:
+        assert cache.get_seq_length() > 0
+
+
+def test_x_rows_that_were_kept_are_not_changed(folder: Path) -> None:
+    with KVCache(enabled("llama").config, folder, name="c", x_rows=1) as cache:
+        go_on("llama", cache, until=4)
+    with pytest.raises(errors.InvalidInputError, match="x_rows of a kept cache"):
+        KVCache(enabled("llama").config, folder, name="c", x_rows=0)
+    with KVCache(enabled("llama").config, folder, name="c", x_rows=1) as cache:
         go_on("llama", cache)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from espnx.integrations.transformers import KVCache
 from tests.integrations.kv_models import enabled, plain, prompt
-from tests.retrieval.common import memory_folder
 
 NEW = 20
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with memory_folder() as path:
-        yield path
 
 
 def fed(model: PreTrainedModel, cache: Any, lengths: list[int], new: torch.Tensor, chunk: int) -> torch.Tensor:

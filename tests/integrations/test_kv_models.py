@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ from transformers.pytorch_utils import Conv1D
 
 import espnx
 from espnx import errors
-from espnx.integrations import transformers as under_test
+from espnx.integrations import scheduling
 from espnx.integrations.dense import dense_seconds
 from espnx.kv.schedule import Decision
 from tests.integrations.kv_models import enabled, expected, generate, prompt
-from tests.retrieval.common import memory_folder
 
 _BASE: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -28,12 +26,6 @@ _LATENT: dict[str, Any] = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32, "kv_lora_rank": 16,
     "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 1,
 }  # fmt: skip
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with memory_folder() as path:
-        yield path
 
 
 def build(family: str, **options: Any) -> Any:
@@ -76,7 +68,7 @@ def test_x_rows_that_cannot_be(folder: Path, monkeypatch: pytest.MonkeyPatch, fa
     ids = torch.arange(3, 63).view(2, 30)
     with espnx.KVCache(model.config, folder, x_rows=1) as cache, pytest.raises(errors.InvalidInputError, match="x_rows=0"):
         model.generate(ids, past_key_values=cache, max_new_tokens=2)
-    monkeypatch.setattr(under_test, "decide", lambda *_: Decision(2, "a test"))
+    monkeypatch.setattr(scheduling, "decide", lambda *_: Decision(2, "a test"))
     with espnx.KVCache(model.config, folder) as cache:
         found = model.generate(ids, past_key_values=cache, max_new_tokens=9, do_sample=False)
         stats = cache.stats()
@@ -86,7 +78,7 @@ def test_x_rows_that_cannot_be(folder: Path, monkeypatch: pytest.MonkeyPatch, fa
 
 
 def test_x_rows_of_ones_own_idea(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(under_test, "decide", lambda *_: Decision(1, "a test"))
+    monkeypatch.setattr(scheduling, "decide", lambda *_: Decision(1, "a test"))
     model = espnx.enable(build("Llama"))
     ids = torch.arange(3, 63).view(2, 30)
     with espnx.KVCache(model.config, folder) as cache:

@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from espnx import errors
 from espnx.integrations.lm_eval import EspnxLM
 from espnx.storage import FaultRule, FaultyEngine
 from tests.integrations.kv_models import make
-from tests.retrieval.common import memory_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = Path(__file__).parent / "data" / "lm_eval"
@@ -51,12 +49,6 @@ def tokenizer() -> Any:
 
 def model(name: str) -> Any:
     return make(name, vocab_size=len(LETTERS) + 3)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with memory_folder() as path:
-        yield path
 
 
 def theirs(name: str, **options: Any) -> HFLM:

@@ -9,7 +9,6 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,28 +24,9 @@ from espnx.storage import FaultRule, FaultyEngine
 from espnx.storage.weights_files import StoredTensor, find_tensors
 from espnx.storage.weights_layers import LayerWeights, Piece, Weight, share
 from espnx.storage.weights_stream import WeightFiles, WeightStream
-from tests.integrations.streamed_models import CONFIGS, GREEDY, IDS, LAYERS, MASK, least, resident, save
+from tests.integrations.streamed_models import CONFIGS, GREEDY, IDS, LAYERS, MASK, least
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small are faster so, the more on a machine that has other work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    where = tmp_path_factory.mktemp("models")
-    return {key: path for name in CONFIGS for key, path in save(where, name).items()}
-
-
-@pytest.fixture(scope="module")
-def expected(folders: dict[str, Path]) -> dict[str, tuple[PreTrainedModel, torch.Tensor]]:
-    """Resident models and their tokens."""
-    return {name: resident(folders[name]) for name in CONFIGS}
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def in_memory(model: PreTrainedModel) -> int:

@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from espnx import errors
 from espnx.integrations.streamed import GroupedCache, load_streamed, micro_batches
 from espnx.integrations.transformers import KVCache, enable
-from tests.integrations.streamed_models import CONFIGS, GREEDY, IDS, LAYERS, MASK, least, resident, save
+from tests.integrations.streamed_models import CONFIGS, GREEDY, IDS, LAYERS, MASK, least
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small are faster so, the more on a machine that has other work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    where = tmp_path_factory.mktemp("models")
-    return {key: path for name in CONFIGS for key, path in save(where, name).items()}
-
-
-@pytest.fixture(scope="module")
-def expected(folders: dict[str, Path]) -> dict[str, tuple[PreTrainedModel, torch.Tensor]]:
-    """Resident models and their tokens."""
-    return {name: resident(folders[name]) for name in CONFIGS}
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize(("name", "n"), [*((name, 2) for name in CONFIGS), ("llama", 1), ("llama", 3), ("windows", 5), ("mixtral", 9)])

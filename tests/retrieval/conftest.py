@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import espnx
-from tests.retrieval.common import build, corpus, memory_folder
+from tests.forks import Forks
+from tests.retrieval.common import build, corpus
 
 pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
 
@@ -24,10 +25,10 @@ def one_faiss_thread() -> Iterator[None]:
     faiss.omp_set_num_threads(before)
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with memory_folder() as path:
-        yield path
+@pytest.fixture(scope="session")
+def processes(open_forks: Callable[[str], Forks]) -> Forks:
+    """Builds, and the command line, in processes that can be killed."""
+    return open_forks("tests.retrieval.zygote")
 
 
 @pytest.fixture(scope="session")

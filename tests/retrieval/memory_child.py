@@ -1,13 +1,11 @@
-"""Builds more records than the budget has room for, and prints what the process really took. Run by test_memory.py."""
+"""Builds more records than the budget has room for, and says what the process really took: a job of zygote.py, for test_memory.py."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import faiss
 import numpy as np
 import torch
 
@@ -35,10 +33,8 @@ def peak_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def main() -> None:
-    path, room_mib, count, mean_tokens = sys.argv[1], *map(int, sys.argv[2:5])
-    pca = int(sys.argv[5]) or None
-    faiss.omp_set_num_threads(1)
+def measured(path: str, result: str, room_mib: int, count: int, mean_tokens: int, pca: int | None) -> int:
+    """Writes to `result`, as JSON, what a build with so much room took."""
     espnx.build(f"{path}/warm", corpus(100), dims=(16, 8), nlist=4)  # what the libraries themselves take, once
     base = resident_bytes()
     budget = base + (room_mib << 20) + 70_000 * DIM * 4  # the corpus's own block is the generator's affair
@@ -47,8 +43,6 @@ def main() -> None:
     peak = peak_bytes()
     with espnx.open(f"{path}/s") as index:
         verified = index.store.verify()
-    print(json.dumps({"base": base, "budget": budget, "peak": peak, "records": report.record_bytes, "verified": verified}))
-
-
-if __name__ == "__main__":
-    main()
+    seen = {"base": base, "budget": budget, "peak": peak, "records": report.record_bytes, "verified": verified}
+    Path(result).write_text(json.dumps(seen))
+    return 0

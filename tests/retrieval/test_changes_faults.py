@@ -24,14 +24,13 @@ from espnx import errors
 from espnx.retrieval import arrange, compacting, mutate, publish
 from espnx.retrieval import build as building
 from espnx.storage import NativeEngine
+from tests.forks import Forks
 from tests.retrieval.common import EVERYTHING, assert_ranking, exact_scores, memory_folder, toy_encoder
 from tests.retrieval.test_changes import assert_tidy
 from tests.retrieval.test_damage import BLUNT, assert_names
-from tests.retrieval.test_disk import MIB, fill
 from tests.retrieval.test_faults import KINDS, Impatient, Kind, check_error
-from tests.retrieval.zygote import Zygote, zygote
 from tests.storage.common import open_descriptors, until
-from tests.storage.machine import mounted
+from tests.storage.machine import MIB, fill, mounted
 
 ENCODER = toy_encoder()
 ALL = [(f"doc-{n}", " ".join(f"word{n * k % 23}" for k in range(1, 2 + n % 6))) for n in range(50)]
@@ -120,12 +119,6 @@ def sound() -> Iterator[NativeEngine]:
         yield opened
 
 
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Zygote]:
-    with zygote() as opened:
-        yield opened
-
-
 def words(folder: Path, path: Path, name: str) -> dict[str, Any]:
     """The change as a job for another process, by the command line."""
     lines = folder / "corpus.jsonl"
@@ -167,7 +160,7 @@ PLACES: dict[str, list[tuple[str, str, int]]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_killed_at_every_change(folder: Path, known: Path, processes: Zygote, sound: NativeEngine, name: str, after: bool) -> None:
+def test_killed_at_every_change(folder: Path, known: Path, processes: Forks, sound: NativeEngine, name: str, after: bool) -> None:
     killed = 0
     for turn, (owner, place, nth) in enumerate([*PLACES[name], *EACH]):
         path = folder / f"{place}-{nth}"
@@ -184,23 +177,26 @@ def test_killed_at_every_change(folder: Path, known: Path, processes: Zygote, so
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_killed_at_random(folder: Path, known: Path, processes: Zygote, sound: NativeEngine, name: str) -> None:
+def test_killed_at_random(folder: Path, known: Path, processes: Forks, sound: NativeEngine, name: str) -> None:
     rng, kills = random.Random(name), 0
     shutil.copytree(known, folder / "clean")
     begun = time.monotonic()
     assert processes.wait(processes.start(**words(folder, folder / "clean", name))) == 0
-    whole_s = time.monotonic() - begun
-    for turn in range(4):
+    limit_s = time.monotonic() - begun
+    for turn in range(30):
         path = folder / f"{turn}"
         shutil.copytree(known, path)
         child = processes.start(**words(folder, path, name))
-        time.sleep(rng.uniform(0, whole_s))
+        time.sleep(rng.uniform(0, limit_s))
         os.kill(child, signal.SIGKILL)
         code = processes.wait(child)
         assert code in (0, -signal.SIGKILL)
         kills += code != 0
+        limit_s *= 0.6 if code == 0 else 1
         go_on(path, name, settled(path, name, sound), turn, sound)
-    assert kills >= 1
+        if kills == 3:
+            break
+    assert kills == 3
 
 
 def one_change(path: Path, known: Path, name: str, kind: Kind, nth: int, sound: NativeEngine) -> tuple[bool, int]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,39 +13,9 @@ from espnx import errors
 from espnx.retrieval import build as module
 from espnx.retrieval import publish
 from tests.retrieval.common import build, check_store, corpus, queries
-from tests.storage.machine import command, mounted, small_ext4
+from tests.storage.machine import MIB, command, file_system, fill, mounted
 
-MIB = 1 << 20
 DOCUMENTS = corpus(1000, tokens=(40, 120))  # 1.3 MB of records
-
-
-@contextmanager
-def file_system(kind: str, folder: Path) -> Iterator[Path]:
-    if kind == "ext4":
-        with small_ext4(folder, 40 * MIB) as (where, _):
-            (where / "lost+found").rmdir()
-            yield where
-    else:
-        with mounted("tmpfs", "espnx", folder / "tmpfs", "size=40m") as where:
-            yield where
-
-
-def free_bytes(where: Path) -> int:
-    found = os.statvfs(where)
-    return found.f_bavail * found.f_frsize
-
-
-def fill(where: Path, leave_bytes: int) -> Path:
-    ballast = where / "ballast"
-    with open(ballast, "ab") as file:
-        while free_bytes(where) > leave_bytes:
-            try:
-                file.write(bytes(min(MIB, max(4096, free_bytes(where) - leave_bytes))))
-                file.flush()
-                os.fsync(file.fileno())
-            except OSError:
-                break
-    return ballast
 
 
 #: What is free when the build begins, and where it must then fail.
@@ -58,7 +27,7 @@ ROOM = {"no room at all": 0, "for a little": 40 * 1024, "for some vectors": 700 
 @pytest.mark.parametrize("room", ROOM)
 def test_a_full_disk(tmp_path: Path, kind: str, room: str) -> None:
     """Bytes needed and free are told, nothing is published, and once there is room the same call goes on."""
-    with file_system(kind, tmp_path) as where:
+    with file_system(kind, tmp_path, 40 * MIB) as where:
         ballast = fill(where, ROOM[room])
         path = where / "s"
         with pytest.raises(errors.DiskFullError) as caught:
@@ -85,7 +54,7 @@ def test_a_disk_that_fills_up_later(
 ) -> None:
     """Somebody else takes the room while the build runs over a published store: that one stays whole."""
     small_segments(100_000, 10_000)
-    with file_system("tmpfs", tmp_path) as where:
+    with file_system("tmpfs", tmp_path, 40 * MIB) as where:
         path = where / "s"
         build(path, DOCUMENTS[:100])
         owner = next(each for each in (module.arrange, publish, module) if hasattr(each, place))

@@ -73,7 +73,7 @@ def test_interrupted_anywhere(
     small_segments(20_000, 4096)
     before = open_descriptors()
     interrupt(folder / "s", monkeypatch, *PLACES[place], replace=True, pca=pca)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
     check_store(folder / "s", DOCUMENTS[:90])
     report = build(folder / "s", iter(DOCUMENTS), replace=True, pca=pca)
     assert report.resumed_documents == {"first document": 0, "second batch": 256, "last batch": 512}.get(place, 700)
@@ -88,7 +88,7 @@ def test_interrupted_anywhere(
             for query in queries(2):
                 options = {"k": EVERYTHING, "candidates": EVERYTHING, "nprobe": EVERYTHING}
                 assert index.search(query, **options).hits == clean.search(query, **options).hits
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_finished_data_files_are_not_written_again(

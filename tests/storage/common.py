@@ -126,7 +126,7 @@ def random_case(
     return Case(Plan.of(handles, offsets, sizes), wanted)
 
 
-def until(condition: Callable[[], bool], limit_s: float = 5.0) -> bool:
+def until(condition: Callable[[], bool], limit_s: float = 30.0) -> bool:
     """Whether the condition came true in time."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end:

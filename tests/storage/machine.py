@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+MIB = 1 << 20
+
 
 def command(*words: str | os.PathLike[str]) -> str:
     """Runs a system command; skips the test, with its complaint, where this machine refuses."""
@@ -56,6 +58,37 @@ def small_ext4(folder: Path, size_bytes: int) -> Iterator[tuple[Path, str]]:
         command("mkfs.ext4", "-q", "-F", "-O", "^has_journal", "-m", "0", device)
         with mounted("ext4", device, folder / "ext4") as where:
             yield where, device
+
+
+@contextlib.contextmanager
+def file_system(kind: str, folder: Path, size_bytes: int) -> Iterator[Path]:
+    """A mounted ext4 or tmpfs of that size, empty."""
+    if kind == "ext4":
+        with small_ext4(folder, size_bytes) as (where, _):
+            (where / "lost+found").rmdir()
+            yield where
+    else:
+        with mounted("tmpfs", "espnx", folder / "tmpfs", f"size={size_bytes}") as where:
+            yield where
+
+
+def free_bytes(where: Path) -> int:
+    found = os.statvfs(where)
+    return found.f_bavail * found.f_frsize
+
+
+def fill(where: Path, leave_bytes: int) -> Path:
+    """A file that takes all but so many bytes; it grows when it is there."""
+    ballast = where / "ballast"
+    with open(ballast, "ab") as file:
+        while free_bytes(where) > leave_bytes:
+            try:
+                file.write(bytes(min(MIB, max(4096, free_bytes(where) - leave_bytes))))
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError:
+                break
+    return ballast
 
 
 @contextlib.contextmanager

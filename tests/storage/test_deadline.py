@@ -24,13 +24,13 @@ def test_a_read_that_never_completes(path: str, open_engine: OpenEngine, tmp_pat
     file = engine.open(tmp_path / "a")
     plan = Plan.of(file, [0, 2 * BLOCK, 4 * BLOCK], [BLOCK] * 3)
     before = time.monotonic()
-    future = engine.read(plan, deadline_s=0.15)
+    future = engine.read(plan, deadline_s=0.5)
     arrived, finished = future.next(at_least=2)
     assert sorted(arrived.tolist()) == [0, 2]
     assert not finished
     with pytest.raises(DeadlineExceededError) as caught:
         future.wait()
-    assert 0.14 < time.monotonic() - before < 1.0
+    assert 0.49 < time.monotonic() - before < 10
     error = caught.value
     assert isinstance(error, TimeoutError)
     assert (error.path, error.offset_bytes, error.size_bytes) == (str(tmp_path / "a"), 2 * BLOCK, BLOCK)
@@ -55,7 +55,7 @@ def test_a_read_that_never_completes(path: str, open_engine: OpenEngine, tmp_pat
 
     before = time.monotonic()
     engine.close(grace_s=0.2)
-    assert 0.15 < time.monotonic() - before < 1.5
+    assert 0.15 < time.monotonic() - before < 10
     stats = engine.stats()
     assert (stats.quarantined_buffers, stats.in_flight) == (1, 1)
     assert 3 * BLOCK <= stats.quarantined_bytes <= HALF_MIB
@@ -78,7 +78,7 @@ def test_quarantine_counts_buffers_and_not_requests(path: str, open_engine: Open
 
 def test_a_late_completion_ends_the_quarantine(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
     data = make_file(tmp_path / "a", BLOCK)
-    engine = open_engine(path, [FaultRule("delay", operation="read", count=1, value=300 * MS)])
+    engine = open_engine(path, [FaultRule("delay", operation="read", count=1, value=500 * MS)])
     file = engine.open(tmp_path / "a")
     future = engine.read(Plan.of(file, [0], [BLOCK]), deadline_s=0.05)
     with pytest.raises(DeadlineExceededError):
@@ -112,7 +112,7 @@ def numpy_backed(size_bytes: int) -> tuple[torch.Tensor, weakref.ref[np.ndarray]
 def test_the_callers_memory_waits_for_the_device(path: str, reading: bool, how: str, open_engine: OpenEngine, tmp_path: Path) -> None:
     """The caller gives up and lets go of everything: the memory stays until the request has completed, then goes."""
     make_file(tmp_path / "a", BLOCK)
-    engine = open_engine(path, [FaultRule("delay", value=180 * MS, count=1, operation="read" if reading else "write")])
+    engine = open_engine(path, [FaultRule("delay", value=400 * MS, count=1, operation="read" if reading else "write")])
     file = engine.open(tmp_path / "a", "r+", direct=False)
     tensor, alive = numpy_backed(BLOCK)
     plan = Plan.of(file, [0], [BLOCK], [0])
@@ -131,13 +131,13 @@ def test_the_callers_memory_waits_for_the_device(path: str, reading: bool, how: 
 def test_the_deadline_counts_from_the_call(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
     """Also for a read that has not reached the device: the one place is taken."""
     make_file(tmp_path / "a", 4 * BLOCK)
-    engine = open_engine(path, [FaultRule("delay", operation="read", count=1, value=400 * MS)], queue_depth=1)
+    engine = open_engine(path, [FaultRule("delay", operation="read", count=1, value=1000 * MS)], queue_depth=1)
     file = engine.open(tmp_path / "a")
     first = engine.read(Plan.of(file, [0], [10]))
     before = time.monotonic()
     with pytest.raises(DeadlineExceededError):
         engine.read(Plan.of(file, [2 * BLOCK], [10]), deadline_s=0.05).wait()
-    assert time.monotonic() - before < 0.3
+    assert time.monotonic() - before < 0.8
     assert engine.stats().quarantined_buffers == 0  # the device never heard of it
     assert first.wait() is not None
     assert engine.stats().requests == 1
@@ -146,9 +146,9 @@ def test_the_deadline_counts_from_the_call(path: str, open_engine: OpenEngine, t
 def test_what_arrived_in_time_is_handed_out_after_the_deadline(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
     data = make_file(tmp_path / "a", BLOCK)
     engine = open_engine(path)
-    future = engine.read(Plan.of(engine.open(tmp_path / "a"), [0], [100]), deadline_s=0.2)
+    future = engine.read(Plan.of(engine.open(tmp_path / "a"), [0], [100]), deadline_s=0.5)
     assert until(future.done)
-    time.sleep(0.25)
+    time.sleep(0.55)
     memory = future.wait()
     assert raw(memory[:100]) == data[:100]
 
@@ -156,12 +156,12 @@ def test_what_arrived_in_time_is_handed_out_after_the_deadline(path: str, open_e
 def test_closing_waits_for_the_late_ones(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
     """Within the grace: nothing is abandoned. The caller of the read is told at once."""
     make_file(tmp_path / "a", BLOCK)
-    engine = open_engine(path, [FaultRule("delay", operation="read", value=150 * MS)])
-    future = engine.read(Plan.of(engine.open(tmp_path / "a"), [0], [100]))
-    time.sleep(0.02)
+    engine = open_engine(path, [FaultRule("delay", operation="read", value=300 * MS)])
     before = time.monotonic()
-    engine.close(grace_s=5.0)
-    assert 0.05 < time.monotonic() - before < 2.0
+    future = engine.read(Plan.of(engine.open(tmp_path / "a"), [0], [100]))
+    assert until(lambda: engine.stats().in_flight == 1)
+    engine.close(grace_s=60.0)
+    assert 0.3 <= time.monotonic() - before < 30
     with pytest.raises(EngineClosedError):
         future.wait()
     stats = engine.stats()
@@ -176,12 +176,12 @@ def test_odd_graces(path: str, grace_s: float, open_engine: OpenEngine, tmp_path
     assert until(lambda: engine.stats().in_flight == 1)
     before = time.monotonic()
     engine.close(grace_s=grace_s)
-    assert time.monotonic() - before < 1.0
+    assert time.monotonic() - before < 10
 
 
 def test_an_endless_grace_ends_with_the_last_request(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
     make_file(tmp_path / "a", BLOCK)
-    engine = open_engine(path, [FaultRule("delay", operation="read", value=100 * MS)])
+    engine = open_engine(path, [FaultRule("delay", operation="read", value=300 * MS)])
     engine.read(Plan.of(engine.open(tmp_path / "a"), [0], [100]))
     assert until(lambda: engine.stats().in_flight == 1)
     engine.close(grace_s=float("inf"))

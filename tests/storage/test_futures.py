@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import threading
 import time
@@ -26,7 +25,7 @@ def spread(engine: NativeEngine, tmp_path: Path, count: int) -> tuple[Plan, byte
 
 
 def test_next_waits_for_at_least(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
-    engine = open_engine(path, [FaultRule("delay", begin_bytes=8 * 2 * BLOCK, end_bytes=2**62, value=300 * MS)])
+    engine = open_engine(path, [FaultRule("delay", begin_bytes=8 * 2 * BLOCK, end_bytes=2**62, value=1000 * MS)])
     plan, _ = spread(engine, tmp_path, 10)
     future = engine.read(plan)
     first, finished = future.next(at_least=8)
@@ -36,7 +35,7 @@ def test_next_waits_for_at_least(path: str, open_engine: OpenEngine, tmp_path: P
     before = time.monotonic()
     nothing, finished = future.next(at_least=1, timeout_s=0.05)
     assert (nothing.tolist(), finished) == ([], False)
-    assert 0.04 <= time.monotonic() - before < 0.25
+    assert 0.04 <= time.monotonic() - before < 0.8
     rest, finished = future.next(at_least=100)
     assert sorted(rest.tolist()) == [8, 9]
     assert finished
@@ -48,16 +47,15 @@ def test_next_waits_for_at_least(path: str, open_engine: OpenEngine, tmp_path: P
 
 @pytest.mark.parametrize("at_least", [0, -5])
 def test_asking_for_none_does_not_wait(path: str, at_least: int, open_engine: OpenEngine, tmp_path: Path) -> None:
-    engine = open_engine(path, [FaultRule("delay", value=200 * MS)])
+    engine = open_engine(path, [FaultRule("never")])
     plan, _ = spread(engine, tmp_path, 2)
     future = engine.read(plan)
     before = time.monotonic()
     items, finished = future.next(at_least=at_least)
     assert (items.tolist(), finished) == ([], False)
-    assert time.monotonic() - before < 0.15
     items, finished = future.next(timeout_s=-1.0)
     assert (items.tolist(), finished) == ([], False)
-    future.wait()
+    assert time.monotonic() - before < 10
 
 
 def test_waiting_does_not_spin(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
@@ -98,7 +96,7 @@ def test_the_slow_one_does_not_hold_up_the_others(path: str, open_engine: OpenEn
             early_s = time.monotonic() - begin
     assert sorted(order) == list(range(20))
     assert order[-1] == 0
-    assert 0 < early_s < 0.3
+    assert 0 < early_s < 0.39
     assert time.monotonic() - begin >= 0.39
 
 
@@ -120,7 +118,7 @@ def finishing_order(engine: NativeEngine, plans: list[tuple[Plan, int]]) -> list
 
 def test_priority(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
     """With one request at a time every read is delayed, so the order shows: higher first, equals as they came."""
-    engine = open_engine(path, [FaultRule("delay", count=1, value=200 * MS), FaultRule("delay", value=20 * MS)], queue_depth=1)
+    engine = open_engine(path, [FaultRule("delay", count=1, value=400 * MS), FaultRule("delay", value=60 * MS)], queue_depth=1)
     make_file(tmp_path / "a", 64 * BLOCK)
     file = engine.open(tmp_path / "a")
     plans = [(Plan.of(file, [i * 2 * BLOCK], [10]), priority) for i, priority in enumerate([0, 0, 5, -1, 5, 2])]
@@ -213,12 +211,13 @@ def test_a_checksum_found_by_one_thread_reaches_the_other(path: str, open_engine
 def test_other_python_threads_run_meanwhile(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
     engine = open_engine(path, [FaultRule("delay", value=300 * MS)])
     plan, _ = spread(engine, tmp_path, 2)
-    ticks: list[float] = []
+    ticks = 0
     stop = threading.Event()
 
     def tick() -> None:
+        nonlocal ticks
         while not stop.is_set():
-            ticks.append(time.monotonic())
+            ticks += 1
             time.sleep(0.005)
 
     thread = threading.Thread(target=tick)
@@ -226,7 +225,7 @@ def test_other_python_threads_run_meanwhile(path: str, open_engine: OpenEngine, 
     engine.read(plan).wait()
     stop.set()
     thread.join()
-    assert max(b - a for a, b in itertools.pairwise(ticks)) < 0.2
+    assert ticks > 5, "of about 60; of 2 where the wait holds the interpreter"
 
 
 def test_a_future_outlives_the_engine(path: str, tmp_path: Path) -> None:
@@ -264,7 +263,7 @@ def test_memory_is_recycled(path: str, open_engine: OpenEngine, tmp_path: Path) 
 
 
 def test_cancel(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
-    engine = open_engine(path, [FaultRule("delay", value=150 * MS, count=4)], queue_depth=4)
+    engine = open_engine(path, [FaultRule("delay", value=400 * MS, count=4)], queue_depth=4)
     plan, data = spread(engine, tmp_path, 40)
     future = engine.read(plan)
     future.cancel()
@@ -301,4 +300,4 @@ def test_a_future_keeps_only_its_own_files_open(path: str, open_engine: OpenEngi
     future = engine.read(Plan.of(first, [0], [10], crc32c=[crc32c((tmp_path / "a").read_bytes()[:10])]))
     future.wait()
     engine.close_file(other)
-    assert len(open_descriptors()) == len(before)
+    assert len(open_descriptors()) <= len(before)

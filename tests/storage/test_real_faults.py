@@ -216,7 +216,7 @@ def test_what_the_device_has_not_begun_is_taken_back(tmp_path: Path) -> None:
                 found: list[object] = ["read"]
             except errors.DeadlineExceededError:
                 found = ["late"]
-            found.append(until(lambda: engine.stats().in_flight == 1, 1.0))
+            found.append(until(lambda: engine.stats().in_flight == 1, 2.0))
             limit.write_text(f"{os.major(number)}:{os.minor(number)} 0")
             found.append(until(lambda: engine.stats().in_flight == 0, 20))
             engine.close()

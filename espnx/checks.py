@@ -1,0 +1,20 @@
+"""Numbers that a caller gave, checked."""
+
+from __future__ import annotations
+
+from . import errors
+
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+
+
+def check_whole(name: str, value: object, least: int, most: int | None = None) -> None:
+    """Raises InvalidInputError unless the value is a whole number within those limits."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+        expected = f"a whole number, at least {least}" + ("" if most is None else f", at most {most}")
+        raise errors.InvalidInputError(name, got=repr(value), expected=expected)
+
+
+def check_finite(name: str, value: object) -> None:
+    """Raises InvalidInputError unless the value is a number that float32 holds."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= FLOAT32_MAX:
+        raise errors.InvalidInputError(name, got=repr(value), expected="a finite number that float32 can hold")

@@ -1,0 +1,66 @@
+"""A forward pass that a cache takes part in: what it was before, and whose turn it is."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from .. import errors
+
+
+@dataclass
+class ForwardPass:
+    """Under way from `begin_pass` to `end_pass`; one that an error ended is taken out of the cache before anything else happens to it.
+
+    Attributes:
+        model: the outermost that was called with the cache.
+        held: tokens in the cache when it began.
+        hidden: of the masks, then.
+        before: what each layer in memory was.
+        reached: a layer has been given K and V.
+        thread: that runs it.
+    """
+
+    model: torch.nn.Module
+    held: int
+    hidden: torch.Tensor | None
+    before: list[dict[str, Any]]
+    reached: bool = False
+    thread: int = field(default_factory=threading.get_ident)
+
+    def check_thread(self) -> None:
+        """Raises InvalidInputError in another thread than the one that runs it."""
+        if self.thread != threading.get_ident() and any(each.ident == self.thread for each in threading.enumerate()):
+            raise errors.InvalidInputError(
+                "a cache in two threads at once", got="a forward pass of another thread under way", expected="one after the other",
+                fix="a cache for each thread",
+            )  # fmt: skip
+
+    def restore(self, layers: Sequence[Any]) -> None:
+        """Layers in memory become what they were."""
+        for layer, before in zip(layers, self.before, strict=True):
+            vars(layer).clear()
+            vars(layer).update(before)
+
+
+def states_of(layers: Sequence[Any]) -> list[dict[str, Any]]:
+    """What `restore` needs. An update makes new tensors where it appends, and changes old ones in layers of other kinds."""
+    return [dict(vars(layer)) if isinstance(layer, CacheLayerMixin) else copy.deepcopy(vars(layer)) for layer in layers]
+
+
+class Forward(torch.autograd.Function):
+    """What attention over stored rows returns: they keep no graph, and a backward pass that met them would lose gradients silently."""
+
+    @staticmethod
+    def forward(ctx: Any, o: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        return o.view_as(o)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise errors.InvalidInputError("a backward pass through a cache on SSD", got="gradients", expected="inference", fix="no cache")

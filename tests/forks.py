@@ -1,0 +1,106 @@
+"""Processes that tests kill at any moment they like. They are forked from one that has imported everything and started no thread, and not
+from the test process itself, whose threads a child would not have.
+
+A module calls `serve` when it is run, and tests open it with `forks`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def killed_at(owner: Any, name: str, nth: int, after: bool) -> None:
+    """This process is gone, as by kill -9, before or after the nth call of a function."""
+    original: Callable[..., Any] = getattr(owner, name)
+    calls = 0
+
+    def call(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == nth and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = original(*args, **options)
+        if calls == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, call)
+
+
+def serve(run: Callable[[dict[str, Any]], int]) -> None:
+    """Reads one JSON job a line from standard input and answers with one line: the process id of a new child, which runs the job and exits
+    with what `run` returns, or the exit code of an old one."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts its children in the background has it ignored
+    for line in sys.stdin:
+        job = json.loads(line)
+        if "wait" in job:
+            _, status = os.waitpid(job["wait"], 0)
+            print(os.waitstatus_to_exitcode(status), flush=True)
+            continue
+        child = os.fork()
+        if child == 0:
+            code = 99
+            try:
+                code = run(job)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        print(child, flush=True)
+
+
+def command_line(job: dict[str, Any]) -> int:
+    """`espnx` with the words of the job's "argv", what it says going to the files "stdout" and "stderr"."""
+    from espnx.cli.main import main
+
+    with open(job["stdout"], "w") as sys.stdout, open(job["stderr"], "w") as sys.stderr:
+        return main(job["argv"])
+
+
+class Forks:
+    """The tests' end."""
+
+    def __init__(self, process: subprocess.Popen[str]):
+        self._process = process
+
+    def _ask(self, job: dict[str, Any]) -> int:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job, default=str) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def start(self, **job: Any) -> int:
+        """The new child's process id."""
+        return self._ask(job)
+
+    def wait(self, child: int) -> int:
+        """Exit code, negative for a signal."""
+        return self._ask({"wait": child})
+
+    def run(self, **job: Any) -> int:
+        """Exit code of a job that has ended."""
+        return self.wait(self.start(**job))
+
+
+@contextmanager
+def forks(module: str) -> Iterator[Forks]:
+    """Children of that module."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-m", module], cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield Forks(process)
+        assert process.stdin is not None
+        process.stdin.close()
