@@ -140,8 +140,8 @@ def test_the_fingerprint(model: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     "bad",
     [
         ["--batch", "0"], ["--batch", "-1"], ["--batch", "1.5"], ["--max-new-tokens", "0"], ["--num-beams", "0"], ["--prefill-chunk", "-1"],
-        ["--prefill-chunk", "0"], ["--seed", "9" * 30], ["--x-rows", "-1"], ["--capacity", "-4"], ["--capacity", "0"], ["--temperature", "-1"],
-        ["--temperature", "nan"], ["--temperature", "inf"], ["--temperature", "hot"],
+        ["--prefill-chunk", "0"], ["--seed", "9" * 30], ["--x-rows", "-1"], ["--capacity", "-4"], ["--capacity", "0"],
+        ["--temperature", "-1"], ["--temperature", "nan"], ["--temperature", "inf"], ["--temperature", "hot"],
     ],
     ids="=".join,
 )  # fmt: skip
