@@ -122,11 +122,13 @@ class Fleet(Workers):
             for spec in specs if is_seeded else []:
                 peak_bytes = self.steps(spec.name, warm_up, do="warm_up")["peak_bytes"]
                 if limit.kind == "auto":
-                    self._limit(self._workers[spec.name], peak_bytes)
+                    self._limit(self._workers[spec.name], peak_bytes, grows=spec.in_memory)
             self._stack = stack.pop_all()
 
-    def _limit(self, worker: Worker, peak_bytes: int) -> None:
+    def _limit(self, worker: Worker, peak_bytes: int, *, grows: bool) -> None:
         room = max(self.task.kv_bytes(self.task.context) // CACHE_PART, _CACHE_LEAST_BYTES)
+        if grows:  # by each new token, and by what is left between the tensors that are made anew for it
+            room += 2 * self.task.kv_bytes(self.task.steps)
         if worker.group is not None:
             file = worker.group.limit
             try:
