@@ -105,7 +105,7 @@ class Fleet(Workers):
             write_weights(task, scratch / "weights")
             for spec in specs:  # they start side by side: most of that time is Python's imports
                 limited = limit.kind != "ample"
-                group = stack.enter_context(memory_group(spec.name, limit.size_bytes or _no_limit())) if limited else None
+                group = stack.enter_context(memory_group(spec.name, _no_limit())) if limited else None
                 self._workers[spec.name] = stack.enter_context(Worker("kv", spec.name, group))
             for spec in specs:
                 if is_seeded:
@@ -121,18 +121,22 @@ class Fleet(Workers):
                     self.facts[spec.name] |= worker.ask("seed")
             for spec in specs if is_seeded else []:
                 peak_bytes = self.steps(spec.name, warm_up, do="warm_up")["peak_bytes"]
-                if limit.kind == "auto":
-                    self._limit(self._workers[spec.name], peak_bytes, grows=spec.in_memory)
+                if limit.kind != "ample":
+                    self._limit(self._workers[spec.name], limit.size_bytes or self._enough(spec, peak_bytes))
             self._stack = stack.pop_all()
 
-    def _limit(self, worker: Worker, peak_bytes: int, *, grows: bool) -> None:
+    def _enough(self, spec: Spec, peak_bytes: int) -> int:
+        """What a process allocates, and a part of the KV for the page cache."""
         room = max(self.task.kv_bytes(self.task.context) // CACHE_PART, _CACHE_LEAST_BYTES)
-        if grows:  # by each new token, and by what is left between the tensors that are made anew for it
+        if spec.in_memory:  # it grows by each new token, and by what is left between the tensors that are made anew for it
             room += 2 * self.task.kv_bytes(self.task.steps)
+        return peak_bytes + room
+
+    def _limit(self, worker: Worker, size_bytes: int) -> None:
         if worker.group is not None:
             file = worker.group.limit
             try:
-                file.write_text(str(peak_bytes + room))
+                file.write_text(str(size_bytes))
             except OSError as error:
                 raise PathUnavailableError("cannot limit memory", got=f"{error.strerror} for {file.name}", fix="--memory ample") from error
 
