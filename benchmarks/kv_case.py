@@ -50,7 +50,7 @@ def configure(parser: ArgumentParser) -> None:
     add("--read-ahead", metavar="SIZE", help="of espnx (default: its own)")
     add("--threads", type=int, metavar="N", help="of espnx (default: as many as PyTorch uses)")
     add("--engine", default="auto", help="of espnx: auto, uring, posix (default: auto)")
-    add("--memory", metavar="M", default="auto", help="limit of each process while it is measured: auto, ample, a size (root; default: auto)")
+    add("--memory", metavar="M", default="auto", help="limit of each measured process: auto, ample, or a size (root; default: auto)")
     add("--throttle", metavar="RATE", help="slow the disk down, such as 800MB/s (root, cgroup v1)")
 
 

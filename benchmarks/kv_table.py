@@ -44,10 +44,11 @@ def _bound(row: Row) -> str:
 
 
 def _x_rows(row: Row) -> str:
-    """With a mark where the scheduler would have it so."""
-    if not row.metrics.get("x_rows") and "is_scheduled" not in row.metrics:
+    """With a mark where the scheduler would have it so: what decides for itself has done so."""
+    is_choice = bool(row.metrics.get("is_scheduled")) or ("x_rows" in row.metrics and row.system.endswith("-auto"))
+    if not row.metrics.get("x_rows") and not is_choice and "is_scheduled" not in row.metrics:
         return ABSENT
-    return f"{int(row.metrics['x_rows'])}{' *' if row.metrics.get('is_scheduled') else ''}"
+    return f"{int(row.metrics['x_rows'])}{' *' if is_choice else ''}"
 
 
 def _memory(name: str) -> Callable[[Row], str]:

@@ -149,7 +149,8 @@ def test_numbers_out_of_range(folder: Path, capsys: pytest.CaptureFixture[str], 
     with pytest.raises(SystemExit) as caught:
         main(["generate", "--model", str(folder), "--prompts", str(folder / "p"), "--storage", str(folder), *bad])
     assert caught.value.code == 2
-    assert re.search(rf"argument {bad[0]}: got '{re.escape(bad[1])}', expected a .*, at least [01](, at most \d+)?\n", capsys.readouterr().err)
+    said = rf"argument {bad[0]}: got '{re.escape(bad[1])}', expected a .*, at least [01](, at most \d+)?\n"
+    assert re.search(said, capsys.readouterr().err)
 
 
 def test_numbers_at_their_least(model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
