@@ -54,7 +54,7 @@ def states_of(layers: Sequence[Any]) -> list[dict[str, Any]]:
     return [dict(vars(layer)) if isinstance(layer, CacheLayerMixin) else copy.deepcopy(vars(layer)) for layer in layers]
 
 
-class Forward(torch.autograd.Function):
+class InferenceOnly(torch.autograd.Function):
     """What attention over stored rows returns: they keep no graph, and a backward pass that met them would lose gradients silently."""
 
     @staticmethod

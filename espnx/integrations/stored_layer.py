@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 from .. import errors
 from ..kv.cache import Step
 from ..kv.xrows import Projection
-from .forward_pass import Forward
+from .forward_pass import InferenceOnly
 from .hf_attention import awaited
 from .projections import projection_of
 
@@ -74,7 +74,7 @@ class StoredLayer(CacheLayerMixin):
             if cache.tokens is not None:
                 error.sequences = cache.tokens  # type: ignore[attr-defined]
             raise
-        return Forward.apply(o, query) if torch.is_grad_enabled() and query.requires_grad else o
+        return InferenceOnly.apply(o, query) if torch.is_grad_enabled() and query.requires_grad else o
 
     def _input(self, cache: KVCache, k: torch.Tensor) -> Input:
         """What K and V were made of, and how, where X rows are kept."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from espnx.benchmarks import kv_attend, kv_fleet, kv_xrows
+from espnx.benchmarks import kv_attend, kv_fleet, kv_table, kv_xrows
 from espnx.benchmarks.cgroup import MemoryGroup
 from espnx.benchmarks.fleet import Worker, WorkerError
 from espnx.benchmarks.kv_fleet import Fleet, Limit, Spec
@@ -111,6 +111,21 @@ def test_a_prediction_stands_beside_every_number_of_x_rows(tmp_path: Path, monke
     assert [found[name]["is_scheduled"] for name in ("espnx", "espnx-x1", "espnx-auto")] == [0, 0, 1]
     assert found["espnx"]["predicted_s"] == pytest.approx(2 * found["espnx-auto"]["predicted_s"])
     assert "predicted_s" not in found["host"]
+
+
+@pytest.mark.parametrize(
+    ("system", "metrics", "cell"),
+    [
+        ("espnx", {"x_rows": 0}, "-"),
+        ("espnx", {"x_rows": 0, "is_scheduled": 0.0}, "0"),
+        ("espnx-x1", {"x_rows": 1}, "1"),
+        ("espnx-x1", {"x_rows": 1, "is_scheduled": 1.0}, "1 *"),
+        ("espnx-auto", {"x_rows": 0}, "0 *"),  # nothing was predicted: X is larger than K and V
+        ("fio", {}, "-"),
+    ],
+)
+def test_the_mark_of_what_was_chosen(system: str, metrics: dict[str, float], cell: str) -> None:
+    assert kv_table._x_rows(row(system=system, metrics=metrics)) == cell
 
 
 @pytest.mark.usefixtures("here")

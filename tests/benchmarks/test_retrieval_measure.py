@@ -6,11 +6,12 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from espnx.benchmarks.corpus_store import Prepared
-from espnx.benchmarks.retrieval_bound import batch_threshold, bound_s
+from espnx.benchmarks.retrieval_bound import BoundMeter, batch_threshold, bound_s
 from espnx.benchmarks.retrieval_fleet import System
 from espnx.benchmarks.retrieval_measure import batches_of, lossy_problem, measure, ranking_problem, rows_of
 from espnx.benchmarks.retrieval_point import MEMORY, Point, baseline_system, cascade_systems, espnx_systems
@@ -141,6 +142,20 @@ def test_batches_hold_no_query_twice_and_go_round() -> None:
 def test_the_bound(rest: float, maxsim: float, prefetch: float, misses: float, expected: float) -> None:
     pieces = {"delta_s": 0.001, "rest_s": rest, "prefetch": {"seconds": prefetch}, "misses": {"seconds": misses}}
     assert bound_s(pieces, maxsim) == pytest.approx(expected)
+
+
+def test_the_time_over_the_bound() -> None:
+    """Of the searched query, with the steps that the search took; its bound is 1 + max(3 + 2, 4) + 1 ms."""
+    pieces = {
+        "delta_s": 0.001, "rest_s": 0.003, "numbers": [7], "prefetch": {"seconds": 0.004, "bytes_moved": 50}, "misses": {"seconds": 0.001}
+    }  # fmt: skip
+    espnx, memory = mock.Mock(), mock.Mock()
+    espnx.ask.return_value, memory.ask.return_value = pieces, {"seconds": 0.002}
+    fleet = mock.Mock(systems=[ESPNX], of=lambda system: espnx, process=lambda name: memory)
+    found = BoundMeter(fleet, POINT)([5], {ESPNX.name: {"seconds": 0.0105, "steps": [3]}})[ESPNX.name]
+    assert (found["bound_s"], found["over_bound"]) == (pytest.approx(0.007), pytest.approx(1.5))
+    espnx.ask.assert_called_once_with("pieces", query=5, options=POINT.options, steps=[3])
+    memory.ask.assert_called_once_with("maxsim", query=5, numbers=[7])
 
 
 def test_equation_4() -> None:
