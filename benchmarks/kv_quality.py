@@ -159,7 +159,7 @@ def opened(system: str, config: Any, path: Path, found: Found) -> Iterator[Any]:
         yield cache
         stats, every = cache.stats(), cache.store.every
         found.bytes_per_token = sum(rows.n_heads * rows.layout.block_bytes / rows.layout.block_rows for rows in every)
-        found.bytes_asked += stats["bytes_read"]
+        found.bytes_asked += stats["bytes_asked"]
         found.bytes_moved += stats["bytes_moved"]
         found.path = stats["effective_path"]
 

@@ -20,7 +20,7 @@ from .baselines.memmap_cache import MemmapCache
 from .kv_models import KVShape, Rows, Task, load_model
 
 #: Of `KVCache.stats`.
-COUNTERS = ("bytes_written", "write_requests", "bytes_read", "bytes_moved", "waiting_s", "computing_s", "stored_bytes", "x_rows")
+COUNTERS = ("bytes_written", "write_requests", "bytes_asked", "bytes_moved", "waiting_s", "computing_s", "stored_bytes", "x_rows")
 
 
 class Decoder(Protocol):

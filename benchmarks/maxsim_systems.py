@@ -74,9 +74,9 @@ class CallSystem:
 
     requested_path = effective_path = "memory"
 
-    def __init__(self, name: str, group: str, corpus: Corpus, call: Callable[[], torch.Tensor], *, bytes_read: int, tolerance: float):
+    def __init__(self, name: str, group: str, corpus: Corpus, call: Callable[[], torch.Tensor], *, bytes_moved: int, tolerance: float):
         self.name, self.group, self.corpus, self.call = name, group, corpus, call
-        self.bytes_read, self.tolerance = bytes_read, tolerance
+        self.bytes_moved, self.tolerance = bytes_moved, tolerance
 
     def expected(self) -> torch.Tensor:
         return self.corpus.reference()
@@ -94,7 +94,7 @@ class CallSystem:
             for _ in range(self.corpus.calls):
                 self.call()
             seconds = (time.perf_counter() - begin) / self.corpus.calls
-        return sample(self.corpus, seconds, self.bytes_read)
+        return sample(self.corpus, seconds, self.bytes_moved)
 
     def close(self) -> None:
         pass
@@ -117,7 +117,7 @@ class EspnxSystem(CallSystem):
         self.offset_bytes[order] = (placed.cumsum(0) - placed) * row_bytes
         coded = corpus.query.abs().amax(dim=1).sum().item() * d**0.5 / 64000 if fmt in ("int8", "bit1") else 0.0
         super().__init__(
-            f"espnx-{fmt}", f"espnx-{fmt}", corpus, self._score, bytes_read=self.buffer.numel(), tolerance=corpus.rounding() + coded
+            f"espnx-{fmt}", f"espnx-{fmt}", corpus, self._score, bytes_moved=self.buffer.numel(), tolerance=corpus.rounding() + coded
         )
 
     def _score(self) -> torch.Tensor:
@@ -144,7 +144,7 @@ def torch_systems(name: str, corpus: Corpus) -> list[CallSystem]:
             products = corpus.tokens @ query.T
             return torch.segment_reduce(products, "max", offsets=bounds, axis=0, unsafe=True).sum(dim=1)
 
-        return [CallSystem(name, name, corpus, segment, bytes_read=corpus.fp32_bytes, tolerance=tolerance)]
+        return [CallSystem(name, name, corpus, segment, bytes_moved=corpus.fp32_bytes, tolerance=tolerance)]
     dtype = torch.bfloat16 if name == "torch-bf16" else torch.float32
     padded = torch.nn.utils.rnn.pad_sequence(corpus.tokens.split(lengths.tolist()), batch_first=True).to(dtype)
     padding = torch.arange(padded.shape[1]) >= lengths[:, None]
@@ -167,7 +167,7 @@ def torch_systems(name: str, corpus: Corpus) -> list[CallSystem]:
     size_bytes = padded.numel() * padded.element_size()
     calls = {"tokens-first": tokens_first, "query-first": query_first}
     return [
-        CallSystem(f"{name}-{variant}", name, corpus, call, bytes_read=size_bytes, tolerance=tolerance) for variant, call in calls.items()
+        CallSystem(f"{name}-{variant}", name, corpus, call, bytes_moved=size_bytes, tolerance=tolerance) for variant, call in calls.items()
     ]
 
 
@@ -249,9 +249,9 @@ def difference(scores: torch.Tensor, expected: torch.Tensor, tolerance: float) -
     return f"document {i} scores {float(scores[i])} instead of {float(expected[i])}, tolerance {tolerance:.2g}"
 
 
-def sample(corpus: Corpus, seconds: float, bytes_read: int) -> Sample:
+def sample(corpus: Corpus, seconds: float, bytes_moved: int) -> Sample:
     n = len(corpus.lengths)
-    return Sample(seconds, corpus.fp32_bytes, bytes_read, {"documents_per_s": n / seconds, "bytes_per_document": bytes_read / n})
+    return Sample(seconds, corpus.fp32_bytes, bytes_moved, {"documents_per_s": n / seconds, "bytes_per_document": bytes_moved / n})
 
 
 class torch_threads(AbstractContextManager[None]):  # noqa: N801

@@ -248,7 +248,7 @@ void bind_rows(py::module_& m) {
       .def("stats", [](RowStream& stream) {
         const RowStream::Stats stats = stream.stats();
         py::dict found;
-        found["bytes_read"] = stats.bytes_read;
+        found["bytes_asked"] = stats.bytes_asked;
         found["bytes_moved"] = stats.bytes_moved;
         found["units"] = stats.units;
         found["waiting_s"] = stats.waiting_s;

@@ -128,7 +128,7 @@ def report(
         *rates.items(),
         ("path", f"{path}; page cache bypassed: {'no' if 'buffered' in path else 'yes'}"),
         ("bytes written", format_size(stats["bytes_written"])),
-        ("bytes asked", format_size(stats["bytes_read"])),
+        ("bytes asked", format_size(stats["bytes_asked"])),
         ("bytes moved", format_size(stats["bytes_moved"])),
         ("opened again", f"the kept cache held {known:,} of the {length:,} tokens of the second question"),
     ]

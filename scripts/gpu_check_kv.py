@@ -119,15 +119,15 @@ def generate_all(
                 failures.append(str(error))
             continue
         same = float((found == wanted).float().mean())
-        is_right = (same == 1.0 or dtype != torch.float32) and stats["bytes_read"] > 0
+        is_right = (same == 1.0 or dtype != torch.float32) and stats["bytes_asked"] > 0
         if not is_right:
-            failures.append(f"{params} by {requested}: {same:.3f} of the framework's tokens, {stats['bytes_read']} bytes read")
+            failures.append(f"{params} by {requested}: {same:.3f} of the framework's tokens, {stats['bytes_asked']} bytes read")
         figures = {key: float(stats[key]) for key in ("prefill_s", "decode_s", "waiting_s", "computing_s")}
         rows.append(
             row(
                 "kv-generate", params | {"fallback_reason": stats["fallback_reason"]}, "espnx", [seconds], requested_path=requested,
-                effective_path=stats["effective_path"], bytes_asked=stats["bytes_read"], bytes_moved=stats["bytes_moved"], correct=is_right,
-                metrics=figures | {"same_tokens": same, "bytes_written": float(stats["bytes_written"])},
+                effective_path=stats["effective_path"], bytes_asked=stats["bytes_asked"], bytes_moved=stats["bytes_moved"],
+                correct=is_right, metrics=figures | {"same_tokens": same, "bytes_written": float(stats["bytes_written"])},
             )
         )  # fmt: skip
 

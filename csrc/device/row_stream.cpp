@@ -199,7 +199,7 @@ void RowStream::consume(Reading& reading, int n_threads, const Arrived& arrived,
   }
   std::lock_guard lock(mutex_);
   if (!line_.empty() && line_.front().get() == &reading) line_.pop_front();
-  for (const RowUnit& unit : reading.request.units) stats_.bytes_read += unit.size_bytes;
+  for (const RowUnit& unit : reading.request.units) stats_.bytes_asked += unit.size_bytes;
   stats_.bytes_moved += reading.moved_bytes;
   stats_.units += static_cast<int64_t>(reading.request.units.size());
   stats_.waiting_s += reading.waiting_s;

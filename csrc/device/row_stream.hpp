@@ -67,7 +67,7 @@ class RowStream {
   int64_t front();
 
   struct Stats {
-    int64_t bytes_read = 0, bytes_moved = 0, units = 0;
+    int64_t bytes_asked = 0, bytes_moved = 0, units = 0;
     double waiting_s = 0, computing_s = 0;
   };
   Stats stats();

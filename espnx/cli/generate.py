@@ -109,9 +109,9 @@ def _text(report: Report, out: str, is_asked: bool) -> str:
         for name in ("prefill", "decode"):
             tokens, seconds = report.total(f"{name}_tokens"), report.total(f"{name}_s")
             rows.append((name, f"{tokens:,.0f} tokens, {tokens / seconds:,.1f} tokens/s" if seconds else f"{tokens:,.0f} tokens"))
-        written, read, moved = (report.total(f"bytes_{name}") / 2**20 for name in ("written", "read", "moved"))
+        written, asked, moved = (report.total(f"bytes_{name}") / 2**20 for name in ("written", "asked", "moved"))
         rows += [
-            ("bytes", f"{written:,.1f} MiB written, {read:,.1f} MiB asked, {moved:,.1f} MiB moved"),
+            ("bytes", f"{written:,.1f} MiB written, {asked:,.1f} MiB asked, {moved:,.1f} MiB moved"),
             ("effective path", last["effective_path"]),
             ("waited for the disk", f"{report.total('waiting_s'):.1f} s"),
             ("a decode step", "-" if last["step_s"] is None else f"{last['step_s']:.3f} s measured{_predicted(last)}"),

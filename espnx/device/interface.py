@@ -86,11 +86,19 @@ class Tail:
 
 @dataclass
 class DeviceStats:
-    """Counters since the device was opened. Bytes: asked of the engine, and moved by it."""
+    """Counters since the device was opened.
+
+    Attributes:
+        bytes_written, write_requests: of rows, in whole blocks.
+        bytes_asked: sizes of the blocks that attention and visits asked for.
+        bytes_moved: what the engine moved for them, alignment and retries included.
+        waiting_s, computing_s: of all threads that attended.
+        stored_bytes: of segments that are kept.
+    """
 
     bytes_written: int = 0
     write_requests: int = 0
-    bytes_read: int = 0
+    bytes_asked: int = 0
     bytes_moved: int = 0
     waiting_s: float = 0.0
     computing_s: float = 0.0

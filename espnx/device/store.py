@@ -276,7 +276,7 @@ class RowStore(ABC):
         return DeviceStats(
             bytes_written=counts.bytes_written,
             write_requests=counts.write_requests,
-            bytes_read=stream["bytes_read"],
+            bytes_asked=stream["bytes_asked"],
             bytes_moved=stream["bytes_moved"],
             waiting_s=stream["waiting_s"],
             computing_s=stream["computing_s"],

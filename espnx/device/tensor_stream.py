@@ -62,7 +62,7 @@ class TensorStream:
         self._reader, self._path, self._window_bytes = reader, path, window_bytes
         self._line: deque[_Reading] = deque()
         self._ahead_bytes = self._next = 0
-        self._bytes_read = self._bytes_moved = 0
+        self._bytes_asked = self._bytes_moved = 0
         self._waiting_s = self._computing_s = 0.0
 
     def push(self, rows: RowReads) -> int:
@@ -91,7 +91,7 @@ class TensorStream:
     def stats(self) -> dict[str, float]:
         """Bytes of rows that were consumed, and seconds."""
         return {
-            "bytes_read": self._bytes_read, "bytes_moved": self._bytes_moved, "waiting_s": self._waiting_s,
+            "bytes_asked": self._bytes_asked, "bytes_moved": self._bytes_moved, "waiting_s": self._waiting_s,
             "computing_s": self._computing_s,
         }  # fmt: skip
 
@@ -134,7 +134,7 @@ class TensorStream:
                 reading.arrivals.popleft()
                 self._bytes_moved += arrival.bytes_moved
                 size_bytes = len(group) * reading.rows.layout.block_bytes
-                self._bytes_read += size_bytes
+                self._bytes_asked += size_bytes
                 self._ahead_bytes -= size_bytes
                 del arrival  # its memory serves the next read
                 self._pump()

@@ -186,7 +186,7 @@ class EspnxDisk:
         if self._end.alive:
             self._wait()
         return {
-            "stored_bytes": store.stored_bytes, "bytes_written": store.bytes_written, "bytes_read": store.bytes_read,
+            "stored_bytes": store.stored_bytes, "bytes_written": store.bytes_written, "bytes_asked": store.bytes_asked,
             "effective_path": store.effective_path,
         }  # fmt: skip
 

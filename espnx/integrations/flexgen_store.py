@@ -129,7 +129,7 @@ class TensorFile:
         self._owns_engine = isinstance(engine, str)
         self._engine = NativeEngine(engine, pool_bytes=0) if isinstance(engine, str) else engine
         self._deadline_s, self._lock, self._staging, self.is_closed = deadline_s, threading.Lock(), _Staging(), False
-        self.bytes_written = self.bytes_read = 0
+        self.bytes_written = self.bytes_asked = 0
         path = os.path.join(directory, f".espnx-{uuid.uuid4().hex}")
         try:
             make_directory(directory)
@@ -267,7 +267,7 @@ class TensorFile:
         offsets = torch.from_numpy(array.place + blocks.astype(np.int64) * each)
         sums = torch.from_numpy(array.sums[blocks].astype(np.int64))
         plan = Plan.of(self._file, offsets, torch.full_like(offsets, each), torch.from_numpy(positions), sums)
-        self.bytes_read += each * len(blocks)
+        self.bytes_asked += each * len(blocks)
         return self._engine.read(plan, memory, deadline_s=self._deadline_s)
 
     def _fill(self, array: StoredArray, blocks: range, memory: torch.Tensor) -> None:

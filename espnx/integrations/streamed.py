@@ -158,7 +158,7 @@ class StreamedWeights:
         """Counters: bytes read (asked for and moved), seconds of waiting and converting, bytes in memory, the path that the bytes took."""
         counters = self.files.counters
         return {
-            "bytes_asked": counters.bytes_asked, "bytes_read": counters.bytes_moved, "layer_reads": counters.layer_reads,
+            "bytes_asked": counters.bytes_asked, "bytes_moved": counters.bytes_moved, "layer_reads": counters.layer_reads,
             "waiting_s": counters.waiting_s, "converting_s": counters.converting_s, "resident_bytes": self._resident_bytes,
             "buffer_bytes": self.buffer_bytes, "planned_bytes": self.plan.total_bytes, "budget_bytes": self.budget_bytes,
             "least_bytes": self.plan.least_bytes, "layers_resident": len(self.plan.resident), "layers_streamed": len(self.plan.streamed),

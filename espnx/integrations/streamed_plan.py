@@ -206,7 +206,7 @@ def _step(model: PreTrainedModel, plan: ModelPlan, shape: KVShape, batch: int, t
 def _measure(plan: ModelPlan, storage: str | os.PathLike[str], files: list[str], dtype: torch.dtype, batch: int) -> None:
     """Fills in speeds and seconds."""
     speed = read_speed(storage)
-    plan.speeds = {"storage_bytes_per_s": speed.bytes_per_s, "storage_path": speed.effective_path, "probe_bytes": speed.bytes_read}
+    plan.speeds = {"storage_bytes_per_s": speed.bytes_per_s, "storage_path": speed.effective_path, "probe_bytes": speed.bytes_asked}
     weights_bytes, kv_bytes = plan.step["read_weight_bytes"], plan.step["read_kv_bytes"]
     if weights_bytes and files and os.stat(files[0]).st_dev != os.stat(storage).st_dev:
         other = read_speed_of(files)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
@@ -18,6 +19,28 @@ if TYPE_CHECKING:
 PATHS = ("auto", "uring", "posix", "memory", "gds", "gds-compat")
 
 DEFAULT_DEADLINE_S = 30.0
+
+
+def paths_of(paths: Iterable[str]) -> str:
+    """The path that the bytes of several files or devices take, in one text: ``uring`` where all take it, else every path with how many
+    take it, the most used first: ``mixed: uring 3, posix (buffered) 1``. Empty for nothing.
+
+    Args:
+        paths: `FileHandle.effective` of each file, or ``effective_path`` of each device.
+    """
+    counts = Counter(paths).most_common()
+    if len(counts) <= 1:
+        return counts[0][0] if counts else ""
+    return "mixed: " + ", ".join(f"{path} {count}" for path, count in counts)
+
+
+def reasons_of(reasons: Iterable[str]) -> str:
+    """Why paths are not what was tried first, of several engines or devices, in one text: each reason once; empty if there is none.
+
+    Args:
+        reasons: ``fallback_reason`` of each; empty ones do not count.
+    """
+    return "; ".join(dict.fromkeys(filter(None, reasons)))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import errors
+from .engine import paths_of
 from .native import NativeEngine, NativeFuture
 from .plan import Plan
 from .stream import StreamWriter, aligned_empty, write_error
@@ -26,11 +27,12 @@ class ReadSpeed:
     """A measured bandwidth.
 
     Attributes:
+        bytes_asked: that were read for it.
         effective_path: that the bytes took; with `` (buffered)`` they came through the page cache, and the number is not the disk's.
     """
 
     bytes_per_s: float
-    bytes_read: int
+    bytes_asked: int
     effective_path: str
 
 
@@ -80,7 +82,9 @@ def read_speed_of(paths: Sequence[str], most_bytes: int | None = None) -> ReadSp
         for future in line:
             future.wait()
         total = sum(size for _, _, size in reads)
-        return ReadSpeed(total / (time.perf_counter() - begun), total, reads[0][0].effective)
+        return ReadSpeed(
+            total / (time.perf_counter() - begun), total, paths_of({file.number: file.effective for file, _, _ in reads}.values())
+        )
 
 
 def memory_speed() -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import errors
-from .engine import Engine, FileHandle, Future
+from .engine import Engine, FileHandle, Future, paths_of
 from .plan import Plan
 from .stream import aligned_empty
 from .weights_layers import PAGE_BYTES, LayerWeights, Weight, put
@@ -53,7 +53,8 @@ class WeightFiles:
 
     @property
     def effective_path(self) -> str:
-        return next((file.effective for file in self._files.values()), self.engine.effective)
+        """The path that the weights' bytes take, of all files."""
+        return paths_of(file.effective for file in self._files.values()) or self.engine.effective
 
     def start(self, layer: LayerWeights, memory: torch.Tensor, ahead_bytes: int = 0) -> list[Future]:
         """Starts reading a layer's pages into memory that direct I/O can use. `ahead_bytes`: what is read before."""

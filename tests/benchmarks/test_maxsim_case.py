@@ -151,7 +151,7 @@ def test_a_wrong_system_gets_no_ratio() -> None:
     from espnx.benchmarks.runner import compare
 
     given = corpus()
-    wrong = CallSystem("espnx-fp16", "espnx-fp16", given, lambda: torch.zeros(4), bytes_read=1, tolerance=1e-3)
+    wrong = CallSystem("espnx-fp16", "espnx-fp16", given, lambda: torch.zeros(4), bytes_moved=1, tolerance=1e-3)
     rows = compare("maxsim", {}, [wrong], torch_systems("torch-segment", given), pairs=1, seed=1, say=lambda text: None)
     assert (rows[0].correct, rows[0].ratio) == (False, {})
     assert maxsim_case._beside_fp16(rows) == rows

@@ -151,7 +151,7 @@ def test_visit(folder: Path, kind: str) -> None:
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
     blocks = 2 * (layout.blocks(n) + 1)  # what two sequences share is read once
-    assert stats.bytes_read == moved == blocks * layout.block_bytes
+    assert stats.bytes_asked == moved == blocks * layout.block_bytes
 
 
 def test_an_error_of_the_visitor(folder: Path) -> None:
@@ -221,7 +221,7 @@ def test_segments_longer_than_a_read(folder: Path, path: str) -> None:
         look = queries(layout, 2, 2, 4, rng, last_position=torch.tensor([8999, 5000, 1, 100]))
         for _ in range(3):
             assert_right(attend(device, layout, seen, look), seen, look)
-        assert device.stats().bytes_read == 3 * 4 * layout.blocks(9000) * layout.block_bytes
+        assert device.stats().bytes_asked == 3 * 4 * layout.blocks(9000) * layout.block_bytes
 
 
 def test_nothing_to_see(folder: Path) -> None:
@@ -236,4 +236,4 @@ def test_nothing_to_see(folder: Path) -> None:
         assert_right(attend(device, layout, seen, look, tail), seen, look, tail)
         for each in seen:
             device.release(each.use.segment)
-        assert device.stats().bytes_read == device.stats().bytes_written == device.stats().stored_bytes == 0
+        assert device.stats().bytes_asked == device.stats().bytes_written == device.stats().stored_bytes == 0

@@ -107,7 +107,7 @@ def test_counts(folder: Path, path: str) -> None:
     """Blocks that are asked for, once however many look at them; and what the engine moved for them."""
     with opened(folder, engine=path) as device:
         zero = device.stats()
-        assert (zero.bytes_written, zero.write_requests, zero.bytes_read, zero.bytes_moved, zero.stored_bytes) == (0, 0, 0, 0, 0)
+        assert (zero.bytes_written, zero.write_requests, zero.bytes_asked, zero.bytes_moved, zero.stored_bytes) == (0, 0, 0, 0, 0)
         a, b = put(device, LAYOUT, 2, HEADS, 100, rng(1))  # 4 blocks a head
         c = put(device, LAYOUT, 1, HEADS, 1, rng(2))[0]
         put(device, LAYOUT, 1, HEADS, 0, rng(3))
@@ -125,11 +125,11 @@ def test_counts(folder: Path, path: str) -> None:
             assert_right(attend(device, LAYOUT, seen, look), seen, look)
             asked += blocks * BLOCK
             found = device.stats()
-            assert found.bytes_read == asked
+            assert found.bytes_asked == asked
             assert found.bytes_moved == asked, "whole pages: nothing was read beside them"
         device.ahead(LAYOUT, [a.use(0).use])
         device.forget()
-        assert device.stats().bytes_read == asked, "rows that nobody took do not count"
+        assert device.stats().bytes_asked == asked, "rows that nobody took do not count"
         assert device.stats().waiting_s >= 0
         assert device.stats().computing_s > 0
         device.release(a.segment)
@@ -285,7 +285,7 @@ def test_two_devices(folder: Path, shares: bool) -> None:
         one.forget()
         assert (one.front(), two.front()) == (-1, tickets[1])
         assert_right(two.attend(tickets[1], look), [b.use(0)], look)
-        assert (one.stats().bytes_read, two.stats().bytes_read) == (0, 6 * BLOCK)
+        assert (one.stats().bytes_asked, two.stats().bytes_asked) == (0, 6 * BLOCK)
         assert_right(attend(one, LAYOUT, [a.use(0)], look), [a.use(0)], look)
         one.close()
         assert_right(attend(two, LAYOUT, [b.use(0)], look), [b.use(0)], look)
