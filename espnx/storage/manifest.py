@@ -13,10 +13,11 @@ from typing import Any
 
 from .. import errors
 from .native import NativeEngine
+from .parse import check_plain_file
 from .stream import read_file, replace_file
 
 NAME = "MANIFEST.json"
-_LIMIT_BYTES = 64 * 1024 * 1024
+_LIMIT_BYTES = 16 * 1024 * 1024
 
 
 def _digest(fields: dict[str, Any]) -> str:
@@ -39,16 +40,24 @@ def read_manifest(engine: NativeEngine, directory: str | os.PathLike[str], magic
         FormatError: damaged, or of another format, version or byte order.
     """
     path = os.path.join(directory, NAME)
-    if not os.path.exists(path):
+    try:
+        size_bytes = check_plain_file(path)
+    except (FileNotFoundError, NotADirectoryError):
         raise errors.StoreNotFoundError(
             "no published store", path=directory, expected=f"a {NAME}", fix="build one with `espnx index build`, or check the path"
-        )
-    if os.path.getsize(path) > _LIMIT_BYTES:
-        raise errors.FormatError("manifest too large", path=path, got=f"{os.path.getsize(path)} bytes", expected=f"at most {_LIMIT_BYTES}")
+        ) from None
+    except PermissionError as error:
+        raise errors.ReadError("cannot read a manifest", path=path, errno=error.errno) from error
+    except (OSError, ValueError) as error:  # a name that is too long, or that no file can have
+        if isinstance(error, errors.EspnxError):
+            raise
+        raise errors.StoreNotFoundError("no published store", path=directory, got=str(error), fix="check the path") from error
+    if size_bytes > _LIMIT_BYTES:
+        raise errors.FormatError("manifest too large", path=path, got=f"{size_bytes} bytes", expected=f"at most {_LIMIT_BYTES}")
     damaged = "restore the store from a copy, or build it again"
     try:
         fields = json.loads(read_file(engine, path))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
         raise errors.FormatError("damaged manifest", path=path, got=str(error), expected="JSON", fix=damaged) from error
     if not isinstance(fields, dict) or fields.get("magic") != magic:
         got = fields.get("magic") if isinstance(fields, dict) else type(fields).__name__

@@ -6,19 +6,21 @@ The format has no checksums: what can be checked is that the header and the file
 
 from __future__ import annotations
 
-import json
+import io
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
 
 import torch
 
 from .. import errors
+from .parse import LARGEST, Fields, check_plain_file, parse_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_HEADER_BYTES_MAX = 100_000_000  # safetensors' own limit
+_HEADER_BYTES_MAX = 32 << 20  # Python's objects take about twenty times that
+_DIMENSIONS_MAX = 16
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
@@ -64,7 +66,7 @@ def find_tensors(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     places = _weight_map(index)
     found: dict[str, StoredTensor] = {}
     for name in sorted(set(places.values())):
-        if name != os.path.basename(name) or not name.endswith(".safetensors"):
+        if not name.endswith(".safetensors"):
             raise errors.FormatError("read the index of shards", path=index, got=repr(name), expected="names of files in the same folder")
         if not (where / name).is_file():
             raise errors.FormatError(
@@ -83,34 +85,54 @@ def find_tensors(folder: str | os.PathLike[str]) -> dict[str, StoredTensor]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    document = _parse(index, index.read_bytes())
-    places = document.get("weight_map")
-    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+    size_bytes = index.stat().st_size
+    if size_bytes > _HEADER_BYTES_MAX:
+        raise errors.FormatError("read the index of shards", path=index, got=f"{size_bytes} bytes", expected=f"at most {_HEADER_BYTES_MAX}")
+    places = parse_object(index.read_bytes(), index, what="index of shards").inner("weight_map")
+    found = {name: places.file_name(name) for name in places}
+    if not found:
         raise errors.FormatError("read the index of shards", path=index, got="no weight_map", expected="names of tensors and their files")
-    return places
+    return found
 
 
 def read_header(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     """The tensors of one file. Raises FormatError, TruncatedFileError, ReadError."""
     name = os.fspath(path)
     try:
-        size_bytes = os.path.getsize(name)
+        size_bytes = check_plain_file(os.path.realpath(name))  # model hubs lay out their folders with links
         with open(name, "rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            if size_bytes < 8 or header_bytes > min(_HEADER_BYTES_MAX, size_bytes - 8):
-                raise errors.TruncatedFileError(
-                    "read the header of a safetensors file", path=name, got=f"{size_bytes} bytes, a header of {header_bytes}",
-                    expected=f"a header of at most {_HEADER_BYTES_MAX} bytes inside the file",
-                )  # fmt: skip
-            header = _parse(name, file.read(header_bytes))
+            return _tensors(name, _header(name, size_bytes, file.read), size_bytes)
     except OSError as error:
         if isinstance(error, errors.EspnxError):
             raise
         raise errors.ReadError("cannot read the header of a safetensors file", path=name, errno=error.errno) from error
-    header.pop("__metadata__", None)
-    data = 8 + header_bytes
-    tensors = [_tensor(name, key, value, data) for key, value in header.items()]
-    at = data
+
+
+def read_tensors(data: bytes, path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file that is in memory, as copies. `path`: for messages. Raises FormatError, TruncatedFileError."""
+    name = os.fspath(path)
+    tensors = _tensors(name, _header(name, len(data), io.BytesIO(data).read), len(data))
+    found = {}
+    for key, tensor in tensors.items():
+        own = bytearray(data[tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes])
+        found[key] = (torch.frombuffer(own, dtype=tensor.dtype) if own else torch.empty(0, dtype=tensor.dtype)).reshape(tensor.shape)
+    return found
+
+
+def _header(name: str, size_bytes: int, read: Callable[[int], bytes]) -> tuple[Fields, int]:
+    """(the fields of a header, where the data after it begins)."""
+    header_bytes = int.from_bytes(read(8), "little")
+    if size_bytes < 8 or header_bytes > min(_HEADER_BYTES_MAX, size_bytes - 8):
+        raise errors.TruncatedFileError(
+            "read the header of a safetensors file", path=name, got=f"{size_bytes} bytes, a header of {header_bytes}",
+            expected=f"a header of at most {_HEADER_BYTES_MAX} bytes inside the file",
+        )  # fmt: skip
+    return parse_object(read(header_bytes), name, what="header of a safetensors file"), 8 + header_bytes
+
+
+def _tensors(name: str, header: tuple[Fields, int], size_bytes: int) -> dict[str, StoredTensor]:
+    fields, at = header
+    tensors = [_tensor(name, key, fields.inner(key), at) for key in fields if key != "__metadata__"]
     for tensor in sorted(tensors, key=lambda item: (item.offset_bytes, item.size_bytes)):
         if tensor.offset_bytes != at:
             raise errors.FormatError(
@@ -129,30 +151,16 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     return {tensor.name: tensor for tensor in tensors}
 
 
-def _parse(path: str | os.PathLike[str], text: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise errors.FormatError("parse JSON", path=path, got=str(error), expected="a whole file") from error
-    if not isinstance(value, dict):
-        raise errors.FormatError("parse JSON", path=path, got=type(value).__name__, expected="an object")
-    return value
-
-
-def _tensor(path: str, name: str, value: Any, data: int) -> StoredTensor:
-    fields = value if isinstance(value, dict) else {}
-    dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise errors.FormatError(f"dtype of {name}", path=path, got=repr(dtype), expected=", ".join(_DTYPES))
-    if not _is_list_of_sizes(shape) or not _is_list_of_sizes(offsets) or len(offsets) != 2:
-        raise errors.FormatError(f"header of {name}", path=path, got=repr(value), expected="a shape and two offsets")
+def _tensor(path: str, name: str, fields: Fields, data: int) -> StoredTensor:
+    dtype = fields.choice("dtype", _DTYPES)
+    shape, offsets = fields.wholes("shape", count=_DIMENSIONS_MAX), fields.wholes("data_offsets", count=2)
+    if len(offsets) != 2:
+        fields.refuse("data_offsets", "two offsets")
+    if math.prod(size for size in shape if size) > LARGEST:  # also of a tensor without elements, which has strides all the same
+        fields.refuse("shape", f"at most {LARGEST} elements")
     tensor = StoredTensor(name, path, _DTYPES[dtype], tuple(shape), data + offsets[0])
     if offsets[1] - offsets[0] != tensor.size_bytes:
         raise errors.FormatError(
             f"size of {name}", path=path, got=f"{offsets[1] - offsets[0]} bytes", expected=f"{tensor.size_bytes} bytes for {dtype} {shape}"
         )
     return tensor
-
-
-def _is_list_of_sizes(values: Any) -> TypeGuard[list[int]]:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
