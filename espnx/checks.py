@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from . import errors
 
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+
+
+def plain(value: Any) -> Any:
+    """A scalar of NumPy or PyTorch as Python's own number; anything else as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 
 def check_whole(name: str, value: object, least: int, most: int | None = None) -> None:

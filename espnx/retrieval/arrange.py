@@ -15,7 +15,7 @@ from .. import errors
 from ..storage import NativeEngine
 from ..storage.stream import StreamWriter, regroup
 from .first_stage import IvfFirstStage, choose_nlist, load_faiss, train_index
-from .probing import CANDIDATES, RECALL, measure
+from .probing import CANDIDATES, RECALL, distinct_sample, measure
 from .spool import LISTS, Spool, spool_windows
 
 _ROWS = 8192  # per window: small beside any budget, large enough for BLAS
@@ -104,5 +104,5 @@ def record_order(
 
 def measure_probing(index: Any, spool: Spool) -> tuple[int, dict[str, float]]:
     """See `probing.measure`. Queries: a sample of the documents."""
-    sample = np.sort(np.random.default_rng(1).choice(len(spool), size=min(64, len(spool)), replace=False)).astype(np.int64)
-    return measure(IvfFirstStage(index), spool.vector_sample(sample), min(CANDIDATES, len(spool)), RECALL)
+    sample = distinct_sample(len(spool), spool.vector_dim, spool.vector_sample)
+    return measure(IvfFirstStage(index), sample, min(CANDIDATES, len(spool)), RECALL)

@@ -20,7 +20,7 @@ from .budget import MemoryBudget
 from .build import Progress, segment_bytes
 from .encoding import Fill
 from .first_stage import IvfFirstStage, load_faiss
-from .probing import CANDIDATES, RECALL, measure
+from .probing import CANDIDATES, RECALL, distinct_sample, measure
 from .publish import Written
 from .record import HEADER_BYTES
 from .segments import SegmentWriter, pieces
@@ -75,7 +75,8 @@ def write_compacted(
         texts.close()
     kept = ("projection", "full.", "compact.")
     extra = {name: tensor for name, tensor in store.parts[0].meta.items() if name.startswith(kept)}
-    nprobe, steps = measure(IvfFirstStage(index), _sample(index), min(CANDIDATES, index.ntotal), RECALL)
+    sample = distinct_sample(index.ntotal, index.d, lambda chosen: _vectors(index, chosen))
+    nprobe, steps = measure(IvfFirstStage(index), sample, min(CANDIDATES, index.ntotal), RECALL)
     lists = {"nlist": index.nlist, "nprobe": nprobe, "steps": steps}
     return Written(generation, 0, writers, (writer.size_bytes, writer.crc32c), extra), lists
 
@@ -126,10 +127,9 @@ def _with_lists(old: Any, entries: list[tuple[int, np.ndarray]]) -> Any:
     return new
 
 
-def _sample(index: Any) -> np.ndarray:
-    """First-stage vectors of some records, as their codes have them: float32 [m, dim]."""
+def _vectors(index: Any, chosen: np.ndarray) -> np.ndarray:
+    """First-stage vectors of records (in the order of lists), as their codes have them: float32 [m, dim]."""
     ends = np.cumsum([index.invlists.list_size(number) for number in range(index.nlist)])
-    chosen = np.random.default_rng(1).choice(index.ntotal, size=min(64, index.ntotal), replace=False)
     vectors = np.empty((len(chosen), index.d), dtype=np.float32)
     for row, number in zip(vectors, chosen.tolist(), strict=True):
         in_list = int(np.searchsorted(ends, number, side="right"))

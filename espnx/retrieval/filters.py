@@ -28,7 +28,7 @@ class Filters:
             return None if self._store.deleted is None else self._alive
         gone = self._numbers(exclude, "exclude")
         if include is None:
-            bitmap = self._alive.bitmap.copy()
+            bitmap = self._alive_bitmap()
             np.bitwise_and.at(bitmap, gone >> 3, ~_bit(gone))
             return Allowed(bitmap, self._alive.in_lists - self._in_lists(gone), self._alive.count - len(gone))
         chosen = np.setdiff1d(self._numbers(include, "include"), gone, assume_unique=True)
@@ -46,10 +46,13 @@ class Filters:
     @cached_property
     def _alive(self) -> Allowed:
         store, sizes = self._store, np.array([len(ids) for ids in _lists(self._index)], dtype=np.int64)
-        if store.deleted is None:
-            return Allowed(np.full(-(-store.end_number // 8), 0xFF, dtype=np.uint8), sizes, store.count)
-        deleted = np.flatnonzero(np.unpackbits(store.deleted, bitorder="little"))
-        return Allowed(~store.deleted, sizes - self._in_lists(deleted), store.count)
+        if store.deleted is not None:
+            sizes -= self._in_lists(np.flatnonzero(np.unpackbits(store.deleted, bitorder="little")))
+        return Allowed(self._alive_bitmap(), sizes, store.count)
+
+    def _alive_bitmap(self) -> np.ndarray:
+        deleted = self._store.deleted
+        return np.full(-(-self._store.end_number // 8), 0xFF, dtype=np.uint8) if deleted is None else ~deleted
 
     @cached_property
     def _runs(self) -> tuple[np.ndarray, np.ndarray]:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -48,14 +49,33 @@ class Allowed:
     """Which records a search may find.
 
     Attributes:
-        bitmap: bit i % 8 of byte i // 8 is set where record i may be found.
+        bitmap: bit i % 8 of byte i // 8 is set where record i may be found; None: every record may.
         in_lists: int64 [nlist], how many of them each list holds.
         count: of all of them.
     """
 
-    bitmap: np.ndarray
+    bitmap: np.ndarray | None
     in_lists: np.ndarray
     count: int
+
+    @cached_property
+    def useful(self) -> np.ndarray:
+        """bool [nlist]: the lists that hold any."""
+        return self.in_lists > 0
+
+    @cached_property
+    def _fewest(self) -> np.ndarray:
+        """int64: how many 1, 2, ... of the useful lists hold at least."""
+        return np.cumsum(np.sort(self.in_lists[self.useful]))
+
+    def in_any(self, lists: int) -> int:
+        """How many any so many lists hold at least; 0 where a list holds none."""
+        return int(self._fewest[min(lists, len(self._fewest)) - 1]) if len(self._fewest) == len(self.in_lists) > 0 else 0
+
+    def lists_at_most(self, nprobe: int, at_least: int) -> int:
+        """No query needs more of the useful lists: so many nearest, and more until `at_least` records (or all) are in them."""
+        enough = 1 + int(np.searchsorted(self._fewest, min(at_least, self.count)))
+        return min(len(self._fewest), max(nprobe, enough))
 
 
 class FirstStage(Protocol):
@@ -64,9 +84,14 @@ class FirstStage(Protocol):
     @property
     def nlist(self) -> int: ...
 
-    def start(self, vectors: np.ndarray, candidates: int, nprobe: int, allowed: Allowed | None = None) -> FirstStageSearch:
-        """Begins a search. `vectors`: float32 [q, dim]. With `allowed`, lists without such a record do not count among the `nprobe`, and
-        there are more of them where those hold fewer than `candidates` such records."""
+    def start(
+        self, vectors: np.ndarray, candidates: int, nprobe: int, allowed: Allowed | None = None, at_least: int = 0
+    ) -> FirstStageSearch:
+        """Begins a search. `vectors`: float32 [q, dim]. Lists without a record that may be found do not count among the `nprobe`, and
+        there are more of them where those hold fewer than `at_least` such records."""
+
+    def lists_at_most(self, nprobe: int, allowed: Allowed | None, at_least: int) -> int:
+        """No query of such a search needs more lists."""
 
 
 class FirstStageSearch(Protocol):
@@ -134,38 +159,55 @@ class IvfFirstStage:
         self._helpers = ThreadPoolExecutor(max_workers=threads - 1, thread_name_prefix="espnx-first-stage") if threads > 1 else None
         self._helping = threading.Lock()
         self._list_vectors = 0.0 if index is None else index.ntotal / index.nlist
+        sizes = np.array([index.invlists.list_size(number) for number in range(self.nlist)], dtype=np.int64)
+        self._everything = Allowed(None, sizes, int(sizes.sum()))
 
     @property
     def nlist(self) -> int:
         return 0 if self.index is None else self.index.nlist
 
-    def start(self, vectors: np.ndarray, candidates: int, nprobe: int, allowed: Allowed | None = None) -> IvfSearch:
+    def start(self, vectors: np.ndarray, candidates: int, nprobe: int, allowed: Allowed | None = None, at_least: int = 0) -> IvfSearch:
         vectors = np.ascontiguousarray(vectors, dtype=np.float32)
-        if self.index is None:
-            return IvfSearch(self, vectors, candidates, np.empty((len(vectors), 0), "i8"), np.empty((len(vectors), 0), "f4"), None)
-        if allowed is None:
-            distances, lists = self.index.quantizer.search(vectors, min(nprobe, self.nlist))
-            return IvfSearch(self, vectors, candidates, lists, distances, None)
-        distances, lists = self._useful_lists(vectors, min(candidates, allowed.count), nprobe, allowed.in_lists)
-        return IvfSearch(self, vectors, candidates, lists, distances, self._faiss.IDSelectorBitmap(allowed.bitmap))
+        held = self._everything if allowed is None else allowed
+        distances, lists = self._nearest(vectors, nprobe, held, min(at_least, held.count))
+        selector = None if held.bitmap is None else self._faiss.IDSelectorBitmap(held.bitmap)
+        return IvfSearch(self, vectors, candidates, lists, distances, selector)
 
-    def _useful_lists(self, vectors: np.ndarray, wanted: int, nprobe: int, in_lists: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(distances, lists) of the nearest lists that hold an allowed record: `nprobe`, or as many as hold `wanted` of them. Queries may
-        need different numbers: -1 is no list."""
-        useful = in_lists > 0
-        total = int(useful.sum())
-        if not total:
+    def lists_at_most(self, nprobe: int, allowed: Allowed | None, at_least: int) -> int:
+        return (self._everything if allowed is None else allowed).lists_at_most(nprobe, at_least)
+
+    def _nearest(self, vectors: np.ndarray, nprobe: int, held: Allowed, wanted: int) -> tuple[np.ndarray, np.ndarray]:
+        """(distances, lists) of the nearest lists that hold a record that may be found: `nprobe`, or as many as hold `wanted` of them.
+        Queries may need different numbers: -1 is no list."""
+        if not held.count:
             return np.empty((len(vectors), 0), "f4"), np.empty((len(vectors), 0), "i8")
-        selector = self._faiss.IDSelectorBitmap(np.packbits(useful, bitorder="little"))
-        parameters = None if total == self.nlist else self._faiss.SearchParameters(sel=selector)
-        distances, lists = self.index.quantizer.search(vectors, min(nprobe, total), params=parameters)
-        if total > nprobe and (in_lists[lists].sum(axis=1) < wanted).any():
-            distances, lists = self.index.quantizer.search(vectors, total, params=parameters)
-            needed = np.maximum(nprobe, 1 + (np.cumsum(in_lists[lists], axis=1) < wanted).sum(axis=1))
-            width = int(needed.max())
-            distances, lists = distances[:, :width], lists[:, :width]
-            lists[np.arange(width) >= needed[:, None]] = -1
-        return distances, lists
+        distances, lists = self.index.quantizer.search(vectors, min(nprobe, self.nlist))
+        if held.in_any(nprobe) >= max(1, wanted):
+            return distances, lists
+        inside = held.in_lists[lists]
+        short = np.flatnonzero((inside == 0).any(axis=1) | (inside.sum(axis=1) < wanted))
+        if not len(short):
+            return distances, lists
+        most = held.lists_at_most(nprobe, wanted)
+        more_distances, more = self._nearest_useful(vectors[short], most, held)
+        needed = np.minimum(most, np.maximum(nprobe, 1 + (np.cumsum(held.in_lists[more], axis=1) < wanted).sum(axis=1)))
+        count = np.full(len(vectors), lists.shape[1])
+        count[short] = needed
+        width = int(count.max())
+        wide_distances, wide = np.zeros((len(vectors), width), "f4"), np.full((len(vectors), width), -1, "i8")
+        for to, own, found in ((wide_distances, distances, more_distances), (wide, lists, more)):
+            to[:, : own.shape[1]] = own[:, :width]
+            to[short] = found[:, :width]
+        wide[np.arange(width) >= count[:, None]] = -1
+        return wide_distances, wide
+
+    def _nearest_useful(self, vectors: np.ndarray, count: int, held: Allowed) -> tuple[np.ndarray, np.ndarray]:
+        """(distances, lists) of the `count` nearest lists that are useful."""
+        parameters = None
+        if not held.useful.all():
+            selector = self._faiss.IDSelectorBitmap(np.packbits(held.useful, bitorder="little"))
+            parameters = self._faiss.SearchParameters(sel=selector)
+        return self.index.quantizer.search(vectors, count, params=parameters)
 
     def scan(self, vectors: np.ndarray, lists: np.ndarray, distances: np.ndarray, count: int, selector: Any) -> list[Candidates]:
         """Top `count` of the given lists for each query. Releases the GIL; safe from many threads."""

@@ -6,6 +6,8 @@ Both belong to the data, not to the code: how clustered the vectors are decides 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from .first_stage import FirstStage
@@ -15,10 +17,31 @@ CANDIDATES, RECALL = 1000, 0.98
 #: Shares of the lists at which the hit rate is measured.
 STEPS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
 _QUERIES_AT_ONCE = 8  # bounds the memory of the answers
+_SAMPLE, _SEARCHED = 64, 4096  # documents taken as queries; looked at for so many that differ
+_SEARCHED_BYTES = 16 << 20
+_ALIKE = 1e-6  # similarities that differ by less, of the largest, are those of duplicates: rounding is as much
+
+
+def distinct_sample(count: int, dim: int, vectors: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """First-stage vectors of some of `count` documents, no two alike: duplicates would all ask the same. float32 [m, dim].
+
+    Args:
+        vectors: of documents by number (int64, ascending). Asked once more, for more of them, where the first ones are too much alike.
+    """
+    for size in (_SAMPLE, max(_SAMPLE, min(_SEARCHED, _SEARCHED_BYTES // (4 * dim)))):
+        chosen = np.sort(np.random.default_rng(1).choice(count, size=min(size, count), replace=False)).astype(np.int64)
+        found = np.ascontiguousarray(vectors(chosen))
+        _, first = np.unique(found.view(np.dtype((np.void, found.dtype.itemsize * dim))).reshape(-1), return_index=True)
+        if len(first) >= min(_SAMPLE, count):
+            break
+    first.sort()
+    return found[first[np.linspace(0, len(first) - 1, min(_SAMPLE, len(first))).round().astype(np.int64)]]
 
 
 def measure(stage: FirstStage, vectors: np.ndarray, candidates: int, recall: float) -> tuple[int, dict[str, float]]:
     """The smallest number of lists that finds `recall` of the exhaustive candidates, and the hit rate of a prefetch at each of `STEPS`.
+
+    Candidates that are equally similar to a query count once: where most documents are alike, finding them says nothing about the others.
 
     Args:
         stage: filled.
@@ -32,14 +55,14 @@ def measure(stage: FirstStage, vectors: np.ndarray, candidates: int, recall: flo
     if not stage.nlist or not len(vectors):
         return 0, {}
     blocks = [vectors[i : i + _QUERIES_AT_ONCE] for i in range(0, len(vectors), _QUERIES_AT_ONCE)]
-    truth = [[set(numbers.tolist()) for numbers, _ in stage.start(block, candidates, stage.nlist).complete()] for block in blocks]
-    wanted = recall * sum(len(found) for block in truth for found in block)
+    truth = [[_distinct(scores) for _, scores in stage.start(block, candidates, stage.nlist).complete()] for block in blocks]
+    wanted = recall * sum(len(known) for block in truth for known in block)
 
     def enough(nprobe: int) -> bool:
         hits = 0
-        for block, known in zip(blocks, truth, strict=True):
+        for block, best in zip(blocks, truth, strict=True):
             found = stage.start(block, candidates, nprobe).complete()
-            hits += sum(len(want.intersection(numbers.tolist())) for want, (numbers, _) in zip(known, found, strict=True))
+            hits += sum(_found(known, scores) for known, (_, scores) in zip(best, found, strict=True))
         return hits >= wanted
 
     high = 1
@@ -51,6 +74,21 @@ def measure(stage: FirstStage, vectors: np.ndarray, candidates: int, recall: flo
         middle = (low + high) // 2
         low, high = (low, middle) if enough(middle) else (middle, high)
     return high, hit_rates(stage, vectors, candidates, high)
+
+
+def _distinct(scores: np.ndarray) -> np.ndarray:
+    """Similarities, descending; of those that are alike, the first."""
+    return scores[np.r_[True, -np.diff(scores) > _ALIKE * np.abs(scores).max()]] if len(scores) else scores
+
+
+def _found(wanted: np.ndarray, scores: np.ndarray) -> int:
+    """How many of `wanted` (see `_distinct`) are among the scores, which descend."""
+    if not len(wanted) or not len(scores):
+        return 0
+    rising = scores[::-1]
+    after = np.searchsorted(rising, wanted)
+    gaps = np.minimum(*(np.abs(rising[np.clip(at, 0, len(rising) - 1)] - wanted) for at in (after - 1, after)))
+    return int((gaps <= _ALIKE * np.abs(wanted).max()).sum())
 
 
 def hit_rates(stage: FirstStage, vectors: np.ndarray, candidates: int, nprobe: int) -> dict[str, float]:

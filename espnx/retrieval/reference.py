@@ -37,7 +37,8 @@ class InMemoryReference:
         vector = (query.cls if pooling is None else pooling.query(query.tokens)).numpy()
         tokens = query.tokens if self.store.projection is None else self.store.projection(query.tokens)
         allowed = Filters(self.store, self.first_stage.index).allowed(None, None)
-        numbers, _ = self.first_stage.start(vector[None], min(candidates, self.store.count), nprobe, allowed).complete()[0]
+        wanted = min(candidates, self.store.count)
+        numbers, _ = self.first_stage.start(vector[None], wanted, nprobe, allowed, at_least=wanted).complete()[0]
         at = self.positions[torch.from_numpy(numbers)]
         n_tokens = torch.from_numpy(self.store.n_tokens[numbers].astype(np.int64))
         scores = maxsim_reference(tokens, self.memory, at + schema.fixed_bytes, n_tokens, schema.format, self.store.full.codebook)

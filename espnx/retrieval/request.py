@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from .. import errors
-from ..checks import check_whole
+from ..checks import check_whole, plain
 from .advice import Steps
 from .texts import DocumentId
 
@@ -31,7 +31,7 @@ class SearchOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Arguments:
-    """What the caller asked for. `steps` is None where the searcher chooses, `nprobe` where the index knows."""
+    """What the caller asked for. `steps` is None where the searcher chooses, `nprobe` where the index knows; `candidates` is at least k."""
 
     k: int
     candidates: int
@@ -52,6 +52,7 @@ def check_arguments(
     deadline_s: float,
 ) -> Arguments:
     """Raises InvalidInputError."""
+    k, candidates, rerank, cascade, nprobe, deadline_s = map(plain, (k, candidates, rerank, cascade, nprobe, deadline_s))
     for name, value, least in (("k", k, 1), ("candidates", candidates, 1), ("rerank", rerank, 0), ("cascade", cascade, 1)):
         if value is not None:
             check_whole(name, value, least)
@@ -64,6 +65,7 @@ def check_arguments(
         raise errors.InvalidInputError("nprobe", got=repr(nprobe), expected="at least 1, or 'auto'")
     if not isinstance(deadline_s, int | float) or isinstance(deadline_s, bool) or not math.isfinite(deadline_s) or deadline_s <= 0:
         raise errors.InvalidInputError("deadline_s", got=repr(deadline_s), expected="a positive number of seconds")
+    candidates = max(k, candidates)
     wanted = cascade if cascade is not None else rerank
     return Arguments(
         k=k,
@@ -82,7 +84,8 @@ def _steps(prefetch_step: float | Sequence[float] | str) -> Steps | None:
             return None
         values: Sequence[float] = [math.nan]
     else:
-        values = list(prefetch_step) if isinstance(prefetch_step, Iterable) else [prefetch_step]
+        prefetch_step = plain(prefetch_step)
+        values = [plain(step) for step in prefetch_step] if isinstance(prefetch_step, Iterable) else [prefetch_step]
     rising = all(a < b for a, b in itertools.pairwise(values))
     if not all(isinstance(step, int | float) and 0 <= step <= 1 for step in values) or not rising:
         raise errors.InvalidInputError(

@@ -183,17 +183,18 @@ class Index:
         Args:
             queries: text, or vectors already encoded.
             k: hits wanted; fewer where the corpus or the candidates are fewer.
-            candidates: how many the first stage hands on.
+            candidates: how many the first stage hands on; at least k are.
             rerank: how many of them are read and scored exactly, the best first; None for all. The others follow in first-stage order.
             cascade: score the compact records of all candidates, then so many full ones exactly; the others follow in compact order.
                 Needs a store built with a compact tier. Lossy as `rerank` is, and much less so.
-            nprobe: lists the first stage scans, or ``auto`` (measured at build: 98 % of the exhaustive candidates).
+            nprobe: lists the first stage scans, or ``auto`` (measured at build: 98 % of the exhaustive candidates). Lists without a
+                document that may be found do not count. With ``auto``, and beside a filter or deleted documents, as many more are
+                scanned as it takes to find `candidates`, or all there are; with a number, as it takes to find k.
             prefetch_step: share of those lists after which the reads begin (ESPN, eq. 3), or several of them; 0 reads nothing ahead;
                 ``auto`` chooses from predicted times, and none for a batch or beside other callers, whose first stages hide the reads.
             cls_weight: overrides the store's.
             include: ids of documents; no other is found.
-            exclude: ids of documents that are not found. Beside a filter or deleted documents, only lists that hold a document that may
-                be found count as `nprobe`, and as many more are scanned as it takes to find `candidates`, or all there are.
+            exclude: ids of documents that are not found.
             explain: fill in `Hit.matches` (reads the k hits once more).
             deadline_s: for each read.
 
@@ -307,15 +308,18 @@ class Index:
         steps, predicted_s = arguments.steps, None
         if steps is None:
             steps, predicted_s = self._adviser.choose(kind) if is_alone else (NO_PREFETCH, None)
-        request = Request(candidates, arguments.depth, nprobe, steps, allowed, arguments.deadline_s, is_cascade=arguments.is_cascade)
+        # Who names a number of lists wants no more of them, as long as they hold k documents.
+        at_least = candidates if arguments.nprobe is None or allowed is not None else min(arguments.k, candidates)
+        request = Request(
+            candidates, arguments.depth, nprobe, steps, allowed, at_least, arguments.deadline_s, is_cascade=arguments.is_cascade
+        )
         return request, kind, predicted_s or 0.0
 
     def _wave_queries(self, queries: int, request: Request) -> int:
         def mean_bytes(tier: Tier) -> float:
             return tier.size_bytes / max(1, self.store.count)
 
-        nlist = self.first_stage.nlist
-        lists = min(request.nprobe, nlist) if request.allowed is None else nlist  # a filter may need all of them
+        lists = self.first_stage.lists_at_most(request.nprobe, request.allowed, request.at_least)
         bytes_each = request.depth * mean_bytes(self.store.full) + _FOUND_BYTES * (request.candidates + lists)
         if request.is_cascade and isinstance(self.compact, Tier):
             bytes_each += request.candidates * mean_bytes(self.compact)

@@ -37,6 +37,7 @@ class Request:
         depth: how many of them are scored exactly.
         nprobe, steps: lists, and the shares of them after which reads begin.
         allowed: which records may be found; None for all.
+        at_least: more than `nprobe` lists are scanned where those hold fewer records that may be found.
         is_pipelined: another wave's first stage runs before this one is finished, so nothing of it is urgent.
         is_cascade: `depth` full records are chosen by compact scores of all candidates, not by the first stage.
     """
@@ -46,6 +47,7 @@ class Request:
     nprobe: int
     steps: Steps
     allowed: Allowed | None
+    at_least: int
     deadline_s: float
     is_pipelined: bool = False
     is_cascade: bool = False
@@ -108,7 +110,7 @@ class Wave:
         request = self._request
         self._begun = begun = time.perf_counter()
         vectors = np.stack([query.vector for query in self._queries])
-        search = self._means.first_stage.start(vectors, request.candidates, request.nprobe, request.allowed)
+        search = self._means.first_stage.start(vectors, request.candidates, request.nprobe, request.allowed, request.at_least)
         for step in request.steps if request.depth else ():
             early = search.advance(step)
             if step == request.steps[0]:

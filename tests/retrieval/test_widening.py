@@ -101,7 +101,8 @@ def test_a_batch_widens_each_query_by_itself(index: espnx.Index) -> None:
     assert {len(result.hits) for result in together} == {40}
 
 
-def test_without_a_filter_nothing_is_widened(index: espnx.Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_filter_lists_are_as_many_as_k_needs(index: espnx.Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who names a number of lists gets just those while they hold k documents."""
     scanned: list[tuple[int, ...]] = []
     whole = IvfFirstStage.scan
 
@@ -110,9 +111,11 @@ def test_without_a_filter_nothing_is_widened(index: espnx.Index, monkeypatch: py
         return whole(self, vectors, lists, *rest)
 
     monkeypatch.setattr(IvfFirstStage, "scan", scan)
-    found = ids(index, k=EVERYTHING, nprobe=1, prefetch_step=0)
+    assert len(ids(index, k=5, nprobe=1, prefetch_step=0)) == 5
     assert scanned == [(1, 1)]
-    assert len(found) < 2 * EACH
+    assert len(ids(index, k=100, nprobe=1, prefetch_step=0)) == 100
+    assert 100 / (2 * EACH) <= scanned[1][1] <= 10
+    assert len(ids(index, k=EVERYTHING, nprobe=1, candidates=3)) == len(DOCUMENTS), "at least k candidates"
 
 
 def test_deleted_and_compacted(folder: Path) -> None:
