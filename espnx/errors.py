@@ -130,6 +130,10 @@ class DeadlineExceededError(StorageError, TimeoutError):
     """An I/O did not complete in time. Its buffer is quarantined: kept alive and counted until the device lets go of it."""
 
 
+class TransferCancelledError(StorageError):
+    """A read or a write that its caller, or somebody on the caller's behalf, has called off. The engine is usable; nothing is wrong."""
+
+
 class ChecksumError(StorageError):
     """Bytes were read whole, but are not the bytes that were written."""
 
@@ -146,7 +150,11 @@ class ForeignFileError(FormatError):
     """A file is well-formed but belongs to another store."""
 
 
-class StoreNotFoundError(StorageError, FileNotFoundError):
+class FileMissingError(StorageError, FileNotFoundError):
+    """There is no file of that name."""
+
+
+class StoreNotFoundError(FileMissingError):
     """There is no published store in that directory."""
 
 

@@ -223,7 +223,7 @@ class EmbeddingStore:
         path = os.path.join(self.path, entry["path"])
         try:
             data = read_file(self.engine, path)
-        except errors.StoreNotFoundError as error:
+        except errors.FileMissingError as error:
             raise errors.FormatError("file of the store missing", path=path, fix=_REBUILD) from error
         if crc32c(data) != entry["crc32c"] or len(data) != entry["size_bytes"]:
             raise errors.ChecksumError("damaged file of the store", path=path, expected=f"CRC32C {entry['crc32c']:08x}", fix=_REBUILD)
@@ -296,7 +296,7 @@ class EmbeddingStore:
         path = os.path.join(self.path, segment.path)
         try:
             file = self.engine.open(path)
-        except errors.StoreNotFoundError as error:
+        except errors.FileMissingError as error:
             raise errors.FormatError("data file of the store missing", path=path, fix=_REBUILD) from error
         try:
             if file.size_bytes != segment.size_bytes:

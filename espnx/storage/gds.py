@@ -143,7 +143,7 @@ class GdsEngine:
 
         Raises:
             PathUnavailableError: the file cannot be read the way the engine is named.
-            StoreNotFoundError, ReadError: it cannot be opened, or its first block cannot be read.
+            FileMissingError, ReadError: it cannot be opened, or its first block cannot be read.
             InvalidInputError: another mode than ``r``.
         """
         if mode != "r":
@@ -181,7 +181,7 @@ class GdsEngine:
                     f"cannot open {name} with O_DIRECT", got=os.strerror(errno.EINVAL), fix=_COMPAT_FIX
                 ) from error
             missing = error.errno == errno.ENOENT
-            kind: type[errors.StorageError] = errors.StoreNotFoundError if missing else errors.ReadError
+            kind: type[errors.StorageError] = errors.FileMissingError if missing else errors.ReadError
             raise kind("cannot open file", path=name, errno=error.errno) from error
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             os.close(descriptor)

@@ -368,7 +368,7 @@ class GdsFuture:
         return self._finished or self._transfer.finished()
 
     def cancel(self) -> None:
-        self._transfer.fail(lambda: errors.EngineClosedError("the transfer was cancelled"))
+        self._transfer.fail(lambda: errors.TransferCancelledError("the transfer was cancelled"))
 
     def _check(self, items: np.ndarray) -> None:
         wanted = self._transfer.plan.crc32c

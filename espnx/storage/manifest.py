@@ -57,6 +57,8 @@ def read_manifest(engine: NativeEngine, directory: str | os.PathLike[str], magic
     damaged = "restore the store from a copy, or build it again"
     try:
         fields = json.loads(read_file(engine, path))
+    except errors.FileMissingError as error:  # it was there a moment ago
+        raise errors.StoreNotFoundError("the store was just removed", path=directory, fix="check the path") from error
     except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
         raise errors.FormatError("damaged manifest", path=path, got=str(error), expected="JSON", fix=damaged) from error
     if not isinstance(fields, dict) or fields.get("magic") != magic:

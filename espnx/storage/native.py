@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import errno as codes
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -50,18 +50,19 @@ def _to_error(
     if kind == "unavailable":
         fix = "name another path, or `auto`, or another directory"
         return errors.PathUnavailableError(f"{what}{' in ' + path if path else ''}", got=os.strerror(errno) if errno else None, fix=fix)
-    if kind in ("closed", "cancelled"):
+    if kind == "closed":
         return errors.EngineClosedError(what)
     if kind == "disk_full":
         return errors.DiskFullError(what, needed_bytes=max(needed_bytes, 0), free_bytes=free_bytes, path=path or None)
-    if kind == "read" and errno == 2:
-        return errors.StoreNotFoundError(what, path=path or None, errno=errno)
+    if kind == "read" and errno == codes.ENOENT:
+        return errors.FileMissingError(what, path=path or None, errno=errno)
     classes: dict[str, type[errors.StorageError]] = {
         "read": errors.ReadError,
         "write": errors.WriteError,
         "short_read": errors.ShortReadError,
         "truncated": errors.TruncatedFileError,
         "deadline": errors.DeadlineExceededError,
+        "cancelled": errors.TransferCancelledError,
         "checksum": errors.ChecksumError,
     }
     return classes[kind](
@@ -298,7 +299,7 @@ class NativeEngine:
         try:
             os.replace(source, target)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in (codes.ENOSPC, codes.EDQUOT):
                 free_bytes = load_native().free_bytes(os.fsencode(target))
                 raise errors.DiskFullError("cannot rename file", needed_bytes=4096, free_bytes=free_bytes, path=target) from error
             raise errors.WriteError("cannot rename file", path=source, errno=error.errno) from error

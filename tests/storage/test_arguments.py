@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -263,8 +264,10 @@ def test_reading_past_the_end(engine: NativeEngine, offset: int, size: int, tmp_
 
 def test_names(engine: NativeEngine, tmp_path: Path) -> None:
     """A missing file, a directory, a FIFO, a name with a zero byte, an unknown mode; and names that are not UTF-8, which are good."""
-    with pytest.raises(errors.StoreNotFoundError):
+    with pytest.raises(errors.FileMissingError) as missing:
         engine.open(tmp_path / "missing")
+    assert not isinstance(missing.value, errors.StoreNotFoundError), "a file is not a store"
+    assert (missing.value.path, missing.value.errno) == (str(tmp_path / "missing"), errno.ENOENT)
     with pytest.raises(FileNotFoundError):
         engine.open("")
     with pytest.raises(errors.StorageError):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from espnx.errors import ChecksumError, EngineClosedError
+from espnx.errors import ChecksumError, TransferCancelledError
 from espnx.storage import FaultRule, NativeEngine, Plan
 from tests.storage.common import BLOCK, OpenEngine, crc32c, make_file, open_descriptors, random_case, raw, until
 
@@ -268,7 +268,7 @@ def test_cancel(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
     future = engine.read(plan)
     future.cancel()
     future.cancel()
-    with pytest.raises(EngineClosedError, match="cancel"):
+    with pytest.raises(TransferCancelledError, match="cancel"):
         future.wait()
     assert future.done()
     assert until(lambda: engine.stats().in_flight == 0)

@@ -197,7 +197,7 @@ def test_cancel_drops_what_waits_and_keeps_what_is_out(make: MakeEngine, tmp_pat
     future = engine.read(Plan.of(file, [2 * (i + 1) * 4096 for i in range(100)], [4096] * 100))
     until(lambda: stub.busy() == 8)
     future.cancel()
-    with pytest.raises(errors.EngineClosedError, match="cancelled"):
+    with pytest.raises(errors.TransferCancelledError, match="cancelled"):
         future.wait()
     until(lambda: engine.stats().in_flight == 0)
     assert engine.stats().requests == 8

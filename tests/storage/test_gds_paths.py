@@ -31,7 +31,7 @@ def test_opening_files(make: MakeEngine, tmp_path: Path) -> None:
     assert (file.direct, file.alignment_bytes) == (True, 4096)
     buffered = engine.open(path, direct=False)
     assert (buffered.effective, buffered.alignment_bytes) == ("gds-compat (buffered)", 1)
-    with pytest.raises(errors.StoreNotFoundError):
+    with pytest.raises(errors.FileMissingError):
         engine.open(tmp_path / "missing")
     assert not (tmp_path / "missing").exists()
     with pytest.raises(errors.ReadError):
