@@ -309,4 +309,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_records(m);
   bind_rows(m);
   m.def("pack_plan", &pack_plan);
+  m.def("reserve_file_numbers", &io::reserve_file_numbers);
 }

@@ -31,20 +31,6 @@ inline float float_at(const uint8_t* bytes, int64_t i) {
   return value;
 }
 
-// IEEE binary16 to binary32, exactly, subnormals, infinities and NaNs included.
-inline float half_to_float(uint16_t half) {
-  const uint32_t magnitude = static_cast<uint32_t>(half & 0x7FFF) << 13;
-  float value;
-  std::memcpy(&value, &magnitude, sizeof(value));
-  value *= 0x1.0p112f;  // 2^(127 - 15), the difference of the exponent biases
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  if ((half & 0x7C00) == 0x7C00) bits |= 0x7F800000;  // infinity or NaN: the exponent is all ones
-  bits |= static_cast<uint32_t>(half & 0x8000) << 16;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
 // Rows of a tile that follow each other in memory.
 struct RowSpan {
   const uint8_t* rows;

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "attention_kernels.hpp"
+#include "half.hpp"
 
 #define ESPNX_LEVEL
 

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "attention_fold.hpp"
+#include "half.hpp"
 
 namespace espnx {
 namespace {

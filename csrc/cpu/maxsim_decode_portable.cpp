@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "half.hpp"
 #include "maxsim_decode.hpp"
 
 namespace espnx {
@@ -10,22 +11,6 @@ namespace {
 bool decode_fp32(const RowDecoder& decoder, const uint8_t* rows, int64_t n_tokens, float* out) {
   std::memcpy(out, rows, static_cast<size_t>(n_tokens * decoder.row_bytes));
   return true;
-}
-
-// IEEE binary16 to binary32, exactly, subnormals, infinities and NaNs included.
-float half_to_float(uint16_t half) {
-  const uint32_t magnitude = static_cast<uint32_t>(half & 0x7FFF)
-                             << 13;  // exponent and mantissa at their places in binary32
-  const float rescale = 0x1.0p112f;  // 2^(127 - 15), the difference of the exponent biases
-  float value;
-  std::memcpy(&value, &magnitude, sizeof(value));
-  value *= rescale;
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  if ((half & 0x7C00) == 0x7C00) bits |= 0x7F800000;  // infinity or NaN: the exponent is all ones
-  bits |= static_cast<uint32_t>(half & 0x8000) << 16;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
 }
 
 bool decode_fp16(const RowDecoder& decoder, const uint8_t* rows, int64_t n_tokens, float* out) {

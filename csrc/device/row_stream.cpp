@@ -28,12 +28,18 @@ io::FailureError failure(io::Kind kind, const std::string& what) {
   return io::FailureError(failure);
 }
 
+io::FailureError forgotten() { return failure(io::Kind::cancelled, "the rows that were asked for are not needed"); }
+
 }  // namespace
 
 struct RowStream::Reading {
   RowRequest request;
+  // The stream's mutex guards these four.
   std::vector<std::shared_ptr<io::Transfer>> transfers;  // by unit; null: not submitted, or consumed
   size_t n_submitted = 0;
+  bool is_taken = false;      // somebody consumes it
+  bool is_forgotten = false;  // no longer in line: its bytes count no more, and nothing is submitted for it
+
   std::atomic<size_t> n_taken{0};
   std::atomic<bool> stopped{false};
   std::mutex mutex;
@@ -53,11 +59,16 @@ int64_t RowStream::push(RowRequest request) {
   auto reading = std::make_shared<Reading>();
   reading->request = std::move(request);
   reading->transfers.resize(reading->request.units.size());
-  std::lock_guard lock(mutex_);
-  reading->request.ticket = next_ticket_++;
-  line_.push_back(reading);
-  pump();
-  return reading->request.ticket;
+  try {
+    std::lock_guard lock(mutex_);
+    reading->request.ticket = next_ticket_++;
+    line_.push_back(reading);
+    pump();
+    return reading->request.ticket;
+  } catch (...) {
+    clear();  // nobody has a ticket of what stands at the end of the line now
+    throw;
+  }
 }
 
 int64_t RowStream::front() {
@@ -66,20 +77,20 @@ int64_t RowStream::front() {
 }
 
 void RowStream::clear() {
-  std::deque<std::shared_ptr<Reading>> line;
+  std::vector<std::shared_ptr<io::Transfer>> under_way;
   {
     std::lock_guard lock(mutex_);
-    line.swap(line_);
+    for (const auto& reading : line_) {
+      reading->is_forgotten = true;
+      for (const auto& transfer : reading->transfers) {
+        if (transfer) under_way.push_back(transfer);
+      }
+    }
+    line_.clear();
     ahead_bytes_ = 0;
   }
-  io::Failure cancelled;
-  cancelled.kind = io::Kind::cancelled;
-  cancelled.what = "rows that were read ahead are not needed";
-  for (const auto& reading : line) {
-    for (const auto& transfer : reading->transfers) {
-      if (transfer) transfer->fail(cancelled);
-    }
-  }
+  // Outside the lock: whoever waits for one of these wakes up and wants it.
+  for (const auto& transfer : under_way) transfer->fail(forgotten().failure);
 }
 
 RowStream::Stats RowStream::stats() {
@@ -117,6 +128,11 @@ std::shared_ptr<RowStream::Reading> RowStream::take_front(int64_t ticket) {
   return line_.front();
 }
 
+bool RowStream::is_forgotten(const Reading& reading) {
+  std::lock_guard lock(mutex_);
+  return reading.is_forgotten;
+}
+
 void RowStream::check(const Reading& reading, const RowUnit& unit, const char* memory) const {
   const int64_t block_bytes = reading.request.geometry.block_bytes;
   for (size_t i = 0; i < unit.first_sum.size(); ++i) {
@@ -147,6 +163,7 @@ void RowStream::work(Reading& reading, int thread, const Arrived& arrived, const
       std::shared_ptr<io::Transfer> transfer;
       {
         std::lock_guard lock(mutex_);
+        if (reading.is_forgotten) throw forgotten();
         // The window is full of units that others are working on: this one is needed now.
         while (reading.n_submitted <= i) submit(reading, reading.n_submitted);
         transfer = reading.transfers[i];
@@ -167,7 +184,7 @@ void RowStream::work(Reading& reading, int thread, const Arrived& arrived, const
       std::lock_guard lock(mutex_);
       reading.transfers[i].reset();
       transfer.reset();  // its buffer serves the next read
-      ahead_bytes_ -= unit.size_bytes;
+      if (!reading.is_forgotten) ahead_bytes_ -= unit.size_bytes;
       pump();
     }
   } catch (...) {
@@ -183,6 +200,11 @@ void RowStream::work(Reading& reading, int thread, const Arrived& arrived, const
 
 void RowStream::consume(Reading& reading, int n_threads, const Arrived& arrived,
                         const std::function<bool()>& interrupted) {
+  {
+    std::lock_guard lock(mutex_);
+    if (reading.is_taken) throw failure(io::Kind::invalid, "these rows are being consumed in another thread");
+    reading.is_taken = true;
+  }
   std::vector<std::thread> helpers;
   try {
     for (int i = 1; i < n_threads; ++i) {
@@ -194,11 +216,13 @@ void RowStream::consume(Reading& reading, int n_threads, const Arrived& arrived,
   work(reading, 0, arrived, &interrupted);
   for (std::thread& helper : helpers) helper.join();
   if (reading.error) {
-    clear();  // also what came after: whoever catches this plans anew
+    // Also what came after: whoever catches this plans anew. Unless another thread has cleared, and perhaps pushed
+    // since.
+    if (!is_forgotten(reading)) clear();
     std::rethrow_exception(reading.error);
   }
   std::lock_guard lock(mutex_);
-  if (!line_.empty() && line_.front().get() == &reading) line_.pop_front();
+  if (!reading.is_forgotten) line_.pop_front();
   for (const RowUnit& unit : reading.request.units) stats_.bytes_asked += unit.size_bytes;
   stats_.bytes_moved += reading.moved_bytes;
   stats_.units += static_cast<int64_t>(reading.request.units.size());

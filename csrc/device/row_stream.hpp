@@ -41,6 +41,7 @@ struct RowQueries {
 // Folds rows of one (sequence, head) into its state; `states`: of all of them. What hides rows comes from the queries.
 void attend_group(const RowQueries& queries, int64_t sequence, int64_t head, AttentionRows rows, AttentionState states);
 
+// clear(), front() and stats() may be called by any thread at any time; the other calls by one thread at a time.
 class RowStream {
  public:
   // `window_bytes`: what may be read ahead of its use. `deadline_s`: of each read.
@@ -60,7 +61,8 @@ class RowStream {
   void visit(int64_t ticket, const std::function<void(const RowUnit&, const char*)>& see,
              const std::function<bool()>& interrupted);
 
-  // Forgets everything that was pushed.
+  // Forgets everything that was pushed. Any thread, at any time: attend() and visit() that are under way in another one
+  // throw FailureError (cancelled), if they have not all of their rows yet.
   void clear();
 
   // The ticket whose rows come next, or -1.
@@ -79,6 +81,7 @@ class RowStream {
   void pump();                                 // under mutex_
   void submit(Reading& reading, size_t unit);  // under mutex_
   std::shared_ptr<Reading> take_front(int64_t ticket);
+  bool is_forgotten(const Reading& reading);
   void consume(Reading& reading, int n_threads, const Arrived& arrived, const std::function<bool()>& interrupted);
   void work(Reading& reading, int thread, const Arrived& arrived, const std::function<bool()>* interrupted);
   void check(const Reading& reading, const RowUnit& unit, const char* memory) const;

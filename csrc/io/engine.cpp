@@ -9,7 +9,8 @@
 namespace espnx::io {
 namespace {
 
-constexpr int kIdleRetries = 16;  // completions without progress before a request is given up
+constexpr int64_t kLongestWaitNs = 1'000'000'000;  // a wake-up that is lost costs this, and is no hang
+constexpr int kIdleRetries = 16;                   // completions without progress before a request is given up
 
 Failure make_failure(Kind kind, int error, std::string what) {
   Failure failure;
@@ -29,19 +30,19 @@ void abandon(std::shared_ptr<Transfer> transfer) {
 
 constexpr int64_t kFilesPerEngine = int64_t{1} << 32;
 
-int64_t next_first_file() {
+}  // namespace
+
+int64_t reserve_file_numbers() {
   static std::atomic<int64_t> engines{0};
   return engines++ * kFilesPerEngine;
 }
-
-}  // namespace
 
 Engine::Engine(EngineOptions options)
     : options_(std::move(options)),
       pool_(std::make_shared<BufferPool>(options_.pool_bytes, options_.poison)),
       faults_(std::make_shared<FaultState>(options_.rules, options_.seed)),
       process_(getpid()),
-      first_file_(next_first_file()) {
+      first_file_(reserve_file_numbers()) {
   if (options_.queue_depth < 1 || options_.queue_depth > 4096 || options_.threads < 1 || options_.threads > 1024) {
     throw FailureError(make_failure(Kind::invalid, 0, "queue_depth must be 1 to 4096 and threads 1 to 1024"));
   }
@@ -276,7 +277,8 @@ void Engine::run() {
       admit();
       if (cancel_wanted_.exchange(false)) send_cancels();
       completions.clear();
-      queue_->wait(completions, 1, -1);  // whatever has come; under load that is many at a time, without waiting for it
+      queue_->wait(completions, 1,
+                   kLongestWaitNs);  // whatever has come; under load that is many at a time, without waiting for it
       for (const Completion& completion : completions) complete(completion);
       std::sort(touched_.begin(), touched_.end());
       touched_.erase(std::unique(touched_.begin(), touched_.end()), touched_.end());

@@ -37,6 +37,10 @@ struct EngineStats {
   int64_t in_flight = 0, quarantined_buffers = 0, quarantined_bytes = 0, fault_hits = 0;
 };
 
+// The first of 2^32 numbers for the files of one engine. They differ between engines, of every kind, so that a plan for
+// one cannot read files of another.
+int64_t reserve_file_numbers();
+
 class Engine {
  public:
   // Throws FailureError: unavailable where the named path cannot be had.
@@ -99,7 +103,7 @@ class Engine {
   std::shared_ptr<BufferPool> pool_;
   std::shared_ptr<FaultState> faults_;
   int process_ = 0;
-  int64_t first_file_ = 0;  // numbers differ between engines, so that a plan for one cannot read files of another
+  int64_t first_file_ = 0;
 
   std::mutex mutex_;  // guards files_, active_, queue_ (its lifetime), up_, closing_, closed_, grace_s_; stopping_ is
                       // set under it

@@ -15,8 +15,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <csignal>
 #include <cstring>
+#include <deque>
 
 #include "failure.hpp"
 
@@ -29,6 +29,7 @@ constexpr unsigned kSetupSingleIssuer = 1U << 12;  // not in older headers
 constexpr unsigned kSetupDeferTaskrun = 1U << 13;
 constexpr unsigned kEnterExtArg = 1U << 3;
 constexpr unsigned kFeatExtArg = 1U << 8;
+constexpr int64_t kRoomWaitNs = 1'000'000;
 
 struct Timespec64 {
   int64_t seconds;
@@ -72,22 +73,29 @@ class UringQueue final : public Queue {
   bool ready() const { return ready_; }
 
   void submit(const Request& request) override {
-    io_uring_sqe* sqe = next_sqe();
-    sqe->opcode = request.op == Op::read ? IORING_OP_READ : IORING_OP_WRITE;
-    sqe->fd = request.file->fd;
-    sqe->off = static_cast<uint64_t>(request.offset);
-    sqe->addr = reinterpret_cast<uint64_t>(request.data);
-    sqe->len = static_cast<uint32_t>(request.size);
-    sqe->user_data = request.tag;
+    io_uring_sqe entry = {};
+    entry.opcode = request.op == Op::read ? IORING_OP_READ : IORING_OP_WRITE;
+    entry.fd = request.file->fd;
+    entry.off = static_cast<uint64_t>(request.offset);
+    entry.addr = reinterpret_cast<uint64_t>(request.data);
+    entry.len = static_cast<uint32_t>(request.size);
+    entry.user_data = request.tag;
+    push(entry);
   }
 
   void wait(std::vector<Completion>& out, size_t at_least, int64_t timeout_ns) override {
-    reap(out);
-    if (out.size() >= at_least || woken_) {
+    reap(out);  // before anything is submitted: completions that nobody has taken are what makes a kernel refuse
+    bool accepted = submit_backlog();
+    const bool is_enough = out.size() >= at_least || woken_;
+    if (accepted && is_enough) {
       if (queued_ > 0) enter(0, 0);  // submissions must not wait for the next call
-      reap(out);
-    } else {
-      enter(static_cast<unsigned>(at_least - out.size()), timeout_ns);
+    } else if (accepted) {
+      accepted = enter(static_cast<unsigned>(at_least - out.size()), timeout_ns);
+    }
+    reap(out);
+    // Under pressure a completion makes room. The caller comes back with everything that was not taken.
+    if (!accepted && !is_enough && out.size() < at_least && !woken_) {
+      wait_for_room();
       reap(out);
     }
     if (woken_) {
@@ -99,16 +107,19 @@ class UringQueue final : public Queue {
 
   void wake() override {
     const uint64_t one = 1;
-    // A full counter (EAGAIN) is already a wake-up.
-    if (write(wake_fd_, &one, sizeof one) < 0 && errno != EAGAIN) std::raise(SIGABRT);
+    // A full counter (EAGAIN) is already a wake-up. Where the descriptor was closed under us, the limit of a wait has
+    // to do.
+    while (write(wake_fd_, &one, sizeof one) < 0 && errno == EINTR) {
+    }
   }
 
   void cancel(uint64_t tag) override {
-    io_uring_sqe* sqe = next_sqe();
-    sqe->opcode = IORING_OP_ASYNC_CANCEL;
-    sqe->fd = -1;
-    sqe->addr = tag;
-    sqe->user_data = kCancelTag;
+    io_uring_sqe entry = {};
+    entry.opcode = IORING_OP_ASYNC_CANCEL;
+    entry.fd = -1;
+    entry.addr = tag;
+    entry.user_data = kCancelTag;
+    push(entry);
   }
 
  private:
@@ -163,44 +174,55 @@ class UringQueue final : public Queue {
     return result == MAP_FAILED ? nullptr : result;
   }
 
-  io_uring_sqe* next_sqe() {
-    // A full ring that the kernel will not take from (EBUSY) must not be written over.
-    for (int tries = 0; queued_ == params_.sq_entries; ++tries) {
-      if (tries == 1000) fail(EBUSY);
-      enter(0, 0);
+  // Never waits: what finds the ring full goes into the backlog, which the next wait() submits.
+  void push(const io_uring_sqe& entry) {
+    if (!backlog_.empty() || queued_ == params_.sq_entries) {
+      backlog_.push_back(entry);
+    } else {
+      put(entry);
     }
-    const uint32_t tail = sq_tail_->load(std::memory_order_relaxed);
-    io_uring_sqe* sqe = &sqes_[tail & sq_mask_];
-    std::memset(sqe, 0, sizeof *sqe);
-    // The kernel reads entries only inside io_uring_enter (no SQPOLL), after the caller has filled this one.
-    sq_tail_->store(tail + 1, std::memory_order_release);
-    ++queued_;
-    return sqe;
   }
 
-  void enter(unsigned at_least, int64_t timeout_ns) {
+  void put(const io_uring_sqe& entry) {
+    const uint32_t tail = sq_tail_->load(std::memory_order_relaxed);
+    sqes_[tail & sq_mask_] = entry;
+    // The kernel reads entries only inside io_uring_enter (no SQPOLL).
+    sq_tail_->store(tail + 1, std::memory_order_release);
+    ++queued_;
+  }
+
+  // False where the kernel would not take a full ring.
+  bool submit_backlog() {
+    while (!backlog_.empty()) {
+      if (queued_ == params_.sq_entries && !enter(0, 0)) return false;
+      for (; !backlog_.empty() && queued_ < params_.sq_entries; backlog_.pop_front()) put(backlog_.front());
+    }
+    return true;
+  }
+
+  // Submits what is queued, then waits for completions. False under pressure: the kernel has no memory for requests, or
+  // too many completions, and took nothing; that passes, so it is never the end of the queue.
+  bool enter(unsigned at_least, int64_t timeout_ns) {
+    const unsigned asked = queued_;
+    const long result = call_enter(asked, at_least, timeout_ns);
+    const int error = result < 0 ? errno : 0;
+    queued_ = sq_tail_->load(std::memory_order_relaxed) - sq_head_->load(std::memory_order_acquire);
+    if (error == 0 || error == ETIME || error == EINTR) return asked == 0 || queued_ < asked || error == EINTR;
+    if (error == EAGAIN || error == EBUSY || error == ENOMEM) return false;
+    fail(error);
+  }
+
+  // At most a moment, for a completion: nothing may be with the device, and pressure may come from elsewhere.
+  void wait_for_room() {
+    if (call_enter(0, 1, kRoomWaitNs) < 0 && errno != ETIME) usleep(kRoomWaitNs / 1000);
+  }
+
+  long call_enter(unsigned to_submit, unsigned at_least, int64_t timeout_ns) {
     Timespec64 limit{timeout_ns / 1'000'000'000, timeout_ns % 1'000'000'000};
     GetEventsArg argument;
     if (at_least > 0 && timeout_ns >= 0) argument.timespec = reinterpret_cast<uint64_t>(&limit);
-    for (int tries = 0;;) {
-      const long result = syscall(SYS_io_uring_enter, ring_fd_, queued_, at_least,
-                                  IORING_ENTER_GETEVENTS | kEnterExtArg, &argument, sizeof argument);
-      if (result >= 0) {
-        queued_ -= static_cast<unsigned>(result);
-        return;
-      }
-      // ETIME: waited long enough. EINTR, EAGAIN, EBUSY: nothing was submitted; the caller's loop comes back after
-      // reaping.
-      if (errno == ETIME || errno == EINTR || errno == EBUSY) {
-        queued_ = sq_tail_->load(std::memory_order_relaxed) - sq_head_->load(std::memory_order_acquire);
-        return;
-      }
-      if (errno == EAGAIN && ++tries < 1000) {
-        usleep(100);
-        continue;
-      }
-      fail(errno);
-    }
+    return syscall(SYS_io_uring_enter, ring_fd_, to_submit, at_least, IORING_ENTER_GETEVENTS | kEnterExtArg, &argument,
+                   sizeof argument);
   }
 
   [[noreturn]] static void fail(int error) {
@@ -226,11 +248,12 @@ class UringQueue final : public Queue {
   }
 
   void arm_wake() {
-    io_uring_sqe* sqe = next_sqe();
-    sqe->opcode = IORING_OP_POLL_ADD;
-    sqe->fd = wake_fd_;
-    sqe->poll_events = POLLIN;
-    sqe->user_data = kWakeTag;
+    io_uring_sqe entry = {};
+    entry.opcode = IORING_OP_POLL_ADD;
+    entry.fd = wake_fd_;
+    entry.poll_events = POLLIN;
+    entry.user_data = kWakeTag;
+    push(entry);
   }
 
   void drain_wake() {
@@ -244,7 +267,8 @@ class UringQueue final : public Queue {
   int wake_fd_ = -1;
   bool ready_ = false;
   bool woken_ = false;
-  unsigned queued_ = 0;  // filled entries the kernel has not been told of
+  unsigned queued_ = 0;               // filled entries the kernel has not been told of
+  std::deque<io_uring_sqe> backlog_;  // entries that found the ring full
   void* submission_ring_ = nullptr;
   void* completion_ring_ = nullptr;
   io_uring_sqe* sqes_ = nullptr;

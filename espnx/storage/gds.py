@@ -29,7 +29,8 @@ from .engine import DEFAULT_DEADLINE_S, EngineStats, FileHandle
 from .gds_arena import Pool
 from .gds_driver import BLOCK_BYTES, CallFailedError, CudaMemory, CuFile, DeviceMemory, Properties, load_bindings
 from .gds_loop import ReadLoop, abandoned
-from .gds_transfer import GdsFuture, OpenFile, Transfer, lay_out
+from .gds_transfer import GdsFuture, OpenFile, Transfer, check, lay_out, with_own_numbers
+from .native import load_native
 from .plan import Plan
 
 _COMPAT_FIX = "name `gds-compat` to accept a copy through host memory, or `uring`"
@@ -90,6 +91,7 @@ class GdsEngine:
         self._batch_bytes, self._large_bytes = batch_bytes, large_bytes
         self._process, self._closed = os.getpid(), False
         self._files: list[OpenFile | None] = []
+        self._first_file: int = load_native().reserve_file_numbers()
         self._loop = ReadLoop(
             self._cufile,
             batch_size=min(batch_size, self.properties.batch_limit),
@@ -164,7 +166,7 @@ class GdsEngine:
             number = len(self._files)
             self._files.append(OpenFile(number, name, descriptor, handle, size_bytes, is_direct, alignment, effective))
         shown = effective + ("" if is_direct else " (buffered)")
-        return FileHandle(number, name, size_bytes, is_direct, alignment, self.requested, shown)
+        return FileHandle(self._first_file + number, name, size_bytes, is_direct, alignment, self.requested, shown)
 
     def _open_descriptor(self, name: str, direct: bool | None) -> tuple[int, bool]:
         flags = os.O_RDONLY | os.O_CLOEXEC
@@ -232,10 +234,11 @@ class GdsEngine:
     def close_file(self, file: FileHandle) -> None:
         """Closes a file; reads under way go on, and its descriptor goes with the last of them."""
         with self._loop.lock:
-            found = self._files[file.number] if 0 <= file.number < len(self._files) else None
+            number = file.number - self._first_file
+            found = self._files[number] if 0 <= number < len(self._files) else None
             if found is None:
                 raise errors.InvalidInputError("close a file", got=f"file {file.number}", expected="a file that is open in this engine")
-            self._files[file.number] = None
+            self._files[number] = None
             found.closed = True
             unused = found.users == 0
         if unused:
@@ -267,6 +270,8 @@ class GdsEngine:
         self._check_out(plan, out)
         with self._loop.lock:
             files = list(self._files)
+        plan = with_own_numbers(plan, self._first_file)
+        check(plan, files, self._first_file)
         layout = lay_out(plan, files, gap_bytes, self._batch_bytes)
         try:
             lease = self._pool.take(layout.memory_bytes)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -66,8 +66,7 @@ class Layout:
 
 
 def lay_out(plan: Plan, files: list[OpenFile | None], gap_bytes: int, limit_bytes: int) -> Layout:
-    """Widens, merges and places a plan's items. Raises InvalidInputError, TruncatedFileError."""
-    check(plan, files)
+    """Widens, merges and places the items of a plan that `check` has passed."""
     native = load_native()
     numbers = [f for f in files if f is not None]
     sizes, alignments = torch.zeros(len(files), dtype=torch.int64), torch.ones(len(files), dtype=torch.int64)
@@ -89,8 +88,8 @@ def lay_out(plan: Plan, files: list[OpenFile | None], gap_bytes: int, limit_byte
     )
 
 
-def check(plan: Plan, files: list[OpenFile | None]) -> None:
-    """Everything the planner cannot name well: closed files and items behind the end of theirs."""
+def with_own_numbers(plan: Plan, first_file: int) -> Plan:
+    """The plan with places in the engine's list of files instead of numbers, which begin at `first_file`. Raises InvalidInputError."""
     n = len(plan)
     for name in ("file", "offset_bytes", "size_bytes", "out_offset_bytes", "crc32c"):
         column = getattr(plan, name)
@@ -100,13 +99,19 @@ def check(plan: Plan, files: list[OpenFile | None]) -> None:
             raise errors.InvalidInputError(
                 f"{name} of the plan", got=f"{column.dtype} {list(column.shape)} on {column.device}", expected=f"int64 [{n}] on the CPU"
             )
+    return replace(plan, file=plan.file - first_file)
+
+
+def check(plan: Plan, files: list[OpenFile | None], first_file: int) -> None:
+    """Everything the planner cannot name well: files of others, closed files, items behind the end of theirs. Raises InvalidInputError,
+    TruncatedFileError."""
     known = np.array([f is not None for f in files] + [False])
     number, offset, size = plan.file.numpy(), plan.offset_bytes.numpy(), plan.size_bytes.numpy()
     unknown = np.flatnonzero((number < 0) | (number >= len(files)) | ~known[np.clip(number, 0, len(files))])
     if unknown.size:
         i = int(unknown[0])
         raise errors.InvalidInputError(
-            f"descriptor {i} of the plan", got=f"file {number[i]}", expected="a file that is open in this engine"
+            f"descriptor {i} of the plan", got=f"file {int(number[i]) + first_file}", expected="a file that is open in this engine"
         )
     bad = np.flatnonzero((offset < 0) | (size < 0) | (offset > 2**62 - size))
     if bad.size:

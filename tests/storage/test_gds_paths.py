@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from espnx import errors
-from espnx.storage import Plan, gds_driver, open_engine
+from espnx.storage import Engine, FileHandle, NativeEngine, Plan, gds_driver, open_engine
 from espnx.storage.gds import GdsEngine
 from tests.storage.cufile_stub import CuFileStub, HostMemory, Rule
 from tests.storage.gds_common import MakeEngine, items_of, make, stub_of, write_file
@@ -206,3 +206,21 @@ def test_structures_are_those_of_the_bindings() -> None:
     assert {name: int(getattr(cufile.OpError, name)) for name in codes} == codes
     statuses = ("WAITING", "PENDING", "INVALID", "CANCELED", "COMPLETE", "TIMEOUT", "FAILED")
     assert [int(getattr(cufile.Status, name)) for name in statuses] == [getattr(gds_driver, name) for name in statuses]
+
+
+def test_a_plan_of_another_engine(make: MakeEngine, tmp_path: Path) -> None:
+    """Files of two engines never have the same number, whatever the engines are: a plan for one reads nothing of the other's."""
+    ours, data = write_file(tmp_path, 5000)
+    other = tmp_path / "other"
+    other.write_bytes(bytes(5000))
+    one, two = make(), make()
+    with NativeEngine("posix") as native:
+        files = one.open(ours), two.open(other), native.open(other)
+        assert len({file.number for file in files}) == 3
+        foreign: list[tuple[Engine, FileHandle]] = [(two, files[0]), (one, files[1]), (one, files[2]), (native, files[0])]
+        for engine, file in foreign:
+            with pytest.raises(errors.InvalidInputError, match=str(file.number)):
+                engine.read(Plan.of(file, [0], [100]))
+            with pytest.raises(errors.InvalidInputError, match=str(file.number)):
+                engine.close_file(file)
+    assert bytes(one.read(Plan.of(files[0], [0], [100])).wait()[:100].tolist()) == data[:100]

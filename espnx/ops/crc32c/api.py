@@ -9,7 +9,7 @@ import torch
 
 from ...errors import InvalidInputError
 from .._native import load_ops
-from .checks import check_ranges, check_seed, outside_error
+from .checks import check_inside, check_ranges, check_seed
 
 
 def crc32c(data: bytes | bytearray | memoryview | torch.Tensor, seed: int = 0) -> int:
@@ -53,8 +53,10 @@ def crc32c_ranges(buffer: torch.Tensor, offset_bytes: torch.Tensor, size_bytes: 
     load_ops()
     try:
         return torch.ops.espnx.crc32c(buffer, offset_bytes, size_bytes, seed)
-    except IndexError as error:  # how C++ says that a range lies outside; it has looked at each already, so Python does not
-        raise outside_error(str(error).split(" does not lie")[0], buffer.numel()) from None
+    except IndexError as error:  # C++ looks at each range once; Python looks again only where it has found one outside
+        found = error
+    check_inside(buffer.numel(), offset_bytes, size_bytes)
+    raise found
 
 
 def _tensor_bytes(data: torch.Tensor) -> torch.Tensor:

@@ -38,9 +38,8 @@ def check_inside(buffer_bytes: int, offset_bytes: torch.Tensor, size_bytes: torc
     if bool(inside.all()):
         return
     i = int((~inside).nonzero()[0])
-    raise outside_error(f"range {i} (offset_bytes {int(offset_bytes[i])}, size_bytes {int(size_bytes[i])})", buffer_bytes)
-
-
-def outside_error(got: str, buffer_bytes: int) -> InvalidInputError:
-    """The error of a range that does not lie inside the buffer."""
-    return InvalidInputError("crc32c range outside the buffer", got=got, expected=f"a range within the buffer's {buffer_bytes} bytes")
+    raise InvalidInputError(
+        "crc32c range outside the buffer",
+        got=f"range {i} (offset_bytes {int(offset_bytes[i])}, size_bytes {int(size_bytes[i])})",
+        expected=f"a range within the buffer's {buffer_bytes} bytes",
+    )

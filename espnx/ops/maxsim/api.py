@@ -6,12 +6,10 @@ import torch
 
 from ...errors import InvalidInputError
 from .._native import load_ops
-from .checks import check_arguments, check_codebook, outside_error
+from .checks import check_arguments, check_codebook, check_inside
 from .codebook import Codebook
 from .formats import token_format
-from .residual import centroid_error
-
-UNKNOWN_CENTROID = " names a centroid that is not in the codebook"  # in csrc/ops.cpp too
+from .residual import centroid_error, first_unknown
 
 
 def maxsim(
@@ -68,8 +66,11 @@ def maxsim(
     tables = (None, None) if codebook is None else (codebook.centroids, codebook.bucket_weights)
     try:
         return torch.ops.espnx.maxsim(query, buffer, offset_bytes, n_tokens, format, threads or 0, *tables)
-    except IndexError as error:  # how C++ says what it finds while it looks at the records; Python does not look at them twice
-        got = str(error).splitlines()[0]
-        if codebook is not None and UNKNOWN_CENTROID in got:
-            raise centroid_error(got.split(UNKNOWN_CENTROID)[0], codebook.n_centroids) from None
-        raise outside_error(got.split(" does not lie")[0], buffer.numel()) from None
+    except IndexError as error:  # C++ looks at each record once; Python looks again only where it has found something
+        found = error
+    row_bytes = token.token_row_bytes(query.shape[-1])
+    check_inside(buffer.numel(), offset_bytes, n_tokens, row_bytes)
+    if codebook is not None:
+        document = first_unknown(buffer, offset_bytes, n_tokens, row_bytes, codebook.n_centroids)
+        raise centroid_error(f"document {document}", codebook.n_centroids)
+    raise found

@@ -60,16 +60,9 @@ def check_inside(buffer_bytes: int, offset_bytes: torch.Tensor, n_tokens: torch.
     if bool(inside.all()):
         return
     i = int((~inside).nonzero()[0])
-    raise outside_error(
-        f"document {i} (offset_bytes {int(offset_bytes[i])}, n_tokens {int(n_tokens[i])}, {row_bytes} bytes a token)", buffer_bytes
-    )
-
-
-def outside_error(got: str, buffer_bytes: int) -> InvalidInputError:
-    """The error of a record that does not lie inside the buffer."""
-    return InvalidInputError(
+    raise InvalidInputError(
         "maxsim record outside the buffer",
-        got=got,
+        got=f"document {i} (offset_bytes {int(offset_bytes[i])}, n_tokens {int(n_tokens[i])}, {row_bytes} bytes a token)",
         expected=f"0 to {TOKENS_MAX} token rows that lie within the buffer's {buffer_bytes} bytes",
         fix="offset_bytes counts from the buffer's first byte to the document's first token row",
     )

@@ -97,6 +97,16 @@ class ResidualFormat(TokenFormat):
         return max(1, CHUNK_BITS // (d * self.nbits))
 
 
+def first_unknown(buffer: torch.Tensor, offset_bytes: torch.Tensor, n_tokens: torch.Tensor, row_bytes: int, n_centroids: int) -> int | None:
+    """The first document with a row that names a centroid which is not among `n_centroids`; all of them lie inside the buffer."""
+    for document, (begin, count) in enumerate(zip(offset_bytes.tolist(), n_tokens.tolist(), strict=True)):
+        rows = buffer[begin : begin + count * row_bytes].view(count, row_bytes)
+        numbers = rows[:, :CODE_BYTES].clone(memory_format=torch.contiguous_format).view(torch.int32)
+        if bool(((numbers < 0) | (numbers >= n_centroids)).any()):
+            return document
+    return None
+
+
 def centroid_error(got: str, n_centroids: int) -> InvalidInputError:
     """The error of a row that names a centroid which the codebook has not."""
     return InvalidInputError(
