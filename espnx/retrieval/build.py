@@ -3,12 +3,15 @@
 Three passes: spool (encode and write in arrival order), arrange (train the first stage, assign lists), write (records in list order).
 The spool and the store exist side by side for a while, so a build needs about twice the store's size on disk.
 After a crash at any point, the same call goes on from the last checkpoint; the store published before stays untouched until the end.
+What goes on is what the corpus of this call confirms, document by document (see resuming.py).
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,6 +30,7 @@ from ..storage.stream import StreamWriter, crc32c, make_directory, read_file, wr
 from . import arrange, generations
 from .adding import Base
 from .budget import MemoryBudget
+from .build_state import Arranged, BuildSettings, BuildState, write_state
 from .codebooks import TokenSource, codebook_sum, codebook_tensors, train_codebooks
 from .documents import Document, batches, check_documents, decode_rows, encode
 from .encoder import Encoder
@@ -37,12 +41,14 @@ from .pooling import make_pooling
 from .projection import Projection
 from .publish import Written, finish_part, publish
 from .record import RecordSchema
+from .resuming import confirm
 from .segments import SegmentWriter, copy_texts, pieces, resident_bytes
-from .spool import CODEBOOKS, DISCARD, PROJECTION, Spool, SpoolWriter, spool_salt, write_state
+from .spool import CODEBOOKS, DISCARD, PROJECTION, Spool, SpoolWriter, cut, digests, spool_salt, trim
 from .store import FIRST_STAGE_NAME, TEXTS_NAME, Segment, codebook_of, store_salt
 from .texts import TextReader, TextWriter
 
 CHECKPOINT_S = 5.0
+BATCH_DOCUMENTS = 256  # encoded together, at most
 _PCA_DOCUMENTS = 4096
 
 #: Called with (phase, done, total or None): ``spool``, ``arrange``, ``write``.
@@ -51,7 +57,10 @@ Progress = Callable[[str, int, int | None], None]
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What a build did. Sizes in bytes, times in seconds."""
+    """What a build did. Sizes in bytes, times in seconds.
+
+    `resumed_documents`: taken from an interrupted build. `restarted_because`: why not all that it had was taken; None where all was.
+    """
 
     path: str
     documents: int
@@ -65,6 +74,7 @@ class BuildReport:
     spool_s: float
     arrange_s: float
     write_s: float
+    restarted_because: str | None = None
 
 
 def segment_bytes(total_bytes: int, devices: int) -> int:
@@ -105,40 +115,43 @@ class Builder:
             raise errors.InvalidInputError("dimensions to project to", got=self.schema.dim, expected=f"at most {self.spool_schema.dim}")
         self.budget = MemoryBudget(options.memory)
         self.building = os.path.join(path, generations.BUILDING)
-        self.state: dict[str, Any] = {}
+        self.state: BuildState
+        self.restarted_because: str | None = None
+        self._encoder_failed = False
 
-    # What must be the same for an interrupted build to go on.
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> BuildSettings:
         options = asdict(self.options)
-        del options["memory"]
-        name = self.encoder.name if self.encoder else None
-        return {
-            "kind": "build" if self.base is None else "add",
-            "encoder": name,
+        directories = [options.pop(name) for name in ("memory", "directories")][1]
+        spooled = {
+            "encoder": self.encoder.name if self.encoder else None,
             "d_cls": self.spool_schema.d_cls,
             "dim": self.spool_schema.dim,
+            "spool": self.spool_schema.format,
             "codebook": None if self.codebook is None else codebook_sum(self.codebook),
-            **options,
+            "pooling": options.pop("pooling"),
         }
+        return BuildSettings(spooled, {"kind": "build" if self.base is None else "add", **options}, list(directories))
 
     def run(self, documents: Iterable[Any], restart: bool, replace: bool) -> BuildReport:
         published = generations.published(self.engine, self.path, replace)
-        self.state, resumed = generations.begin(self.engine, self.path, self._settings(), published, restart)
+        store_id = None if self.base is None else self.base.manifest["store_id"]
+        self.state, changed = generations.begin(self.engine, self.path, self._settings(), published, restart, store_id)
+        if changed:
+            self._restarted(changed)
         begun = time.perf_counter()
-        if self.state["phase"] == "spool":
-            self._spool(documents)
+        resumed = self._spool(documents, published)
         spooled = time.perf_counter()
         vector_dim = None if self.pooling is None else self.pooling.dim
         spool = Spool(self.engine, self.building, self.spool_schema, self.state, vector_dim, self.codebook)
         try:
             self._check_disk(spool)
-            self._arrange(spool)
-            arranged = time.perf_counter()
-            writers = self._write(spool)
+            arranged = self._arrange(spool)
+            arranged_at = time.perf_counter()
+            writers = self._write(spool, arranged)
         finally:
             spool.close()
         extra = self._extra()
-        self._publish(writers, extra, published)
+        self._publish(writers, extra, arranged, published)
         written = time.perf_counter()
         writer = writers[0]
         meta = writer.metadata()
@@ -146,76 +159,96 @@ class Builder:
             path=self.path,
             documents=writer.count,
             tokens=int(meta["n_tokens"].sum(dtype=np.int64)),
-            generation=self.state["generation"],
+            generation=self.state.generation,
             resumed_documents=resumed,
             record_bytes=sum(segment.size_bytes for each in writers for segment in each.segments),
             resident_bytes_per_document=resident_bytes(writers, extra) / max(writer.count, 1),
-            nlist=self.state["nlist"],
-            nprobe=self.state["nprobe"],
+            nlist=len(arranged.sizes),
+            nprobe=arranged.nprobe,
             spool_s=spooled - begun,
-            arrange_s=arranged - spooled,
-            write_s=written - arranged,
+            arrange_s=arranged_at - spooled,
+            write_s=written - arranged_at,
+            restarted_because=self.restarted_because,
         )
 
-    def _spool(self, documents: Iterable[Any]) -> None:
-        limit_bytes = self.budget.left() // 12
+    def _spool(self, documents: Iterable[Any], published: dict[str, Any] | None) -> int:
+        """Returns how many documents are an interrupted build's. An error in the documents leaves nothing to resume."""
         total = len(documents) if isinstance(documents, Sized) else None
-        kept = self.state["documents"]
+        stream = batches(documents, BATCH_DOCUMENTS, self.budget.left() // 12, self.spool_schema.dim)
+        try:
+            first, resumed = self._confirm(stream, total)
+            if first or self.state.phase == "spool":
+                self._append(itertools.chain([first] if first else [], stream), total)
+        except Exception as error:
+            if isinstance(error, errors.InvalidInputError) or self._encoder_failed:
+                generations.discard(self.engine, self.path, published)
+            raise
+        return resumed
+
+    def _confirm(self, stream: Iterator[list[Document]], total: int | None) -> tuple[list[Document], int]:
+        """Keeps what the corpus confirms of an interrupted build. Returns the first documents that are new, and how many are not."""
+        kept, phase = self.state.documents, self.state.phase
+        if not kept and phase == "spool":
+            return [], 0
+        trim(self.engine, self.building, self.state)
+        same, other = confirm(stream, digests(self.engine, self.building, self.state), lambda done: self.progress("spool", done, total))
+        if same < kept:
+            got = f"document {same} ({other[0].id!r}) is another one" if other else f"the corpus ends after {same} documents"
+            self._restarted(f"{got}; {kept} were spooled")
+        elif other and phase != "spool":
+            self._restarted(f"the corpus goes on after the {kept} documents that it had")
+        if same < kept or (other and phase != "spool"):
+            vector_dim = self.spool_schema.d_cls if self.pooling is None else self.pooling.dim
+            generations.back_to_spool(self.engine, self.path, self.state)
+            cut(self.engine, self.building, self.spool_schema, vector_dim, self.state, same)
+            make_directory(self.directory)
+        return other, same
+
+    def _restarted(self, why: str) -> None:
+        """Says that this build is not simply the interrupted one."""
+        self.restarted_because = why if self.restarted_because is None else f"{self.restarted_because}; {why}"
+        warnings.warn(f"{self.path}: not all of the interrupted build is gone on with: {why}", stacklevel=2)
+
+    def _append(self, stream: Iterable[list[Document]], total: int | None) -> None:
+        """Spools what the interrupted build had not."""
         spool = SpoolWriter(self.engine, self.building, self.spool_schema, self.state, self.pooling)
         try:
-            seen, last = 0, time.monotonic()
-            for batch in batches(documents, kept, 256, limit_bytes, self.spool_schema.dim):
-                if seen < kept:
-                    self._compare(spool.texts, batch, seen)
-                else:
-                    schema = self.spool_schema
-                    batch = decode_rows(batch, self.schema.format, schema.dim, self.codebook)
-                    vectors = encode(batch, self.encoder)
-                    spool.append([d.id for d in batch], [d.text for d in batch], vectors, [d.rows for d in batch])
-                seen += len(batch)
+            last = time.monotonic()
+            for batch in stream:
+                decoded = decode_rows(batch, self.schema.format, self.spool_schema.dim, self.codebook)
+                try:
+                    vectors = encode(decoded, self.encoder)
+                except Exception:
+                    self._encoder_failed = True  # once mended, it may make other vectors under the same name
+                    raise
+                spool.append(batch, vectors)
                 self.budget.trim()
-                self.progress("spool", seen, total)
+                self.progress("spool", spool.count, total)
                 if time.monotonic() - last > CHECKPOINT_S:
                     spool.checkpoint()
                     last = time.monotonic()
-            if seen < kept:
-                self._differs(f"{seen} documents", f"at least {kept}")
             spool.checkpoint(phase="arrange")
             spool.close()
         except BaseException:
             spool.abandon()
             raise
 
-    def _compare(self, texts: TextWriter, batch: list[Document], first: int) -> None:
-        """A resumed build must see the documents that the interrupted one saw."""
-        for document, known in zip(batch, texts.ids(first, len(batch)), strict=True):
-            if document.id != known:
-                self._differs(repr(document.id), repr(known))
-
-    def _differs(self, got: str, expected: str) -> None:
-        raise errors.InvalidInputError(
-            "the documents are not those of the interrupted build",
-            got=got,
-            expected=expected,
-            fix="give the same documents, or restart the build (--restart)",
-        )
-
     def _check_disk(self, spool: Spool) -> None:
         """Says now, not in an hour, that the store will not fit."""
-        if self.state.get("segments"):
+        if self.state.segments:
             return
         tiers = [self.schema] if self.compact is None else [self.schema, self.compact]
         need = sum(int(schema.sizes(spool.n_tokens).sum()) for schema in tiers) * 21 // 20 + (16 << 20)
-        roots = [os.path.join(self.path, root) for root in generations.data_directories(self.path, self.options.directories, self.state)]
+        roots = [os.path.join(self.path, root) for root in self._data_directories()]
         devices = [os.stat(root).st_dev for root in roots]
         for root, device in zip(roots, devices, strict=True):
             free, share = load_native().free_bytes(root), need * devices.count(device) // len(devices)
             if free < share and os.statvfs(root).f_blocks:  # a file system that counts no blocks (ramfs, some network ones) cannot say
                 raise errors.DiskFullError("the store's records will not fit", needed_bytes=share, free_bytes=free, path=root)
 
-    def _arrange(self, spool: Spool) -> None:
-        if self.state["phase"] != "arrange":
-            return
+    def _arrange(self, spool: Spool) -> Arranged:
+        if self.state.arranged is not None:
+            return self.state.arranged
         self.progress("arrange", 0, len(spool))
         if self.base is None:
             index = arrange.train(spool, self.options.first_stage, self.options.nlist, self.budget.left())
@@ -223,7 +256,7 @@ class Builder:
             index = self.base.empty_index()
         sizes: list[int] = []
         sums: list[int] = []
-        nprobe, steps = 0, dict[str, float]()
+        nprobe, steps, first_stage = 0, dict[str, float](), None
         if index is not None:
             sums = arrange.assign(self.engine, self.building, spool, index, self.budget.left(), self.first_number)
             sizes = [index.invlists.list_size(i) for i in range(index.nlist)]
@@ -233,22 +266,21 @@ class Builder:
             with StreamWriter(self.engine, os.path.join(self.directory, FIRST_STAGE_NAME)) as writer:
                 faiss.write_index(index, faiss.PyCallbackIOWriter(writer.write))
                 writer.sync()
-            self.state["first_stage"] = [writer.size_bytes, writer.crc32c]
+            first_stage = writer.size_bytes, writer.crc32c
         if self.base is None:
             self._save_projection(spool)
             self._save_codebooks(spool)
         self.progress("arrange", len(spool), len(spool))
-        self.state.update(phase="write", list_sums=sums, list_sizes=sizes, nlist=len(sizes), nprobe=nprobe, steps=steps, segments={})
+        self.state.phase, self.state.arranged = "write", Arranged(sums, sizes, nprobe, steps, first_stage)
         write_state(self.engine, self.building, self.state)
+        return self.state.arranged
 
     def _save_projection(self, spool: Spool) -> None:
         if self.options.pca is None or not len(spool):
             return
         chosen = np.random.default_rng(2).choice(len(spool), size=min(len(spool), _PCA_DOCUMENTS), replace=False)
         projection = Projection.fit(self._tokens(spool, np.sort(chosen).astype(np.int64)), self.spool_schema.dim, self.schema.dim)
-        _, self.state["projection"] = write_file(
-            self.engine, os.path.join(self.building, PROJECTION), projection.components.numpy().tobytes()
-        )
+        _, self.state.projection = write_file(self.engine, os.path.join(self.building, PROJECTION), projection.components.numpy().tobytes())
 
     def _tokens(self, spool: Spool, chosen: np.ndarray) -> Iterator[torch.Tensor]:
         """Token vectors of some documents, float32 [n, dim] each."""
@@ -265,7 +297,7 @@ class Builder:
             return
         source = TokenSource(spool, self._projection(), self.schema.dim)
         books = train_codebooks(source, names, self.options.centroids, self.budget.left() // 8)
-        _, self.state["codebooks"] = write_file(self.engine, os.path.join(self.building, CODEBOOKS), save_safetensors(books))
+        _, self.state.codebooks = write_file(self.engine, os.path.join(self.building, CODEBOOKS), save_safetensors(books))
 
     def _tiers(self) -> list[tuple[str, RecordSchema]]:
         return [("full", self.schema)] if self.compact is None else [("full", self.schema), ("compact", self.compact)]
@@ -275,10 +307,10 @@ class Builder:
         if self.base is not None:
             return self.base.tensors
         tensors = {} if self.codebook is None else codebook_tensors("full", self.codebook)
-        if "codebooks" in self.state:
+        if self.state.codebooks is not None:
             path = os.path.join(self.building, CODEBOOKS)
             data = read_file(self.engine, path)
-            if crc32c(data) != self.state["codebooks"]:
+            if crc32c(data) != self.state.codebooks:
                 raise errors.ChecksumError("the build's codebooks are damaged", path=path, fix=DISCARD)
             tensors |= load_safetensors(data)
         return tensors
@@ -286,22 +318,22 @@ class Builder:
     def _projection(self) -> Projection | None:
         if self.base is not None:
             return self.base.projection
-        if "projection" not in self.state:
+        if self.state.projection is None:
             return None
         path = os.path.join(self.building, PROJECTION)
         data = read_file(self.engine, path)
-        if crc32c(data) != self.state["projection"]:
+        if crc32c(data) != self.state.projection:
             raise errors.ChecksumError("the build's projection is damaged", path=path, fix=DISCARD)
         values = np.frombuffer(bytearray(data), dtype=np.float32)
         return Projection(torch.from_numpy(values.reshape(self.spool_schema.dim, self.schema.dim)))
 
     @property
     def directory(self) -> str:
-        return os.path.join(self.path, generations.name(self.state["generation"]))
+        return os.path.join(self.path, generations.name(self.state.generation))
 
     def _salt(self) -> int:
         """Of the records and texts: every part has that of the base."""
-        return store_salt(self.state["store_id"], self.state["generation"] if self.base is None else self.base.generation)
+        return store_salt(self.state.store_id, self.state.generation if self.base is None else self.base.generation)
 
     def _writers(self, spool: Spool, directories: list[str]) -> list[SegmentWriter]:
         """One for each tier. Their segments cover the same records, so that they end, and a build resumes, together."""
@@ -309,23 +341,36 @@ class Builder:
         limits = [segment_bytes(total_bytes, len(self.options.directories)), 1 << 62]  # of the compact tier where the full one's ends
         return [
             SegmentWriter(
-                self.engine, self.path, directories, schema, self.state["store_id"], self.state["generation"], limit,
-                [Segment(**segment) for segment in self.state["segments"].get(name, [])], salt=self._salt(), first_number=self.first_number,
+                self.engine, self.path, directories, schema, self.state.store_id, self.state.generation, limit,
+                self._finished(name, directories), salt=self._salt(), first_number=self.first_number,
                 name="segment" if name == "full" else name,
             )
             for (name, schema), limit in zip(self._tiers(), limits, strict=False)
         ]  # fmt: skip
 
-    def _write(self, spool: Spool) -> list[SegmentWriter]:
-        directories = generations.data_directories(self.path, self.options.directories, self.state)
+    def _finished(self, tier: str, directories: list[str]) -> list[Segment]:
+        """The data files that an interrupted build finished."""
+        found = self.state.segments.get(tier, [])
+        for segment in found:
+            if os.path.dirname(segment.path) not in directories:
+                raise errors.FormatError(
+                    "state of an interrupted build names a foreign file", path=segment.path, expected=f"one in {directories}", fix=DISCARD
+                )
+        return found
+
+    def _data_directories(self) -> list[str]:
+        return generations.data_directories(self.options.directories, self.state.store_id, self.state.generation)
+
+    def _write(self, spool: Spool, arranged: Arranged) -> list[SegmentWriter]:
+        directories = self._data_directories()
         writers = self._writers(spool, directories)
         work_bytes = self.budget.left()
         kept = sum(segment.records for segment in writers[0].segments)
         target = TextWriter(os.path.join(self.directory, TEXTS_NAME), self._salt(), keep=kept)
         source = TextReader(os.path.join(self.building, TEXTS_NAME), spool_salt(self.state))
         try:
-            list_sizes = np.array(self.state["list_sizes"], dtype=np.int64)
-            order = arrange.record_order(self.engine, self.building, self.state["list_sums"], list_sizes, max(65536, work_bytes // 4 // 32))
+            list_sizes = np.array(arranged.sizes, dtype=np.int64)
+            order = arrange.record_order(self.engine, self.building, arranged.sums, list_sizes, max(65536, work_bytes // 4 // 32))
             limit_bytes = min(32 << 20, max(1 << 20, work_bytes // 8))
             runs = pieces(order, lambda a: self.spool_schema.sizes(spool.n_tokens[a]), limit_bytes, writers[0].room)
             self._skip_and_write(spool, writers, runs, source, target)
@@ -366,11 +411,8 @@ class Builder:
                 for writer in writers:
                     writer.finish_segment()
                 target.commit()
-                self.state["segments"] = self._segments_state(writers)
+                self.state.segments = {name: list(writer.segments) for (name, _), writer in zip(self._tiers(), writers, strict=True)}
                 write_state(self.engine, self.building, self.state)
-
-    def _segments_state(self, writers: list[SegmentWriter]) -> dict[str, Any]:
-        return {name: writer.state() for (name, _), writer in zip(self._tiers(), writers, strict=True)}
 
     def _extra(self) -> dict[str, np.ndarray]:
         """Tensors of a base part beside those of its records: codebooks and projection."""
@@ -382,30 +424,32 @@ class Builder:
             extra["projection"] = projection.components.numpy()
         return extra
 
-    def _publish(self, writers: list[SegmentWriter], extra: dict[str, np.ndarray], published: dict[str, Any] | None) -> None:
+    def _publish(
+        self, writers: list[SegmentWriter], extra: dict[str, np.ndarray], arranged: Arranged, published: dict[str, Any] | None
+    ) -> None:
         names = [name for name, _ in self._tiers()]
         written = Written(
-            generation=self.state["generation"],
+            generation=self.state.generation,
             first_number=self.first_number,
             writers=dict(zip(names, writers, strict=True)),
-            first_stage=self.state.get("first_stage"),
+            first_stage=arranged.first_stage,
             extra=extra,
         )
         entry = finish_part(self.engine, self.path, written, self.options.directories)
         if self.base is None:
-            contents = self._contents(entry, written.tokens)
+            contents = self._contents(entry, written.tokens, arranged)
         else:
             contents = self.base.extended(entry, written.tokens)
             self.base.replaced.write(self.engine, self.path, contents)
         publish(self.engine, self.path, contents, published)
 
-    def _contents(self, entry: dict[str, Any], tokens: int) -> dict[str, Any]:
+    def _contents(self, entry: dict[str, Any], tokens: int, arranged: Arranged) -> dict[str, Any]:
         """The manifest of a store of one part."""
         pooling = self.pooling
         return {
-            "store_id": self.state["store_id"],
-            "generation": self.state["generation"],
-            "base_generation": self.state["generation"],
+            "store_id": self.state.store_id,
+            "generation": self.state.generation,
+            "base_generation": self.state.generation,
             "records": {
                 "count": entry["count"],
                 "format": self.schema.format,
@@ -425,9 +469,9 @@ class Builder:
                 "parameters": {} if pooling is None else pooling.parameters(),
                 "dim": self.spool_schema.d_cls if pooling is None else pooling.dim,
                 "code": self.options.first_stage,
-                "nlist": self.state["nlist"],
-                "nprobe": self.state["nprobe"],
-                "steps": self.state["steps"],
+                "nlist": len(arranged.sizes),
+                "nprobe": arranged.nprobe,
+                "steps": arranged.steps,
             },
             "cls_weight": self.options.cls_weight if self.schema.d_cls else 0.0,
             "directories": list(self.options.directories),

@@ -35,11 +35,10 @@ def write_compacted(
     """Everything of the new part but its metadata, and what the manifest is to say of its lists. Holds the lists and 16 bytes a document,
     and a few MB of records at a time."""
     work_bytes = MemoryBudget(memory).left()
-    state = {"store_id": store.manifest["store_id"], "generation": generation}
     directory = os.path.join(store.path, generations.name(generation))
     make_directory(directory)
     tiers = {"full": store.full} | ({"compact": store.compact} if store.compact is not None else {})
-    roots = generations.data_directories(store.path, directories, state)
+    roots = generations.data_directories(directories, store.manifest["store_id"], generation)
     _check_disk(store, roots, tiers)
     index, order = _live_lists(store)
     with StreamWriter(engine, os.path.join(directory, FIRST_STAGE_NAME)) as writer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,8 @@ from .. import errors
 from ..ops.maxsim import Codebook, token_format, token_row_bytes
 from .encoder import Encoded, Encoder
 from .texts import DocumentId, document_id
+
+DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +51,10 @@ def to_document(item: Any, number: int) -> Document:
     identifier = document_id(item.id, f"id of document {number}")
     if identifier is not item.id:
         item = replace(item, id=identifier)
-    if item.vectors is not None and not isinstance(item.vectors, Encoded):
-        raise errors.InvalidInputError(f"vectors of document {identifier!r}", got=type(item.vectors).__name__, expected="an Encoded")
+    if item.vectors is not None:
+        if not isinstance(item.vectors, Encoded):
+            raise errors.InvalidInputError(f"vectors of document {identifier!r}", got=type(item.vectors).__name__, expected="an Encoded")
+        item = replace(item, vectors=Encoded(*(_values(part) for part in (item.vectors.cls, item.vectors.tokens))))
     if not isinstance(item.text, str):
         raise errors.InvalidInputError(f"text of document {item.id!r}", got=type(item.text).__name__, expected="a str")
     try:
@@ -61,33 +66,57 @@ def to_document(item: Any, number: int) -> Document:
     return item
 
 
+def _values(part: Any) -> Any:
+    """A tensor's values alone: what made them, and could still be asked for gradients, is not kept."""
+    return part.detach() if isinstance(part, torch.Tensor) and part.requires_grad else part
+
+
+def digest(document: Document) -> bytes:
+    """Of everything that a document brings: 16 bytes that another one does not have; none of vectors that could not be stored anyway."""
+    hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    kind = "i" if isinstance(document.id, int) else "s"
+    for text in (f"{kind}{document.id}", document.text):
+        data = text.encode()
+        hasher.update(len(data).to_bytes(8, "little") + data)
+    vectors = document.vectors
+    for part in (document.rows, *((vectors.cls, vectors.tokens) if vectors is not None else ())):
+        if isinstance(part, torch.Tensor) and part.dtype == torch.float32 and part.device.type == "cpu":
+            array = np.ascontiguousarray(part.numpy())
+        elif isinstance(part, np.ndarray) and part.dtype == np.uint8:
+            array = np.ascontiguousarray(part)
+        elif part is None:
+            array = np.empty(0, np.uint8)
+        else:
+            return b""
+        hasher.update(f"{array.dtype.str}{array.shape}\0".encode())
+        hasher.update(array.reshape(-1).view(np.uint8).data)
+    return hasher.digest()
+
+
 def check_documents(items: object) -> None:
     """Raises InvalidInputError for what cannot be iterated."""
     if not isinstance(items, Iterable) and not hasattr(items, "__getitem__"):
         raise errors.InvalidInputError("documents", got=type(items).__name__, expected="an iterable of documents")
 
 
-def batches(items: Iterable[Any], skip: int, limit: int, limit_bytes: int, dim: int) -> Iterator[list[Document]]:
+def batches(items: Iterable[Any], limit: int, limit_bytes: int, dim: int) -> Iterator[list[Document]]:
     """Documents in batches of at most `limit`, whose vectors are expected to take at most `limit_bytes` (or of one document).
 
     A text is taken to have a token for every four characters, as English has; the estimate steers memory, nothing else.
     """
     batch: list[Document] = []
-    expected_bytes = 0
+    held_bytes = 0
     for number, item in enumerate(items):
         document = to_document(item, number)
-        if number < skip:
-            batch.append(Document(document.id, ""))  # a resumed build compares ids
-        tokens = _expected_tokens(document)
-        if number >= skip:
-            if batch and (expected_bytes + tokens * dim * 4 > limit_bytes or number == skip):
-                yield batch
-                batch, expected_bytes = [], 0
-            batch.append(document)
-            expected_bytes += tokens * dim * 4
+        expected_bytes = _expected_tokens(document) * dim * 4
+        if batch and held_bytes + expected_bytes > limit_bytes:
+            yield batch
+            batch, held_bytes = [], 0
+        batch.append(document)
+        held_bytes += expected_bytes
         if len(batch) == limit:
             yield batch
-            batch, expected_bytes = [], 0
+            batch, held_bytes = [], 0
     if batch:
         yield batch
 

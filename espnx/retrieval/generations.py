@@ -22,7 +22,8 @@ from ..storage import NativeEngine
 from ..storage.manifest import NAME as MANIFEST_NAME
 from ..storage.manifest import read_manifest
 from ..storage.stream import make_directory
-from .spool import SPOOLED, read_state, write_state
+from .build_state import STATE_NAME, BuildSettings, BuildState, read_state, write_state
+from .spool import SPOOLED
 from .store import MAGIC, VERSION
 
 BUILDING = "building"
@@ -96,7 +97,7 @@ def _others(engine: NativeEngine, path: str) -> list[str]:
     except errors.StorageError:
         state = None  # damaged: whoever goes on with it is told so
     if state is not None:  # data directories may lie in the store's own
-        own = [os.path.abspath(directory) for directory in state["settings"]["directories"]]
+        own = [os.path.abspath(directory) for directory in state.settings.directories]
         others -= {entry for entry in others if any(_is_in(directory, os.path.join(path, entry)) for directory in own)}
     return sorted(others | _foreign(path))
 
@@ -116,66 +117,74 @@ def _is_in(path: str, directory: str) -> bool:
 
 
 def begin(
-    engine: NativeEngine, path: str, settings: dict[str, Any], live: dict[str, Any] | None, restart: bool
-) -> tuple[dict[str, Any], int]:
-    """The state of the build to run, new or resumed, and the number of documents kept. Removes what no build or store refers to."""
+    engine: NativeEngine, path: str, settings: BuildSettings, live: dict[str, Any] | None, restart: bool, store_id: str | None = None
+) -> tuple[BuildState, str | None]:
+    """The state of the build to run, new or resumed, and why an interrupted one is not gone on with, or not with all of it. What no
+    build or store refers to is removed."""
     building = os.path.join(path, BUILDING)
     state = None if restart else read_state(engine, building)
-    if state is not None and live is not None and state["generation"] <= live["generation"]:
+    if state is not None and live is not None and state.generation <= live["generation"]:
         state = None  # that build was published; only its end, tidying up, was missed
-    if state is not None and state["settings"] != settings:
-        changed = sorted(key for key in settings if settings[key] != state["settings"].get(key))
-        raise errors.InvalidInputError(
-            f"an interrupted build in {path} has other settings",
-            got=", ".join(f"{key}={settings[key]!r}" for key in changed),
-            expected=", ".join(f"{key}={state['settings'].get(key)!r}" for key in changed),
-            fix="use the same settings to resume it, or restart (--restart) to discard it",
-        )
-    keep = directories_of(live) if live else set()
+    changed = None
+    if state is not None and state.settings != settings:
+        changed = "other settings: " + ", ".join(settings.differences(state.settings))
+        if state.settings.spooled == settings.spooled:
+            back_to_spool(engine, path, state)
+            state.settings = settings
+        else:
+            state = None
     if state is None:
-        _discard(engine, path, keep)
-        state = {
-            "settings": settings,
-            "store_id": live["store_id"] if live and settings["kind"] == "add" else uuid.uuid4().hex,
-            "generation": following(path, live["generation"] if live else 0),
-            "phase": "spool",
-            "documents": 0,
-            "spool_bytes": {},
-            "spool_sums": {},
-        }
-    keep.add(name(state["generation"]))
-    _remove_others(path, keep)
-    for directory in (building, os.path.join(path, name(state["generation"]))):
+        discard(engine, path, live)
+        state = BuildState(settings, store_id or uuid.uuid4().hex, following(path, live["generation"] if live else 0))
+    _remove_others(path, {*(directories_of(live) if live else ()), name(state.generation)})
+    for directory in (building, os.path.join(path, name(state.generation))):
         make_directory(directory)
     write_state(engine, building, state)
-    return state, state["documents"]
+    return state, changed
 
 
-def _discard(engine: NativeEngine, path: str, keep: set[str]) -> None:
+def back_to_spool(engine: NativeEngine, path: str, state: BuildState) -> None:
+    """Removes what a build has written beside its spool. The state goes first: no build may go on with files that are gone."""
+    state.back_to_spool()
+    write_state(engine, os.path.join(path, BUILDING), state)
+    _remove_written(path, state)
+
+
+def _remove_written(path: str, state: BuildState) -> None:
+    own = [_data_directory(directory, state.store_id, state.generation) for directory in state.settings.directories]
+    for directory in (os.path.join(path, name(state.generation)), *own):
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def discard(engine: NativeEngine, path: str, live: Mapping[str, Any] | None) -> None:
     """Removes an interrupted build. Its directory goes last: it is what tells the next build that the rest is no stranger's."""
-    building = os.path.join(path, BUILDING)
-    _remove_others(path, keep)
+    building, keep = os.path.join(path, BUILDING), directories_of(live) if live else set()
     try:
         state = read_state(engine, building)
     except errors.StorageError:
-        state = None  # damaged: its data on other devices cannot be found
-    if state is not None and name(state["generation"]) not in keep:
-        for directory in state["settings"]["directories"]:
-            shutil.rmtree(_data_directory(directory, state), ignore_errors=True)
+        state = None  # damaged: nobody goes on with it, and its data on other devices cannot be found
+    if state is not None and name(state.generation) not in keep:
+        try:
+            state.back_to_spool()
+            write_state(engine, building, state)
+        except errors.StorageError:  # on a full disk, say; then the state itself has to go
+            os.unlink(os.path.join(building, STATE_NAME))
+        _remove_written(path, state)
+    _remove_others(path, keep)
     shutil.rmtree(building, ignore_errors=True)
 
 
-def _data_directory(directory: str, state: dict[str, Any]) -> str:
-    return os.path.abspath(os.path.join(directory, f"espnx-{state['store_id'][:12]}-{name(state['generation'])}"))
+def _data_directory(directory: str, store_id: str, generation: int) -> str:
+    return os.path.abspath(os.path.join(directory, f"espnx-{store_id[:12]}-{name(generation)}"))
 
 
-def data_directories(path: str, directories: Sequence[str], state: dict[str, Any]) -> list[str]:
-    """Where this generation's segments go: made, as paths that the manifest can hold."""
+def data_directories(directories: Sequence[str], store_id: str, generation: int) -> list[str]:
+    """Where a generation's segments go: made, as paths that the manifest can hold."""
     if not directories:
-        return [name(state["generation"])]
+        return [name(generation)]
     result = []
     for directory in directories:
-        target = _data_directory(directory, state)
+        target = _data_directory(directory, store_id, generation)
         make_directory(target)
         result.append(target)
     return result

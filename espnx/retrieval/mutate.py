@@ -20,13 +20,13 @@ from ..storage.stream import make_directory
 from . import generations
 from .adding import Base, contents_of
 from .build import Builder, BuildReport, Progress
+from .build_state import read_state
 from .compacting import write_compacted
 from .deleting import Deletion
 from .documents import Document, check_documents, to_document
 from .encoder import Encoder
 from .options import BuildOptions
 from .publish import finish_part, publish
-from .spool import read_state
 from .store import MAGIC, VERSION, EmbeddingStore
 from .texts import DocumentId, document_ids
 
@@ -77,9 +77,9 @@ def _writing(path: str | os.PathLike[str], engine: NativeEngine | None) -> Itera
 def _refuse_interrupted_build(path: str, engine: NativeEngine, live_generation: int) -> None:
     """A build that was interrupted here waits to be resumed; a change would throw its work away."""
     state = read_state(engine, os.path.join(path, generations.BUILDING))
-    if state is not None and state["settings"]["kind"] == "build" and state["generation"] > live_generation:
+    if state is not None and state.settings.later["kind"] == "build" and state.generation > live_generation:
         raise errors.InvalidInputError(
-            f"an interrupted build waits in {path}", got=f"{state['documents']} documents spooled",
+            f"an interrupted build waits in {path}", got=f"{state.documents} documents spooled",
             fix="finish it by the same call of build, or discard it (restart=True, --restart)",
         )  # fmt: skip
 

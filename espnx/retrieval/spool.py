@@ -6,15 +6,14 @@ A spool is a directory that is never published:
     vectors.f32     first-stage vectors (CLS, or pooled tokens), float32, for training and filling the first stage
     n_tokens.u16    token counts
     texts.sqlite    ids and texts
+    documents.b16   a digest of each document as it was given, by which a build that goes on knows it again
     STATE.json      how far everything above is known to be on disk; replaced atomically at every checkpoint
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,45 +22,24 @@ from .. import errors
 from ..ops.maxsim import Codebook
 from ..storage import NativeEngine, Plan
 from ..storage.native import load_native
-from ..storage.stream import StreamWriter, crc32c, read_file, read_windows, regroup, replace_file
+from ..storage.stream import WINDOW_BYTES, StreamWriter, crc32c, read_range, read_windows, regroup
+from .build_state import STATE_NAME, BuildState, SpoolFile, write_state
+from .documents import DIGEST_BYTES, Document, digest
 from .encoder import Encoded
 from .pooling import Pooling
 from .record import RecordSchema, check_document, damage, pack, seal
 from .store import GROUP_RECORDS
-from .texts import DocumentId, TextWriter
+from .texts import TextWriter
 
-STATE_NAME = "STATE.json"
-RECORDS, VECTORS, N_TOKENS, TEXTS = "records.bin", "vectors.f32", "n_tokens.u16", "texts.sqlite"
+RECORDS, VECTORS, N_TOKENS, TEXTS, DIGESTS = "records.bin", "vectors.f32", "n_tokens.u16", "texts.sqlite", "documents.b16"
 LISTS, PROJECTION, CODEBOOKS = "lists.i32", "projection.f32", "codebooks.safetensors"  # of the passes after it
 DISCARD = "check the device; run the same build again, and if that does not help, discard it with restart"
 #: Everything that may lie in the directory of a build under way: the above, and what the passes after the spool write beside it.
 SPOOLED = {STATE_NAME, f"{STATE_NAME}.new", RECORDS, VECTORS, N_TOKENS, TEXTS, f"{TEXTS}-journal"} | {
-    LISTS, PROJECTION, CODEBOOKS,
+    DIGESTS, LISTS, PROJECTION, CODEBOOKS,
 }  # fmt: skip
-_SUMMED = (VECTORS, N_TOKENS)  # records and texts carry their own checksums
-
-
-def read_state(engine: NativeEngine, directory: str) -> dict[str, Any] | None:
-    """The last checkpoint of a build, or None. A damaged one is a FormatError (`discard` the build)."""
-    path = os.path.join(directory, STATE_NAME)
-    if not os.path.exists(path):
-        return None
-    try:
-        state = json.loads(read_file(engine, path))
-        body = {key: value for key, value in state.items() if key != "crc32c"}
-        if state["crc32c"] != crc32c(json.dumps(body, sort_keys=True).encode()):
-            raise ValueError("checksum")
-    except (ValueError, KeyError, AttributeError) as error:
-        raise errors.FormatError(
-            "damaged state of an interrupted build", path=path, got=str(error), fix="discard it: build again with restart"
-        ) from error
-    return state
-
-
-def write_state(engine: NativeEngine, directory: str, state: dict[str, Any]) -> None:
-    body = {key: value for key, value in state.items() if key != "crc32c"}
-    body["crc32c"] = crc32c(json.dumps(body, sort_keys=True).encode())
-    replace_file(engine, os.path.join(directory, STATE_NAME), json.dumps(body, sort_keys=True).encode())
+_SUMMED = (VECTORS, N_TOKENS, DIGESTS)  # records and texts carry their own checksums
+_BUFFER_BYTES = {RECORDS: 4 << 20, VECTORS: 1 << 20, N_TOKENS: 64 << 10, DIGESTS: 64 << 10}
 
 
 def spool_windows(engine: NativeEngine, path: str, sums: Sequence[int]) -> Iterator[np.ndarray]:
@@ -74,9 +52,75 @@ def spool_windows(engine: NativeEngine, path: str, sums: Sequence[int]) -> Itera
         ) from error
 
 
-def spool_salt(state: dict[str, Any]) -> int:
+def spool_salt(state: BuildState) -> int:
     """Seeds the checksums of a spool's records and texts."""
-    return crc32c(bytes.fromhex(state["store_id"]))
+    return crc32c(bytes.fromhex(state.store_id))
+
+
+def trim(engine: NativeEngine, directory: str, state: BuildState) -> None:
+    """Cuts off what was written after the last checkpoint. Raises ChecksumError where less is there than it says."""
+    for name, known in state.spool.items():
+        path = os.path.join(directory, name)
+        found = os.path.getsize(path) if os.path.exists(path) else 0
+        if found < known.size_bytes:
+            raise errors.ChecksumError(
+                "the build's spool is damaged", path=path, got=f"{found} bytes", expected=known.size_bytes, fix=DISCARD
+            )
+        if found > known.size_bytes:
+            file = engine.open(path, "r+")
+            try:
+                engine.truncate(file, known.size_bytes)
+            finally:
+                engine.close_file(file)
+
+
+def digests(engine: NativeEngine, directory: str, state: BuildState) -> Iterator[bytes]:
+    """Of the documents in the spool, in order; checked."""
+    if not state.documents:
+        return
+    windows = spool_windows(engine, os.path.join(directory, DIGESTS), state.spool[DIGESTS].sums or [])
+    for block in regroup(windows, 4096 // DIGEST_BYTES * DIGEST_BYTES):
+        data = block.tobytes()
+        yield from (data[at : at + DIGEST_BYTES] for at in range(0, len(data), DIGEST_BYTES))
+
+
+def cut(engine: NativeEngine, directory: str, schema: RecordSchema, vector_dim: int, state: BuildState, documents: int) -> None:
+    """Takes the documents from that number on out of a spool. In the state alone: whoever writes next overwrites them."""
+    n_tokens = token_counts(engine, directory, state)[:documents]
+    end = 0
+    for first in range(0, documents, GROUP_RECORDS):
+        _, end = schema.lay_out(n_tokens[first : first + GROUP_RECORDS], end)
+    sizes = {RECORDS: end, VECTORS: 4 * vector_dim * documents, N_TOKENS: 2 * documents, DIGESTS: DIGEST_BYTES * documents}
+    state.spool = {
+        name: SpoolFile(size, _sums_of_prefix(engine, os.path.join(directory, name), state.spool[name].sums, size))
+        for name, size in sizes.items()
+    }
+    state.documents = documents
+    state.back_to_spool()
+    write_state(engine, directory, state)
+
+
+def _sums_of_prefix(engine: NativeEngine, path: str, sums: list[int] | None, size_bytes: int) -> list[int] | None:
+    """The checksums of a file's windows as they are without what comes after `size_bytes`."""
+    if sums is None:
+        return None
+    whole, rest = divmod(size_bytes, WINDOW_BYTES)
+    if not rest:
+        return sums[:whole]
+    file = engine.open(path)
+    try:
+        window = read_range(engine, file, whole * WINDOW_BYTES, min(WINDOW_BYTES, file.size_bytes - whole * WINDOW_BYTES))
+    finally:
+        engine.close_file(file)
+    if crc32c(window) != sums[whole]:
+        raise errors.ChecksumError("the build's spool is damaged", path=path, offset_bytes=whole * WINDOW_BYTES, fix=DISCARD)
+    return [*sums[:whole], crc32c(window[:rest])]
+
+
+def token_counts(engine: NativeEngine, directory: str, state: BuildState) -> np.ndarray:
+    """uint16 [documents], checked."""
+    windows = spool_windows(engine, os.path.join(directory, N_TOKENS), state.spool[N_TOKENS].sums or [])
+    return np.frombuffer(bytearray().join(window.tobytes() for window in windows), dtype=np.uint16)
 
 
 class SpoolWriter:
@@ -87,20 +131,19 @@ class SpoolWriter:
         engine: NativeEngine,
         directory: str,
         schema: RecordSchema,
-        state: dict[str, Any],
+        state: BuildState,
         pooling: Pooling | None = None,
     ):
         self._engine, self._directory, self._schema, self._state = engine, directory, schema, state
         self._pooling = pooling
         self._salt = spool_salt(state)
-        self.count: int = state["documents"]
-        sizes, sums = state["spool_bytes"], state["spool_sums"]
+        self.count = state.documents
         self._writers: dict[str, StreamWriter] = {}
         try:
-            for name, size in ((RECORDS, 4 << 20), (VECTORS, 1 << 20), (N_TOKENS, 64 << 10)):
-                known = sums.get(name, ()) if name in _SUMMED else None
+            for name, size in _BUFFER_BYTES.items():
+                known = state.spool.get(name, SpoolFile(0, [] if name in _SUMMED else None))
                 self._writers[name] = StreamWriter(
-                    engine, os.path.join(directory, name), at_bytes=sizes.get(name, 0), buffer_bytes=size, sums=known
+                    engine, os.path.join(directory, name), at_bytes=known.size_bytes, buffer_bytes=size, sums=known.sums
                 )
             self.texts = TextWriter(os.path.join(directory, TEXTS), self._salt, keep=self.count)
         except BaseException:
@@ -108,48 +151,41 @@ class SpoolWriter:
                 writer.close()
             raise
 
-    def append(
-        self,
-        identifiers: Sequence[DocumentId],
-        texts: Sequence[str],
-        documents: Sequence[Encoded],
-        rows: Sequence[np.ndarray | None] = (),
-    ) -> None:
-        """`rows`: token rows that are kept as they are, in place of encoded tokens.
+    def append(self, given: Sequence[Document], documents: Sequence[Encoded]) -> None:
+        """`given`: the documents as they came, whose rows, where they bring some, are kept as they are. `documents`: their vectors.
 
         Raises InvalidInputError for vectors that do not fit or an id that came before; then nothing of the batch counts.
         """
-        for identifier, document in zip(identifiers, documents, strict=True):
-            check_document(document, self._schema, identifier)
-        self.texts.add([(self.count + i, *pair) for i, pair in enumerate(zip(identifiers, texts, strict=True))])
+        for item, document in zip(given, documents, strict=True):
+            check_document(document, self._schema, item.id)
+        self.texts.add([(self.count + i, item.id, item.text) for i, item in enumerate(given)])
         counts = np.array([len(document.tokens) for document in documents], dtype=np.uint16)
         records = self._writers[RECORDS]
         offsets, end = self._schema.lay_out(counts, records.size_bytes)
         block = np.zeros(end - records.size_bytes, dtype=np.uint8)
         offsets = offsets - records.size_bytes
-        pack(documents, self._schema, block, offsets, rows=rows)
+        pack(documents, self._schema, block, offsets, rows=[item.rows for item in given])
         seal(block, self._schema, offsets, counts, self.count, self._salt)
         records.write(block)
         if documents:
             vectors = torch.stack([self._vector(document) for document in documents])
             self._writers[VECTORS].write(np.ascontiguousarray(vectors.numpy(), "<f4").view(np.uint8).reshape(-1))
         self._writers[N_TOKENS].write(counts.view(np.uint8))
+        self._writers[DIGESTS].write(b"".join(digest(item) for item in given))
         self.count += len(documents)
 
     def _vector(self, document: Encoded) -> torch.Tensor:
         return document.cls if self._pooling is None else self._pooling.documents(document.tokens)
 
-    def checkpoint(self, **changes: Any) -> None:
+    def checkpoint(self, phase: str = "spool") -> None:
         """Everything appended so far survives a crash from here on."""
         for writer in self._writers.values():
             writer.sync()
         self.texts.commit()
-        self._state.update(
-            documents=self.count,
-            spool_bytes={name: writer.size_bytes for name, writer in self._writers.items()},
-            spool_sums={name: self._writers[name].sums for name in _SUMMED},
-            **changes,
-        )
+        self._state.documents, self._state.phase = self.count, phase
+        self._state.spool = {
+            name: SpoolFile(writer.size_bytes, None if writer.sums is None else list(writer.sums)) for name, writer in self._writers.items()
+        }
         write_state(self._engine, self._directory, self._state)
 
     def close(self) -> None:
@@ -173,7 +209,7 @@ class Spool:
         engine: NativeEngine,
         directory: str,
         schema: RecordSchema,
-        state: dict[str, Any],
+        state: BuildState,
         vector_dim: int | None = None,
         codebook: Codebook | None = None,
     ):
@@ -181,9 +217,8 @@ class Spool:
         self.vector_dim = schema.d_cls if vector_dim is None else vector_dim
         self.codebook = codebook
         self._salt = spool_salt(state)
-        self._vector_sums = state["spool_sums"][VECTORS]
-        windows = spool_windows(engine, os.path.join(directory, N_TOKENS), state["spool_sums"][N_TOKENS])
-        self.n_tokens = np.frombuffer(bytearray().join(window.tobytes() for window in windows), dtype=np.uint16)
+        self._vector_sums = state.spool[VECTORS].sums or []
+        self.n_tokens = token_counts(engine, directory, state)
         self._groups = torch.empty(-(-len(self.n_tokens) // GROUP_RECORDS), dtype=torch.int64)
         end = 0
         for group in range(len(self._groups)):

@@ -19,7 +19,7 @@ from .native import NativeEngine, load_native
 from .plan import Plan
 
 BLOCK_BYTES = 4096
-_WINDOW_BYTES = 4 * 1024 * 1024
+WINDOW_BYTES = 4 * 1024 * 1024
 
 
 def write_error(what: str, path: str | os.PathLike[str], error: OSError, fix: str | None = None) -> errors.WriteError:
@@ -80,7 +80,7 @@ class StreamWriter:
         path: str | os.PathLike[str],
         *,
         at_bytes: int = 0,
-        buffer_bytes: int = _WINDOW_BYTES,
+        buffer_bytes: int = WINDOW_BYTES,
         sums: Sequence[int] | None = None,
     ):
         self._engine, self.path = engine, os.fspath(path)
@@ -127,8 +127,8 @@ class StreamWriter:
     def _add_to_sums(self, sums: list[int], view: np.ndarray) -> None:
         at, done = self.size_bytes, 0
         while done < view.size:
-            inside = (at + done) % _WINDOW_BYTES
-            part = view[done : done + _WINDOW_BYTES - inside]
+            inside = (at + done) % WINDOW_BYTES
+            part = view[done : done + WINDOW_BYTES - inside]
             if inside == 0:
                 sums.append(0)
             sums[-1] = crc32c(part, sums[-1])
@@ -203,15 +203,15 @@ def read_windows(engine: NativeEngine, path: str | os.PathLike[str], *, sums: Se
     """
     file = engine.open(path)
     try:
-        starts = range(0, file.size_bytes, _WINDOW_BYTES)
+        starts = range(0, file.size_bytes, WINDOW_BYTES)
         if sums is not None and len(sums) != len(starts):
             raise errors.TruncatedFileError(
                 "file has another size than was written",
                 path=path,
                 got=f"{file.size_bytes} bytes",
-                expected=f"{len(sums)} windows of {_WINDOW_BYTES} bytes",
+                expected=f"{len(sums)} windows of {WINDOW_BYTES} bytes",
             )
-        sizes = [min(_WINDOW_BYTES, file.size_bytes - start) for start in starts]
+        sizes = [min(WINDOW_BYTES, file.size_bytes - start) for start in starts]
         ahead: list[Future] = []
         for number in range(len(starts) + 1):
             if number < len(starts):
@@ -258,9 +258,7 @@ def file_sums(engine: NativeEngine, path: str | os.PathLike[str]) -> tuple[int, 
 
 def write_file(engine: NativeEngine, path: str | os.PathLike[str], data: bytes | np.ndarray) -> tuple[int, int]:
     """Writes a whole file and flushes it. Returns its size and CRC32C."""
-    with StreamWriter(
-        engine, path, buffer_bytes=min(_WINDOW_BYTES, max(BLOCK_BYTES, -(-len(data) // BLOCK_BYTES) * BLOCK_BYTES))
-    ) as writer:
+    with StreamWriter(engine, path, buffer_bytes=min(WINDOW_BYTES, max(BLOCK_BYTES, -(-len(data) // BLOCK_BYTES) * BLOCK_BYTES))) as writer:
         writer.write(data)
         writer.sync()
         return writer.size_bytes, writer.crc32c

@@ -106,37 +106,6 @@ def test_finished_data_files_are_not_written_again(
     assert [name for name, when in sorted(before.items()) if written()[name] == when] == ["segment-00000.bin", "segment-00001.bin"]
 
 
-def test_a_resumed_build_must_see_the_same_documents(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupt(folder / "s", monkeypatch, *PLACES["last batch"])
-    for other, got in (
-        ([*DOCUMENTS[:100], *DOCUMENTS[101:]], "'doc-101'"),
-        (DOCUMENTS[1:], "'doc-1'"),
-        (DOCUMENTS[:511], "511 documents"),
-        ([], "0 documents"),
-    ):
-        with pytest.raises(errors.InvalidInputError, match=f"not those of the interrupted build; got {got}.*restart"):
-            build(folder / "s", other)
-    report = build(folder / "s", DOCUMENTS[:512])
-    assert (report.documents, report.resumed_documents) == (512, 512)
-    check_store(folder / "s", DOCUMENTS[:512])
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [({"format": "fp32"}, "format='fp32'; expected format='fp16'"), ({"nlist": 9}, "nlist=9"), ({"cls_weight": 2.0}, "cls_weight")],
-)
-def test_a_resumed_build_must_have_the_same_settings(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], said: str
-) -> None:
-    interrupt(folder / "s", monkeypatch, *PLACES["last batch"])
-    with pytest.raises(errors.InvalidInputError, match=f"other settings.*{said}"):
-        build(folder / "s", DOCUMENTS, **change)
-    assert build(folder / "s", DOCUMENTS, memory="2GiB").resumed_documents == 512  # of no consequence for the result
-    build(folder / "t", DOCUMENTS[:10])
-    interrupt(folder / "t", monkeypatch, *PLACES["last batch"], replace=True)
-    assert build(folder / "t", DOCUMENTS, replace=True, restart=True, **change).resumed_documents == 0
-
-
 def test_restart_discards_everything(folder: Path, monkeypatch: pytest.MonkeyPatch, small_segments: Callable[[int, int], None]) -> None:
     small_segments(20_000, 4096)
     directories = [folder / "a", folder / "b"]
