@@ -30,7 +30,7 @@ from ..storage.stream import StreamWriter, crc32c, make_directory, read_file, wr
 from . import arrange, generations
 from .adding import Base
 from .budget import MemoryBudget
-from .build_state import Arranged, BuildSettings, BuildState, write_state
+from .build_state import Arranged, BuildSettings, BuildState, in_words, write_state
 from .codebooks import TokenSource, codebook_sum, codebook_tensors, train_codebooks
 from .documents import Document, batches, check_documents, decode_rows, encode
 from .encoder import Encoder
@@ -130,7 +130,8 @@ class Builder:
             "codebook": None if self.codebook is None else codebook_sum(self.codebook),
             "pooling": options.pop("pooling"),
         }
-        return BuildSettings(spooled, {"kind": "build" if self.base is None else "add", **options}, list(directories))
+        later = {"kind": "build" if self.base is None else "add", **options}
+        return BuildSettings(in_words(spooled), in_words(later), list(directories))
 
     def run(self, documents: Iterable[Any], restart: bool, replace: bool) -> BuildReport:
         published = generations.published(self.engine, self.path, replace)
@@ -218,8 +219,9 @@ class Builder:
                 decoded = decode_rows(batch, self.schema.format, self.spool_schema.dim, self.codebook)
                 try:
                     vectors = encode(decoded, self.encoder)
-                except Exception:
-                    self._encoder_failed = True  # once mended, it may make other vectors under the same name
+                except Exception as error:
+                    # Once mended, it may make other vectors under the same name; of a machine that was too small that is not to be feared.
+                    self._encoder_failed = not isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError))
                     raise
                 spool.append(batch, vectors)
                 self.budget.trim()

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
 
 from .. import errors
 from ..storage import NativeEngine
+from ..storage.parse import Fields, check_plain_file, parse_object
 from ..storage.stream import crc32c, read_file, replace_file
 from .store import Segment
 
 STATE_NAME = "STATE.json"
 PHASES = ("spool", "arrange", "write")
 _LIMIT_BYTES = 64 << 20
-_WHOLE_MAX = 2**63 - 1
-Scalar = str | int | float | bool | None
-T = TypeVar("T")
+_COUNT_MAX = 1 << 24
+_FIX = "discard it: build again with restart"
 
 
 @dataclass(frozen=True)
@@ -28,21 +25,26 @@ class BuildSettings:
     """What a build was asked for.
 
     Attributes:
-        spooled: what the spool's bytes depend on: encoder, dimensions, format, pooling.
+        spooled: what the spool's bytes depend on, in words: encoder, dimensions, format, pooling.
         later: what only the passes after it depend on. `directories`, where data segments go, are of these too.
     """
 
-    spooled: dict[str, Scalar]
-    later: dict[str, Scalar]
+    spooled: dict[str, str]
+    later: dict[str, str]
     directories: list[str] = field(default_factory=list)
 
     def differences(self, other: BuildSettings) -> list[str]:
         """``name=ours instead of theirs`` for each setting that differs."""
         ours, theirs = self._all(), other._all()
-        return [f"{name}={ours.get(name)!r} instead of {theirs.get(name)!r}" for name in sorted(ours) if ours[name] != theirs.get(name)]
+        return [f"{name}={ours.get(name)} instead of {theirs.get(name)}" for name in sorted(ours) if ours[name] != theirs.get(name)]
 
-    def _all(self) -> dict[str, Any]:
-        return {**self.spooled, **self.later, "directories": self.directories}
+    def _all(self) -> dict[str, str]:
+        return {**self.spooled, **self.later, "directories": repr(self.directories)}
+
+
+def in_words(settings: Mapping[str, object]) -> dict[str, str]:
+    """Values as `BuildSettings` has them."""
+    return {name: repr(value) for name, value in settings.items()}
 
 
 @dataclass(frozen=True)
@@ -104,139 +106,81 @@ class BuildState:
 def read_state(engine: NativeEngine, directory: str) -> BuildState | None:
     """The last checkpoint of a build, or None. A damaged one is a FormatError (`discard` the build)."""
     path = os.path.join(directory, STATE_NAME)
-    if not os.path.exists(path):
+    if not os.path.lexists(path):
         return None
-    fix = "discard it: build again with restart"
-    size = os.path.getsize(path)
+    size = check_plain_file(path)
     if size > _LIMIT_BYTES:
-        raise errors.FormatError("state of a build too large", path=path, got=f"{size} bytes", expected=f"at most {_LIMIT_BYTES}", fix=fix)
-    try:
-        found = _mapping(json.loads(read_file(engine, path)))
-        if found.pop("crc32c", None) != _sum(found):
-            raise ValueError("checksum")
-        return _parse(found)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise errors.FormatError("damaged state of an interrupted build", path=path, got=str(error), fix=fix) from error
+        raise errors.FormatError("state of a build too large", path=path, got=f"{size} bytes", expected=f"at most {_LIMIT_BYTES}", fix=_FIX)
+    text, _, stated = read_file(engine, path).rpartition(b"\n")
+    if stated != _checksum(text):
+        raise errors.FormatError("damaged state of an interrupted build", path=path, got=f"checksum {stated[:40]!r}", fix=_FIX)
+    return _parse(parse_object(text, path, what="state of an interrupted build", fix=_FIX))
 
 
 def write_state(engine: NativeEngine, directory: str, state: BuildState) -> None:
     """Replaces the checkpoint, atomically."""
-    fields = json.loads(json.dumps(asdict(state)))
-    fields["crc32c"] = _sum(fields)
-    replace_file(engine, os.path.join(directory, STATE_NAME), json.dumps(fields, sort_keys=True).encode())
+    text = json.dumps(asdict(state), sort_keys=True).encode()
+    replace_file(engine, os.path.join(directory, STATE_NAME), text + b"\n" + _checksum(text))
 
 
-def _sum(fields: Mapping[str, Any]) -> int:
-    return crc32c(json.dumps(fields, sort_keys=True).encode())
+def _checksum(text: bytes) -> bytes:
+    return f"crc32c {crc32c(text):08x}".encode()
 
 
-def _parse(found: dict[str, Any]) -> BuildState:
-    """Raises ValueError for whatever is not as `write_state` writes it."""
-    settings = _mapping(found["settings"]) if "settings" in found else {}
-    _only(found, BuildState)
-    _only(settings, BuildSettings)
-    phase, store_id = found["phase"], found["store_id"]
-    if phase not in PHASES:
-        raise ValueError(f"phase {phase!r}")
-    if not isinstance(store_id, str) or re.fullmatch("[0-9a-f]{32}", store_id) is None:
-        raise ValueError(f"store_id {store_id!r}")
-    if not isinstance(found["is_normalised"], bool):
-        raise ValueError("is_normalised")
+def _parse(found: Fields) -> BuildState:
+    """Raises FormatError for whatever is not as `write_state` writes it."""
+    settings = found.inner("settings")
+    directories = settings.texts("directories")
+    if not all(os.path.isabs(directory) for directory in directories):
+        settings.refuse("directories", "absolute paths", directories)
+    spool, segments = found.inner("spool"), found.inner("segments")
     state = BuildState(
-        settings=BuildSettings(
-            {name: _scalar(value) for name, value in _mapping(settings["spooled"]).items()},
-            {name: _scalar(value) for name, value in _mapping(settings["later"]).items()},
-            _list(settings["directories"], _absolute),
-        ),
-        store_id=store_id,
-        generation=_whole(found["generation"], 1),
-        phase=phase,
-        documents=_whole(found["documents"]),
-        spool={name: _spool_file(value) for name, value in _mapping(found["spool"]).items()},
-        projection=_maybe(found["projection"], _whole),
-        is_normalised=found["is_normalised"],
-        codebooks=_maybe(found["codebooks"], _whole),
-        arranged=_maybe(found["arranged"], _arranged),
-        segments={name: _list(value, _segment) for name, value in _mapping(found["segments"]).items()},
+        settings=BuildSettings(_texts(settings.inner("spooled")), _texts(settings.inner("later")), directories),
+        store_id=found.hexadecimal("store_id", 32),
+        generation=found.whole("generation", 1),
+        phase=found.choice("phase", PHASES),
+        documents=found.whole("documents"),
+        spool={name: _spool_file(spool.inner(name)) for name in spool},
+        projection=_sum_or_none(found, "projection"),
+        is_normalised=found.flag("is_normalised"),
+        codebooks=_sum_or_none(found, "codebooks"),
+        arranged=_arranged(found.inner("arranged")) if "arranged" in found else None,
+        segments={name: [_segment(each) for each in segments.each(name, count=_COUNT_MAX)] for name in segments},
     )
     if (state.phase == "write") != (state.arranged is not None) or (state.segments and state.phase != "write"):
-        raise ValueError(f"phase {state.phase} with the results of another")
+        found.refuse("phase", "that of its results")
     if state.arranged is not None and sum(state.arranged.sizes) != state.documents:
-        raise ValueError(f"lists of {sum(state.arranged.sizes)} documents, of {state.documents}")
+        found.refuse("arranged", f"lists of {state.documents} documents", f"lists of {sum(state.arranged.sizes)}")
     return state
 
 
-def _only(found: Mapping[str, Any], kind: type) -> None:
-    """Raises ValueError unless the keys are the fields of a dataclass."""
-    if set(found) != set(kind.__dataclass_fields__):  # type: ignore[attr-defined]
-        raise ValueError(f"fields {sorted(set(found) ^ set(kind.__dataclass_fields__))}")  # type: ignore[attr-defined]
+def _texts(found: Fields) -> dict[str, str]:
+    return {name: found.text(name) for name in found}
 
 
-def _spool_file(value: Any) -> SpoolFile:
-    found = _mapping(value)
-    _only(found, SpoolFile)
-    return SpoolFile(_whole(found["size_bytes"]), _maybe(found["sums"], lambda sums: _list(sums, _whole)))
+def _sum_or_none(found: Fields, name: str) -> int | None:
+    return found.whole(name, 0, 2**32 - 1) if name in found else None
 
 
-def _arranged(value: Any) -> Arranged:
-    found = _mapping(value)
-    _only(found, Arranged)
-    stage = _maybe(found["first_stage"], lambda pair: _list(pair, _whole))
-    if stage is not None and len(stage) != 2:
-        raise ValueError("first_stage")
-    steps = {name: _number(share) for name, share in _mapping(found["steps"]).items()}
+def _spool_file(found: Fields) -> SpoolFile:
+    return SpoolFile(found.whole("size_bytes"), found.wholes("sums", 0, 2**32 - 1, count=_COUNT_MAX) if "sums" in found else None)
+
+
+def _arranged(found: Fields) -> Arranged:
+    steps, stage = found.inner("steps"), None
+    if "first_stage" in found:
+        size_bytes, crc32c = (*found.wholes("first_stage", count=2), -1, -1)[:2]
+        if crc32c < 0:
+            found.refuse("first_stage", "size and checksum")
+        stage = size_bytes, crc32c
     return Arranged(
-        _list(found["sums"], _whole),
-        _list(found["sizes"], _whole),
-        _whole(found["nprobe"]),
-        steps,
-        None if stage is None else (stage[0], stage[1]),
+        sums=found.wholes("sums", 0, 2**32 - 1, count=_COUNT_MAX),
+        sizes=found.wholes("sizes", count=_COUNT_MAX),
+        nprobe=found.whole("nprobe"),
+        steps={name: steps.real(name) for name in steps},
+        first_stage=stage,
     )
 
 
-def _segment(value: Any) -> Segment:
-    found = _mapping(value)
-    _only(found, Segment)
-    if not isinstance(found["path"], str):
-        raise ValueError(f"path {found['path']!r}")
-    return Segment(found["path"], _whole(found["first_record"]), _whole(found["records"], 1), _whole(found["size_bytes"], 1))
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{type(value).__name__} where an object belongs")
-    return value
-
-
-def _list(value: Any, parse: Callable[[Any], T]) -> list[T]:
-    if not isinstance(value, list):
-        raise ValueError(f"{type(value).__name__} where a list belongs")
-    return [parse(item) for item in value]
-
-
-def _maybe(value: Any, parse: Callable[[Any], T]) -> T | None:
-    return None if value is None else parse(value)
-
-
-def _whole(value: Any, least: int = 0) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _WHOLE_MAX:
-        raise ValueError(f"{value!r} where a whole number of at least {least} belongs")
-    return value
-
-
-def _number(value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise ValueError(f"{value!r} where a number belongs")
-    return value
-
-
-def _scalar(value: Any) -> Scalar:
-    if value is not None and not isinstance(value, str | int | float):
-        raise ValueError(f"{type(value).__name__} where a setting belongs")
-    return value
-
-
-def _absolute(value: Any) -> str:
-    if not isinstance(value, str) or not os.path.isabs(value) or "\0" in value:
-        raise ValueError(f"directory {value!r}")
-    return value
+def _segment(found: Fields) -> Segment:
+    return Segment(found.text("path"), found.whole("first_record"), found.whole("records", 1), found.whole("size_bytes", 1))

@@ -77,7 +77,7 @@ def _writing(path: str | os.PathLike[str], engine: NativeEngine | None) -> Itera
 def _refuse_interrupted_build(path: str, engine: NativeEngine, live_generation: int) -> None:
     """A build that was interrupted here waits to be resumed; a change would throw its work away."""
     state = read_state(engine, os.path.join(path, generations.BUILDING))
-    if state is not None and state.settings.later["kind"] == "build" and state.generation > live_generation:
+    if state is not None and state.settings.later.get("kind") == repr("build") and state.generation > live_generation:
         raise errors.InvalidInputError(
             f"an interrupted build waits in {path}", got=f"{state.documents} documents spooled",
             fix="finish it by the same call of build, or discard it (restart=True, --restart)",

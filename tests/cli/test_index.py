@@ -187,7 +187,7 @@ def test_ctrl_c(tmp_path: Path, open_forks: Callable[[str], Forks]) -> None:
     processes = open_forks("tests.retrieval.zygote")
     child = processes.start(delay_s=0.3, **job)
     state = tmp_path / "store" / "building" / "STATE.json"
-    assert until(lambda: state.exists() and json.loads(state.read_bytes())["documents"] > 0, 60)
+    assert until(lambda: state.exists() and json.loads(state.read_bytes().splitlines()[0])["documents"] > 0, 60)
     time.sleep(0.1)
     os.kill(child, signal.SIGINT)
     assert processes.wait(child) == 130
