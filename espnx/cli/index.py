@@ -61,13 +61,16 @@ def _parse(path: str, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def run_build(args: argparse.Namespace) -> int:
+    import warnings
     from dataclasses import asdict
 
     from .. import build, load_encoder
     from ..sizes import format_size
 
     encoder = load_encoder(args.encoder)
-    with ProgressLine() as progress:
+    with ProgressLine() as progress, warnings.catch_warnings():
+        warnings.simplefilter("default")
+        warnings.showwarning = lambda message, *_: progress.say(str(message))
         progress.say(f"building {args.store} from {args.corpus}; while it builds it needs about twice the store's size on disk")
         report = build(
             args.store,
@@ -95,6 +98,7 @@ def run_build(args: argparse.Namespace) -> int:
         ("records on disk", format_size(report.record_bytes)),
         ("resident metadata", f"{report.resident_bytes_per_document:.3f} bytes a document"),
         ("first stage", f"{args.first_stage}, {report.nlist} lists, nprobe {report.nprobe}"),
+        *([("began anew", report.restarted_because)] if report.restarted_because else []),
         ("time", f"{report.spool_s:.1f} s encode and spool, {report.arrange_s:.1f} s arrange, {report.write_s:.1f} s write"),
     ]
     text = render_table(("", ""), rows)
