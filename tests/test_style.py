@@ -149,7 +149,7 @@ def test_text_rules_report(bad: str) -> None:
     assert len(list(text_complaints(bad))) == 1
 
 
-@pytest.mark.parametrize("bad", ["# -----------", "  ########################", "// ==========", "\n" * 501])
+@pytest.mark.parametrize("bad", ["# -----------", "  ########################", "// ==========", "\n" * 701])
 def test_source_rules_report(bad: str) -> None:
     assert len(list(source_complaints(bad))) == 1
 
