@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from . import errors
@@ -25,3 +26,14 @@ def check_finite(name: str, value: object) -> None:
     """Raises InvalidInputError unless the value is a number that float32 holds."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= FLOAT32_MAX:
         raise errors.InvalidInputError(name, got=repr(value), expected="a finite number that float32 can hold")
+
+
+def check_path(name: str, value: object) -> str:
+    """A path as text. Raises InvalidInputError for what is none, bytes too."""
+    try:
+        path = os.fspath(value)  # type: ignore[call-overload]
+    except TypeError:
+        path = None
+    if not isinstance(path, str):
+        raise errors.InvalidInputError(name, got=repr(value), expected="a str or a pathlib.Path")
+    return path

@@ -81,6 +81,10 @@ int64_t RecordScorer::score_query(int64_t query, const int64_t* slots, const int
                                count,           rules_.tokens,         rules_.codebook};
   const int64_t unknown = maxsim({q.tokens, 1, q.n_tokens, rules_.dim}, tokens, max_threads_, maxsim_.data());
   if (unknown >= 0) return items[unknown];
+  // A sum over no maxima: such a document is ranked by its CLS vector.
+  for (int64_t i = 0; i < count; ++i) {
+    if (counts_[i] == 0) maxsim_[i] = 0.0f;
+  }
   if (rules_.d_cls > 0 && q.cls_weight != 0.0f) {
     cls_.resize(count);
     for (int64_t i = 0; i < count; ++i) {

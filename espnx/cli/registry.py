@@ -48,6 +48,7 @@ COMMANDS = {
     "index verify": Command("espnx.cli.index:verify", "read a whole index and check every record's checksum"),
     "index info": Command("espnx.cli.index:info", "show what an index holds, and its sizes on disk and in memory"),
     "search": Command("espnx.cli.search", "search an index"),
+    "evaluate": Command("espnx.cli.evaluate", "retrieval quality of an index against judged queries"),
     "generate": Command("espnx.cli.generate", "generate for a file of prompts, the KV cache on SSD"),
     "cache ls": Command("espnx.cli.cache:ls", "list kept KV caches"),
     "cache verify": Command("espnx.cli.cache:verify", "read a kept KV cache whole and check every block's checksum"),

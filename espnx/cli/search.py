@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from .output import add_json_option, emit, json_document
+from .queries import read_queries
 
 if TYPE_CHECKING:
     from ..retrieval.result import SearchResult
+    from ..retrieval.search import Index
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", help="directory of the store")
-    parser.add_argument("query", nargs="+", help="one or more queries, each one argument")
+    parser.add_argument("query", nargs="*", help="queries, each one argument")
+    parser.add_argument("--queries", metavar="FILE", help="more of them: JSON lines with id (or _id) and text, or lines: id TAB text")
     parser.add_argument("-k", type=int, default=10, help="hits per query (default: %(default)s)")
-    parser.add_argument("--candidates", type=int, default=1000, help="handed on by the first stage (default: %(default)s)")
-    parser.add_argument("--rerank", type=int, help="how many of them are scored exactly (default: all)")
-    parser.add_argument("--cascade", type=int, metavar="N", help="score compact records of all candidates, full ones of the best N")
-    parser.add_argument("--nprobe", default="auto", help="lists the first stage scans (default: measured at build)")
+    add_search_options(parser)
     parser.add_argument(
         "--prefetch-step", default="auto", metavar="S,...",
         help="shares of them after which reads begin; 0: no prefetch (default: chosen from predicted times)",
@@ -29,6 +31,32 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--include", action="append", metavar="ID", help="find no other document; may be repeated")
     parser.add_argument("--exclude", action="append", metavar="ID", help="do not find this one; may be repeated")
     parser.add_argument("--explain", action="store_true", help="show which token of the document matched each token of the query")
+    add_index_options(parser)
+    add_json_option(parser)
+
+
+def add_search_options(parser: argparse.ArgumentParser) -> None:
+    """Those of `search_options`."""
+    parser.add_argument("--candidates", type=int, default=1000, help="handed on by the first stage, at least k (default: %(default)s)")
+    parser.add_argument("--rerank", type=int, help="how many of them are scored exactly (default: all)")
+    parser.add_argument("--cascade", type=int, metavar="N", help="score compact records of all candidates, full ones of the best N")
+    parser.add_argument("--nprobe", default="auto", help="lists the first stage scans (default: measured at build)")
+
+
+def search_options(args: argparse.Namespace) -> dict[str, Any]:
+    """How deep to search, as `Index.search` takes it."""
+    from ..errors import InvalidInputError
+
+    nprobe: int | str = args.nprobe
+    if nprobe != "auto":
+        if not str(nprobe).isdigit():
+            raise InvalidInputError("--nprobe", got=nprobe, expected="a number or auto")
+        nprobe = int(nprobe)
+    return {"candidates": args.candidates, "rerank": args.rerank, "cascade": args.cascade, "nprobe": nprobe}
+
+
+def add_index_options(parser: argparse.ArgumentParser) -> None:
+    """Those of `open_index`."""
     parser.add_argument("--hot", default="0", metavar="SIZE", help="RAM for documents that several queries want (default: none)")
     parser.add_argument(
         "--compact", default="ssd", choices=("ssd", "ram"), help="where compact records are read from (default: %(default)s)"
@@ -36,7 +64,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--encoder", help="default: the one the store was built with")
     parser.add_argument("--engine", default="auto", help="path of the reads: auto, uring, posix, memory (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
-    add_json_option(parser)
+
+
+@contextmanager
+def open_index(args: argparse.Namespace) -> Iterator[Index]:
+    """The store of a command, with its encoder."""
+    from .. import load_encoder
+    from .. import open as open_store
+    from ..errors import InvalidInputError
+
+    with open_store(args.store, engine=args.engine, device=args.device, hot=args.hot, compact=args.compact) as index:
+        built_with = index.store.manifest["encoder"]["name"] or ""
+        spec = args.encoder or ("minilm" if built_with.startswith("minilm@") else None)
+        if spec is None:
+            raise InvalidInputError(
+                "the encoder's folder is not known", got=built_with or "a store without one", fix="name it with --encoder"
+            )
+        index.use_encoder(load_encoder(spec, device=args.device))
+        yield index
 
 
 def _steps(text: str) -> str | list[float]:
@@ -59,37 +104,20 @@ def _ids(words: list[str] | None) -> list[int | str] | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from .. import load_encoder
-    from .. import open as open_index
     from ..errors import InvalidInputError
 
-    nprobe: int | str = args.nprobe
-    if nprobe != "auto":
-        if not str(nprobe).isdigit():
-            raise InvalidInputError("--nprobe", got=nprobe, expected="a number or auto")
-        nprobe = int(nprobe)
-    with open_index(args.store, engine=args.engine, device=args.device, hot=args.hot, compact=args.compact) as index:
-        built_with = index.store.manifest["encoder"]["name"] or ""
-        spec = args.encoder or ("minilm" if built_with.startswith("minilm@") else None)
-        if spec is None:
-            raise InvalidInputError(
-                "the encoder's folder is not known", got=built_with or "a store without one", fix="name it with --encoder"
-            )
-        index.use_encoder(load_encoder(spec, device=args.device))
-        results = index.search(
-            args.query,
-            k=args.k,
-            candidates=args.candidates,
-            rerank=args.rerank,
-            cascade=args.cascade,
-            nprobe=nprobe,
-            prefetch_step=_steps(args.prefetch_step),
-            include=_ids(args.include),
-            exclude=_ids(args.exclude),
-            explain=args.explain,
-        )
-    text = "\n\n".join(render(query, result) for query, result in zip(args.query, results, strict=True))
-    documents = [{"query": query, **as_json(result)} for query, result in zip(args.query, results, strict=True)]
+    queries: list[tuple[str | None, str]] = [(None, query) for query in args.query]
+    if args.queries:
+        queries += read_queries(args.queries).items()
+    if not queries:
+        raise InvalidInputError("espnx search", got="no query", expected="queries after the store, or --queries FILE")
+    options = search_options(args) | {"prefetch_step": _steps(args.prefetch_step), "explain": args.explain}
+    with open_index(args) as index:
+        texts = [text for _, text in queries]
+        results = index.search(texts, k=args.k, include=_ids(args.include), exclude=_ids(args.exclude), **options)
+    found = list(zip(queries, results, strict=True))
+    text = "\n\n".join(render(query if name is None else f"{name}: {query}", result) for (name, query), result in found)
+    documents = [{"query": query, **({} if name is None else {"query_id": name}), **asdict(result)} for (name, query), result in found]
     emit(args, text, json_document("search", store=args.store, results=documents))
     return 0
 
@@ -116,16 +144,5 @@ def cost(result: SearchResult) -> str:
         f"critical I/O {t.critical_io_s * 1e3:.1f}, MaxSim {t.maxsim_s * 1e3:.1f}, merge {t.merge_s * 1e3:.1f} | "
         f"{result.reranked} of {result.candidates} candidates re-ranked, prefetch hit rate {result.hit_rate:.0%} | "
         f"{result.bytes_asked / 1e6:.2f} MB asked, {result.bytes_moved / 1e6:.2f} MB moved "
-        f"in {result.requests} requests by {result.effective_path}"
+        f"in {result.requests} requests by {result.effective_path}" + (f" ({result.fallback_reason})" if result.fallback_reason else "")
     )
-
-
-def as_json(result: SearchResult) -> dict[str, Any]:
-    """A result as JSON can hold it: a score of minus infinity (no tokens) becomes null."""
-    from dataclasses import asdict
-
-    document = asdict(result)
-    for hit in document["hits"]:
-        if not math.isfinite(hit["score"]):
-            hit["score"] = None
-    return document

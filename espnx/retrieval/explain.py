@@ -15,6 +15,8 @@ def token_matches(tier: Tier, numbers: np.ndarray, tokens: torch.Tensor, deadlin
 
     Raises what the reads raise, and ChecksumError or StaleDataError.
     """
+    if not len(tokens):
+        return [()] * len(numbers)
     future = tier.read(numbers, gap_bytes=0, deadline_s=deadline_s)
     memory = future.wait()
     tier.check(memory, future.position_bytes, numbers)
@@ -24,7 +26,7 @@ def token_matches(tier: Tier, numbers: np.ndarray, tokens: torch.Tensor, deadlin
         n_tokens = int(tier.n_tokens[number])
         begin = position + schema.fixed_bytes
         rows = memory[begin : begin + n_tokens * schema.row_bytes].cpu()
-        if not n_tokens or not len(tokens):
+        if not n_tokens:
             result.append(())
             continue
         products = tokens.cpu() @ found.decode(rows, schema.dim, tier.codebook).T

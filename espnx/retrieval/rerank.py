@@ -160,7 +160,7 @@ def score_pairs(
 
 
 def score(records: Records, memory: torch.Tensor, positions: torch.Tensor, numbers: np.ndarray, query: QueryVectors) -> np.ndarray:
-    """``cls_weight * CLS + MaxSim`` (ESPN, section 3.1) of checked records in place. float32 [m]; a document without tokens has -inf.
+    """``cls_weight * CLS + MaxSim`` (ESPN, section 3.1) of checked records in place, float32 [m]. MaxSim of a document without tokens is 0.
 
     Records without a CLS vector are scored by MaxSim alone.
     """
@@ -168,6 +168,7 @@ def score(records: Records, memory: torch.Tensor, positions: torch.Tensor, numbe
     # Like positions on the CPU, where bounds are checked without a wait.
     n_tokens = torch.from_numpy(records.n_tokens[numbers].astype(np.int64))
     total = maxsim(query.tokens, memory, positions + schema.fixed_bytes, n_tokens, format=schema.format, codebook=records.codebook)
+    total = total.masked_fill((n_tokens == 0).to(total.device), 0.0)
     if query.cls_weight and schema.d_cls:
         # A CLS vector is a document of one token, scored by the same kernel.
         ones = torch.ones_like(n_tokens)

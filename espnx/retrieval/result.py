@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from .texts import DocumentId
@@ -27,12 +28,12 @@ class Hit:
 
     Attributes:
         id: the document's own id.
-        score: ``cls_weight * CLS + MaxSim``; for a document that was not re-ranked, the first stage's similarity alone (in a cascade the
-            score of its compact record).
+        score: ``cls_weight * CLS + MaxSim`` (of a document without tokens 0); for a document that was not re-ranked, the first stage's
+            similarity alone (in a cascade the score of its compact record).
         text: as it was indexed.
         number: the record's number in the store. It changes when the store is compacted; `id` does not.
         reranked: whether `score` is exact. All re-ranked hits come before all others.
-        matches: one per query token, where the search was asked to explain; empty for a document without tokens.
+        matches: one per query token, where the search was asked to explain; empty for a document or a query without tokens.
     """
 
     id: DocumentId
@@ -78,7 +79,9 @@ class Timings:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """A ranking and its cost. Queries searched together share their reads: costs are then those of all of them, divided evenly.
+    """A ranking and its cost. Iterates over its hits; its length is their number.
+
+    Queries searched together share their reads: costs are then those of all of them, divided evenly.
 
     Attributes:
         hits: at most k, best first.
@@ -89,7 +92,8 @@ class SearchResult:
         bytes_moved: what the engine moved for them, alignment and gaps included.
         requests: after merging.
         hot: records that needed no read, being kept in RAM.
-        effective_path: the path the records took.
+        effective_path: the path that records take, of all data files: ``mixed: uring 3, uring (buffered) 1`` where they differ.
+        fallback_reason: why it is not what was tried first; empty if it is.
         prefetch_steps: shares of the lists after which reads began; empty without a prefetch.
         queries_together: how many were searched together, this one included.
     """
@@ -103,6 +107,13 @@ class SearchResult:
     requests: int = 0
     hot: int = 0
     effective_path: str = ""
+    fallback_reason: str = ""
     prefetch_steps: tuple[float, ...] = ()
     queries_together: int = 1
     timings: Timings = field(default_factory=Timings)
+
+    def __iter__(self) -> Iterator[Hit]:
+        return iter(self.hits)
+
+    def __len__(self) -> int:
+        return len(self.hits)

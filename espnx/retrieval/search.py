@@ -7,68 +7,60 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Unpack, overload
+from weakref import WeakSet
 
-import numpy as np
 import torch
 
 from .. import errors
-from ..checks import check_finite, check_whole
+from ..checks import check_path, check_whole, plain
 from ..sizes import parse_size
 from ..storage import Engine, NativeEngine, open_engine
-from .advice import NO_PREFETCH, Adviser
-from .cost import DeviceCost, measure
+from ..storage.manifest import read_manifest
+from .contents import alive_numbers, texts_of
+from .cost import DeviceCost
 from .documents import check_count
 from .encoder import Encoded, Encoder
 from .evaluate import DEFAULT_METRICS, Qrels, check_judged, evaluate
-from .explain import token_matches
-from .filters import Filters
-from .first_stage import Allowed, IvfFirstStage
-from .gpu_first_stage import GpuIvfFirstStage
+from .first_stage import IvfFirstStage
 from .hot import HotDocuments
-from .ranking import rank
-from .request import Arguments, SearchOptions, check_arguments
-from .rerank import QueryVectors
+from .request import SearchOptions, check_arguments
 from .resident import ResidentTier
-from .result import Hit, SearchResult
-from .store import EmbeddingStore
-from .texts import DocumentId, document_ids
+from .result import SearchResult
+from .store import MAGIC, VERSION, EmbeddingStore
+from .texts import DocumentId, document_id, document_ids
 from .tier import Tier
 from .turns import Turns
-from .wave import Means, Outcome, Request, Wave
+from .version import Places, Version
+from .waves import Waves
 
 Query = str | Encoded
 Queries = list[str] | list[Encoded] | list[Query] | tuple[Query, ...]
 
-#: A wave is cut so that its records, candidates and lists take no more memory than this, and two waves are under way at a time.
-_WAVE_BYTES = 48 << 20
-#: What the first stage notes of a candidate, or of a list to scan: its number and its similarity.
-_FOUND_BYTES = 12
-#: A batch of more queries than `_TOGETHER` is cut into at least so many waves: one's first stage runs while another's records arrive.
-_WAVES = 2
-_TOGETHER = 4
 #: Searches under way at a time; further callers wait. More would only share the same cores and disk in smaller pieces.
 _SEARCHES_PER_CORE = 2
 _RERANK_THREADS = 32  # they wait for the disk most of the time
 _THREADS_MAX = 1024
+_GDS_PATHS = ("gds", "gds-compat")
 
 
 class Index:
     """A store with its first stage, ready to search. Safe to use from several threads. A context manager.
 
-    It stays with the version of the store that was there when it was opened, whatever is added, deleted or compacted meanwhile.
+    It stays with the version of the store that was there when it was opened, whatever is added, deleted or compacted meanwhile, until
+    `reload` is called. ``len(index)``, ``identifier in index`` and iteration (over ids) are of that version's documents.
 
     Args:
         path: the store's directory.
         encoder: for queries given as text; must be the one the store was built with.
         engine: path of the record reads (``auto``, ``uring``, ``posix``, ``memory``; ``gds`` or ``gds-compat`` with a CUDA device), or an
             engine, which stays the caller's.
-        device: where records are scored: ``cpu`` or ``cuda``.
+        device: where records are scored: ``cpu``, ``cuda`` (the thread's current GPU, once for all), or ``cuda:1``.
         threads: that scan the first stage's lists for one search; None for as many as there are cores, at most 4.
-        first_stage: where the lists are scanned: ``cpu``, or ``cuda`` where faiss-gpu is installed (at most 2,032 candidates).
+        first_stage: where the lists are scanned: ``cpu``, or ``cuda`` where faiss-gpu is installed (at most 2,032 candidates), then on
+            the GPU of `device`.
         hot: RAM for documents that many queries want, in bytes or as ``256MiB``; 0 keeps none.
         compact: where the compact tier of a cascade is read from: ``ssd``, or ``ram`` (loaded whole, now).
         cost: of the device's reads; None measures it (tens of milliseconds; small stores get the defaults).
@@ -83,50 +75,46 @@ class Index:
         encoder: Encoder | None = None,
         *,
         engine: str | Engine = "auto",
-        device: str = "cpu",
+        device: str | torch.device = "cpu",
         threads: int | None = None,
         first_stage: str = "cpu",
         hot: int | str = 0,
         compact: str = "ssd",
         cost: DeviceCost | None = None,
     ):
+        self._path = check_path("path of a store", path)
         self.device = _device(device)
         for name, value, known in (("compact", compact, ("ssd", "ram")), ("first_stage", first_stage, ("cpu", "cuda"))):
             if value not in known:
                 raise errors.InvalidInputError(name, got=repr(value), expected=" or ".join(known))
+        threads, hot = plain(threads), plain(hot)
         if threads is not None:
             check_whole("threads", threads, 1, _THREADS_MAX)
         if not isinstance(hot, str):
             check_whole("hot", hot, 0)
-        hot_bytes = parse_size(hot)
         if cost is not None and not isinstance(cost, DeviceCost):
             raise errors.InvalidInputError("cost", got=repr(cost), expected="a DeviceCost or None")
-        self._closed, self._closing = False, threading.Lock()
+        self._places = Places(self.device, threads or min(4, len(os.sched_getaffinity(0))), first_stage, parse_size(hot), compact, cost)
+        self._closed = False
+        self._changing, self._swapping = threading.Lock(), threading.Lock()  # of versions: one change at a time; which one is current
         self._turns = Turns(_SEARCHES_PER_CORE * len(os.sched_getaffinity(0)))
+        self._retired: WeakSet[Version] = WeakSet()
         self.encoder: Encoder | None = None
         with ExitStack() as opened:
-            native, records = self._open_engines(engine, opened)
-            self.store, index = _open_current(path, native, records)
-            opened.callback(self.store.close)
-            stage = GpuIvfFirstStage if first_stage == "cuda" else IvfFirstStage
-            self.first_stage = stage(index, threads or min(4, len(os.sched_getaffinity(0))))
-            opened.callback(self.first_stage.close)
-            self._filters = Filters(self.store, index)
-            self.cost = measure(self.store.full) if cost is None else cost
-            self.hot = HotDocuments(self.store.full, hot_bytes) if hot_bytes and self.store.end_number else None
-            self.compact: Any = self.store.compact
-            if compact == "ram":
-                self.compact = ResidentTier(self._compact_tier("compact='ram'"), self.device)
-            workers = ThreadPoolExecutor(max_workers=_RERANK_THREADS, thread_name_prefix="espnx-rerank")
-            opened.callback(workers.shutdown, wait=True)
-            self._means = Means(self.first_stage, self.store.full, self.compact, workers, self.device, self.cost.gap_bytes, self.hot)
-            self._adviser = Adviser(self.store.manifest["first_stage"].get("steps", {}))
+            self._native, self._records = self._open_engines(engine, opened)
+            self._workers = ThreadPoolExecutor(max_workers=_RERANK_THREADS, thread_name_prefix="espnx-rerank")
+            opened.callback(self._workers.shutdown, wait=True)
+            self._version = self._open_version()
+            opened.callback(lambda: self._version.close())  # the newest by then  # noqa: PLW0108
             if encoder is not None:
                 self.use_encoder(encoder)
             self._opened = opened.pop_all()
 
     def _open_engines(self, engine: str | Engine, opened: ExitStack) -> tuple[NativeEngine, Engine]:
-        records = opened.enter_context(open_engine(engine)) if isinstance(engine, str) else engine
+        records = engine
+        if isinstance(records, str):
+            on_gpu = {"device": self.device} if records in _GDS_PATHS and self.device.type == "cuda" else {}
+            records = opened.enter_context(open_engine(records, **on_gpu))
         if isinstance(records, NativeEngine):
             return records, records
         # Reads into GPU memory; manifest, metadata and first stage are read into host memory all the same.
@@ -134,37 +122,146 @@ class Index:
             raise errors.InvalidInputError("records would lie in GPU memory", got="device='cpu'", fix="open the index with device='cuda'")
         return opened.enter_context(NativeEngine()), records
 
+    def _open_version(self) -> Version:
+        return Version(self._path, self._native, self._records, self._places, self._workers)
+
     def use_encoder(self, encoder: Encoder) -> None:
         """Encodes queries given as text with it. Raises InvalidInputError unless the store was built with the same (or with none)."""
-        built = self.store.manifest["encoder"]
-        if built["name"] is not None and encoder.name != built["name"]:
-            raise errors.InvalidInputError("the store was built with another encoder", got=encoder.name, expected=built["name"])
+        self._version.check_encoder(encoder)
         self.encoder = encoder
+
+    def reload(self) -> bool:
+        """Goes over to the newest version of the store; returns whether there was one.
+
+        Searches under way end on the version they began with, later ones see the new one, and no search sees both or neither. Both are
+        in memory until the last search of the old one has ended; hot documents begin anew.
+
+        Raises:
+            what opening raises, InvalidInputError where the store was built anew with another encoder: the index stays as it is.
+        """
+        with self._changing:
+            self._check_open()
+            newest, live = read_manifest(self._native, self._path, MAGIC, VERSION), self.store.manifest
+            if all(newest[key] == live[key] for key in ("store_id", "generation")):
+                return False
+            version = self._open_version()
+            try:
+                if self.encoder is not None:
+                    version.check_encoder(self.encoder)
+            except BaseException:
+                version.close()
+                raise
+            with self._swapping:
+                old, self._version = self._version, version
+            self._retired.add(old)
+            old.retire()
+            return True
+
+    @contextmanager
+    def _current(self) -> Iterator[Version]:
+        """The newest version, which stays open meanwhile."""
+        with self._swapping:
+            version = self._version
+            version.hold()
+        try:
+            yield version
+        finally:
+            version.let_go()
+
+    @property
+    def store(self) -> EmbeddingStore:
+        return self._version.store
+
+    @property
+    def first_stage(self) -> IvfFirstStage:
+        return self._version.first_stage
+
+    @property
+    def hot(self) -> HotDocuments | None:
+        return self._version.hot
+
+    @property
+    def compact(self) -> Tier | ResidentTier | None:
+        """The compact tier, wherever it is."""
+        return self._version.compact
+
+    @property
+    def cost(self) -> DeviceCost:
+        """Of the device's reads."""
+        return self._version.cost
 
     @property
     def engine(self) -> Engine:
         """The engine of the record reads."""
-        return self.store.record_engine
+        return self._records
 
     @property
     def default_nprobe(self) -> int:
         """The number of lists that found 98 % of the exhaustive candidates when the store was built."""
-        return max(1, self.store.manifest["first_stage"]["nprobe"])
+        return self._version.default_nprobe
 
     @property
     def resident_bytes(self) -> dict[str, int]:
         """What is held in RAM, by part: metadata of the store, compact tier, hot documents. The first stage's index is FAISS's own."""
-        compact = self.compact.size_bytes if isinstance(self.compact, ResidentTier) else 0
-        return {"metadata": self.store.resident_bytes, "compact": compact, "hot": self.hot.resident_bytes if self.hot else 0}
+        return self._version.resident_bytes
+
+    def __len__(self) -> int:
+        """Documents that may be found."""
+        return self.store.count
+
+    def __contains__(self, identifier: object) -> bool:
+        try:
+            wanted = [document_id(identifier)]
+        except errors.InvalidInputError:
+            return False
+        with self._reading() as version:
+            return bool(version.store.texts.numbers(wanted)[0] >= 0)
+
+    @overload
+    def get(self, ids: DocumentId) -> str | None: ...  # type: ignore[overload-overlap]  # a str is an Iterable too
+    @overload
+    def get(self, ids: Iterable[DocumentId]) -> list[str | None]: ...
+
+    def get(self, ids: DocumentId | Iterable[DocumentId]) -> str | list[str | None] | None:
+        """The text of a document, or of several (a list, in their order); None for an id that the store does not hold.
+
+        Raises InvalidInputError for what can be no id, and what reading texts raises.
+        """
+        is_one = isinstance(ids, (str, int)) or getattr(ids, "ndim", None) == 0
+        wanted = [document_id(ids)] if is_one else document_ids(ids)
+        with self._reading() as version:
+            texts = texts_of(version.store, wanted)
+        return texts[0] if is_one else texts
+
+    def ids(self) -> Iterator[DocumentId]:
+        """The ids of all documents, in the order of records: those of the version that is current when it begins, to the end."""
+        with self._current() as version:
+            for numbers in alive_numbers(version.store):
+                with self._turns:
+                    self._check_open()
+                    rows = version.store.texts.get(numbers.tolist())
+                yield from (identifier for identifier, _ in rows)
+
+    def __iter__(self) -> Iterator[DocumentId]:
+        return self.ids()
+
+    @contextmanager
+    def _reading(self) -> Iterator[Version]:
+        """The newest version, while it is our turn."""
+        with self._turns, self._current() as version:
+            self._check_open()
+            yield version
 
     @overload
     def search(self, queries: Query, k: int = ..., **options: Unpack[SearchOptions]) -> SearchResult: ...
     @overload
     def search(self, queries: Queries, k: int = ..., **options: Unpack[SearchOptions]) -> list[SearchResult]: ...
+    @overload
+    def search(self, queries: Mapping[Any, Query], k: int = ..., **options: Unpack[SearchOptions]) -> dict[Any, SearchResult]: ...
 
     def search(
         self,
-        queries: Query | Queries,
+        queries: Query | Queries | Mapping[Any, Query],
         k: int = 10,
         *,
         candidates: int = 1000,
@@ -177,11 +274,12 @@ class Index:
         exclude: Iterable[DocumentId] | None = None,
         explain: bool = False,
         deadline_s: float = 30.0,
-    ) -> SearchResult | list[SearchResult]:
+    ) -> SearchResult | list[SearchResult] | dict[Any, SearchResult]:
         """Ranks documents for one query (a `SearchResult`) or several (a list of them, which share reads of documents that several want).
 
         Args:
-            queries: text, or vectors already encoded.
+            queries: text, or vectors already encoded; or a mapping of names to such, which gives a dict of results under the same names.
+                A query without tokens is ranked by its CLS vector, in first-stage order; nothing is read for it.
             k: hits wanted; fewer where the corpus or the candidates are fewer.
             candidates: how many the first stage hands on; at least k are.
             rerank: how many of them are read and scored exactly, the best first; None for all. The others follow in first-stage order.
@@ -203,44 +301,34 @@ class Index:
             ReadError, ChecksumError, DeadlineExceededError, ...: nothing is ranked on bytes that are not right. The index stays usable.
         """
         self._check_open()
-        weight = self._cls_weight(cls_weight)
         arguments = check_arguments(k, candidates, rerank, cascade, nprobe, prefetch_step, deadline_s)
-        if arguments.is_cascade:
-            self._compact_tier("cascade")
         is_one = isinstance(queries, (str, Encoded))
         if not is_one and not isinstance(queries, Iterable):
             raise errors.InvalidInputError("a query", got=type(queries).__name__, expected="a str or an Encoded, or a list of them")
-        wanted: Sequence[Query] = [queries] if isinstance(queries, (str, Encoded)) else list(queries)
+        if isinstance(queries, Mapping):
+            wanted: Sequence[Query] = list(queries.values())
+        else:
+            wanted = [queries] if isinstance(queries, (str, Encoded)) else list(queries)
         begun = time.perf_counter()
-        vectors = self._encode(wanted, weight)
+        encoded = self._encode(wanted)
         encode_s = (time.perf_counter() - begun) / max(1, len(wanted))
-        with self._turns as is_alone:
+        with self._turns as is_alone, self._current() as version:
             self._check_open()  # it may have been closed before our turn came
-            allowed = self._filters.allowed(include, exclude)
-            results = list(self._search(vectors, arguments, allowed, explain, encode_s, is_alone))
+            if arguments.is_cascade:
+                version.compact_tier("cascade")
+            weight = version.cls_weight(plain(cls_weight))
+            vectors = [version.query(query, weight) for query in encoded]
+            waves = Waves(version, self._turns, is_alone, arguments, version.filters.allowed(include, exclude), explain)
+            results = list(waves.search(vectors, encode_s))
+        if isinstance(queries, Mapping):
+            return dict(zip(queries, results, strict=True))
         return results[0] if is_one else results
 
     def _check_open(self) -> None:
         if self._closed:
             raise errors.EngineClosedError("the index is closed", fix="open it again")
 
-    def _compact_tier(self, what: str) -> Tier:
-        if self.store.compact is None:
-            raise errors.InvalidInputError(
-                what, got="a store without a compact tier", fix="build it with compact='bit1' (or another format), or use rerank"
-            )
-        return self.store.compact
-
-    def _cls_weight(self, override: float | None) -> float:
-        """Of a search."""
-        if override is None:
-            return float(self.store.manifest["cls_weight"])
-        check_finite("cls_weight", override)
-        if override and not self.store.schema.d_cls:
-            raise errors.InvalidInputError("cls_weight", got=override, expected="0 or None: the store's documents have no CLS vector")
-        return float(override)
-
-    def _encode(self, queries: Sequence[Query], cls_weight: float) -> list[QueryVectors]:
+    def _encode(self, queries: Sequence[Query]) -> list[Encoded]:
         for query in queries:
             if not isinstance(query, (str, Encoded)):
                 raise errors.InvalidInputError("a query", got=type(query).__name__, expected="a str or an Encoded")
@@ -252,120 +340,7 @@ class Index:
         made = list(self.encoder.encode_queries(texts)) if texts and self.encoder else []
         check_count(self.encoder, len(texts), len(made))
         vectors = iter(made)
-        return [self._check_query(query if isinstance(query, Encoded) else next(vectors), cls_weight) for query in queries]
-
-    def _check_query(self, query: Encoded, cls_weight: float) -> QueryVectors:
-        built = self.store.manifest["encoder"]
-        try:
-            cls, tokens = (torch.as_tensor(values, dtype=torch.float32) for values in (query.cls, query.tokens))
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise errors.InvalidInputError("query vectors", got=str(error), expected="tensors") from None
-        if tuple(cls.shape) != (built["d_cls"],) or tokens.dim() != 2 or tokens.shape[1] != built["dim"]:
-            raise errors.InvalidInputError(
-                "query vectors",
-                got=f"cls {list(cls.shape)}, tokens {list(tokens.shape)}",
-                expected=f"cls [{built['d_cls']}], tokens [n, {built['dim']}]",
-            )
-        if not (bool(torch.isfinite(cls).all()) and bool(torch.isfinite(tokens).all())):
-            raise errors.InvalidInputError("query vectors", got="NaN or infinity", expected="finite numbers")
-        pooling = self.store.pooling
-        vector = (cls if pooling is None else pooling.query(tokens)).cpu().numpy()
-        if self.store.projection is not None:
-            tokens = self.store.projection(tokens)
-        similarity_weight = cls_weight if pooling is None else 0.0
-        return QueryVectors(cls.reshape(1, -1).to(self.device), tokens.contiguous().to(self.device), cls_weight, vector, similarity_weight)
-
-    def _search(
-        self, queries: list[QueryVectors], arguments: Arguments, allowed: Allowed | None, explain: bool, encode_s: float, is_alone: bool
-    ) -> Iterator[SearchResult]:
-        """Wave by wave: the first stage of one runs while the records of the one before arrive."""
-        request, kind, predicted_s = self._plan(len(queries) == 1 and is_alone, arguments, allowed)
-        size = self._wave_queries(len(queries), request)
-        request = replace(request, is_pipelined=size < len(queries))
-        under_way: tuple[Wave, list[QueryVectors]] | None = None
-        try:
-            for first in range(0, len(queries), size):
-                part = queries[first : first + size]
-                wave = Wave(self._means, part, request)
-                wave.begin()
-                if under_way is not None:
-                    yield from self._results(*under_way, request, arguments.k, explain, encode_s, 0.0)
-                under_way = wave, part
-            if under_way is not None:
-                wave, part = under_way
-                yield from self._results(wave, part, request, arguments.k, explain, encode_s, predicted_s)
-                if len(queries) == 1 and is_alone and self._turns.still_alone:
-                    self._adviser.learn(kind, request.steps, wave.timings.first_stage_s, wave.timings.total_s)
-        except BaseException:
-            if under_way is not None:
-                under_way[0].cancel()
-            raise
-
-    def _plan(self, is_alone: bool, arguments: Arguments, allowed: Allowed | None) -> tuple[Request, Any, float]:
-        nprobe = self.default_nprobe if arguments.nprobe is None else arguments.nprobe
-        candidates = min(arguments.candidates, self.store.end_number)
-        kind = (nprobe, candidates, arguments.depth, arguments.is_cascade, allowed is None)
-        steps, predicted_s = arguments.steps, None
-        if steps is None:
-            steps, predicted_s = self._adviser.choose(kind) if is_alone else (NO_PREFETCH, None)
-        # Who names a number of lists wants no more of them, as long as they hold k documents.
-        at_least = candidates if arguments.nprobe is None or allowed is not None else min(arguments.k, candidates)
-        request = Request(
-            candidates, arguments.depth, nprobe, steps, allowed, at_least, arguments.deadline_s, is_cascade=arguments.is_cascade
-        )
-        return request, kind, predicted_s or 0.0
-
-    def _wave_queries(self, queries: int, request: Request) -> int:
-        def mean_bytes(tier: Tier) -> float:
-            return tier.size_bytes / max(1, self.store.count)
-
-        lists = self.first_stage.lists_at_most(request.nprobe, request.allowed, request.at_least)
-        bytes_each = request.depth * mean_bytes(self.store.full) + _FOUND_BYTES * (request.candidates + lists)
-        if request.is_cascade and isinstance(self.compact, Tier):
-            bytes_each += request.candidates * mean_bytes(self.compact)
-        most = int(_WAVE_BYTES / max(1.0, bytes_each))
-        return max(1, min(most, queries if queries <= _TOGETHER else -(-queries // _WAVES)))
-
-    def _results(
-        self, wave: Wave, queries: list[QueryVectors], request: Request, k: int, explain: bool, encode_s: float, predicted_s: float
-    ) -> Iterator[SearchResult]:
-        outcomes = wave.finish()
-        timings, costs = wave.timings, wave.costs
-        timings.encode_s, timings.predicted_s = encode_s, predicted_s
-        for i, (query, outcome) in enumerate(zip(queries, outcomes, strict=True)):
-            begun = time.perf_counter()
-            hits = self._hits(query, outcome, k, explain, request.deadline_s)
-            merge_s = time.perf_counter() - begun
-            own = type(timings)(**{**vars(timings), "merge_s": merge_s, "total_s": timings.total_s + merge_s + encode_s})
-            yield SearchResult(
-                hits=hits,
-                candidates=len(outcome.numbers),
-                reranked=len(outcome.exact),
-                hit_rate=outcome.hit_rate,
-                bytes_asked=_share(costs.bytes_asked, i, len(queries)),
-                bytes_moved=_share(costs.bytes_moved, i, len(queries)),
-                requests=_share(costs.requests, i, len(queries)),
-                hot=_share(costs.hot, i, len(queries)),
-                effective_path=self.store.effective_path,
-                prefetch_steps=request.steps,
-                queries_together=len(queries),
-                timings=own,
-            )
-
-    def _hits(self, query: QueryVectors, outcome: Outcome, k: int, explain: bool, deadline_s: float) -> list[Hit]:
-        for scores in (outcome.exact, outcome.similarities):
-            if not scores.max(initial=-np.inf) < np.inf:
-                got = f"a score of {scores.max()}"
-                raise errors.InvalidInputError("query vectors", got=got, expected="scores that float32 can hold", fix="smaller vectors")
-        chosen, values, exact = rank(outcome, k)
-        rows = self.store.texts.get(chosen.tolist())
-        matches: Sequence[Any] = [None] * len(chosen)
-        if explain and len(chosen):
-            matches = token_matches(self.store.full, chosen, query.tokens, deadline_s)
-        return [
-            Hit(id=identifier, score=float(value), text=text, number=int(number), reranked=i < exact, matches=found)
-            for i, (number, value, (identifier, text), found) in enumerate(zip(chosen, values, rows, matches, strict=True))
-        ]
+        return [query if isinstance(query, Encoded) else next(vectors) for query in queries]
 
     def evaluate(
         self, queries: Mapping[Any, Query], qrels: Qrels, metrics: Sequence[str] = DEFAULT_METRICS, **options: Any
@@ -380,18 +355,17 @@ class Index:
         check_judged(queries, qrels)
         judged = [query for query in queries if query in qrels]
         self._check_known({document for query in judged for document in qrels[query]})
-        results = self.search([queries[query] for query in judged], k=k, **options)
-        rankings = {query: [hit.id for hit in result.hits] for query, result in zip(judged, results, strict=True)}
+        results = self.search({query: queries[query] for query in judged}, k=k, **options)
+        rankings = {query: [hit.id for hit in result] for query, result in results.items()}
         return evaluate(rankings, qrels, metrics)
 
     def _check_known(self, judged: set[Any]) -> None:
         """Raises InvalidInputError where none of the judged documents is in the store: their ids are then of another kind."""
         ids = document_ids(judged, "qrels")
-        with self._turns:
-            self._check_open()
-            if not ids or (self.store.texts.numbers(ids) >= 0).any():
+        with self._reading() as version:
+            if not ids or (version.store.texts.numbers(ids) >= 0).any():
                 return
-            stored = self.store.texts.any_id()
+            stored = version.store.texts.any_id()
         raise errors.InvalidInputError(
             "evaluate: no judged document is in the store",
             got=f"ids such as {ids[0]!r} ({type(ids[0]).__name__})",
@@ -402,7 +376,9 @@ class Index:
     def close(self) -> None:
         """Searches under way are finished first; later ones raise EngineClosedError."""
         self._closed = True
-        with self._closing, self._turns.none():
+        with self._changing, self._turns.none():
+            for version in list(self._retired):
+                version.close()  # somebody is still listing its ids
             self._opened.close()
 
     def __enter__(self) -> Index:
@@ -412,35 +388,14 @@ class Index:
         self.close()
 
 
-def _share(total: int, i: int, parts: int) -> int:
-    return total * (i + 1) // parts - total * i // parts
-
-
-def _device(name: str) -> torch.device:
+def _device(name: str | torch.device) -> torch.device:
+    """With the number of the GPU: `cuda` alone means another one in every thread."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
         raise errors.InvalidInputError("device", got=repr(name), expected="cpu or cuda") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise errors.PathUnavailableError("no CUDA device here", got=name, fix="use device='cpu'")
-    return device
-
-
-def _open_current(path: str | os.PathLike[str], engine: NativeEngine, records: Engine) -> tuple[EmbeddingStore, Any]:
-    """Opens store and IVF index; again, once, if a new generation was published (and the old one removed) between manifest and files."""
-    try:
-        return _open(path, engine, records)
-    except errors.StorageError as error:
-        try:
-            return _open(path, engine, records)
-        except errors.StorageError:
-            raise error from None
-
-
-def _open(path: str | os.PathLike[str], engine: NativeEngine, records: Engine) -> tuple[EmbeddingStore, Any]:
-    store = EmbeddingStore(path, engine, records)
-    try:
-        return store, store.load_index()
-    except BaseException:
-        store.close()
-        raise
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        raise errors.PathUnavailableError("no CUDA device here", got=str(name), fix="use device='cpu'")
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)

@@ -20,7 +20,7 @@ from safetensors.numpy import load as load_safetensors
 from .. import errors
 from ..ops.maxsim import Codebook, token_format
 from ..storage import Engine, NativeEngine
-from ..storage.engine import FileHandle
+from ..storage.engine import FileHandle, paths_of, reasons_of
 from ..storage.manifest import NAME as MANIFEST_NAME
 from ..storage.manifest import read_manifest
 from ..storage.stream import crc32c, file_sums, read_file, read_range, read_windows
@@ -126,6 +126,7 @@ class EmbeddingStore:
         count: documents. end_number: record numbers lie below it.
         full: the records. compact: smaller ones of the same documents, or None.
         deleted: bitmap of deleted records, or None.
+        effective_path, fallback_reason: of the record reads, of all data files (`paths_of`), and why it is not what was tried first.
         pooling: makes the first-stage vector of a query from its tokens; None: it is the CLS vector.
 
     Raises:
@@ -148,6 +149,7 @@ class EmbeddingStore:
             self.texts = TextReaders(readers, self.deleted)
             self.full = self._open_tier("full")
             self.compact = self._open_tier("compact") if self.manifest["compact"] else None
+            self.effective_path, self.fallback_reason = self._paths()
         except BaseException:
             self.close()
             raise
@@ -166,11 +168,6 @@ class EmbeddingStore:
     def end_number(self) -> int:
         """Record numbers lie below it. Each part begins at a multiple of 64; numbers left out between parts are nobody's."""
         return len(self.n_tokens)
-
-    @property
-    def effective_path(self) -> str:
-        """The path that record reads take."""
-        return self._files[0].effective if self._files else self.record_engine.effective
 
     @property
     def resident_bytes(self) -> int:
@@ -248,6 +245,12 @@ class EmbeddingStore:
         if self.parts:
             book = codebook_of(self.parts[0].meta, name, schema, os.path.join(self.parts[0].directory, META_NAME))
         return Tier(self.record_engine, schema, self.n_tokens, placement, self.salt, book)
+
+    def _paths(self) -> tuple[str, str]:
+        """(the path that record reads take, why it is not what was tried first), of all data files and tiers."""
+        buffered = sorted({os.path.dirname(file.path) for file in self._files if file.effective.endswith("(buffered)")})
+        reasons = [self.record_engine.fallback_reason, *(f"no direct I/O in {directory}" for directory in buffered)]
+        return paths_of(file.effective for file in self._files) or self.record_engine.effective, reasons_of(reasons)
 
     def _schema(self, tier: str) -> RecordSchema:
         described = self.manifest["records" if tier == "full" else "compact"]

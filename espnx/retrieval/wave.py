@@ -80,7 +80,9 @@ class Wave:
     """See the module. `begin`, then `finish`; after a failure of either, everything under way has been cancelled."""
 
     def __init__(self, means: Means, queries: list[QueryVectors], request: Request):
-        self._means, self._queries, self._request = means, queries, request
+        self.queries = queries
+        self._means, self._request = means, request
+        self._depths = [request.depth if len(query.tokens) else 0 for query in queries]  # MaxSim of no tokens says nothing
         self._full = self._scoring(means.full, means.hot)
         compact = means.compact if request.is_cascade else None
         self._resident = compact if isinstance(compact, ResidentTier) else None
@@ -95,7 +97,7 @@ class Wave:
         # A block holds a dozen compact records: what lies between two that are wanted is other blocks, nearly as much again.
         gap_bytes = means.gap_bytes if tier is means.full else 0
         return TierScoring(
-            tier, self._queries, means.workers, means.device, gap_bytes=gap_bytes, deadline_s=self._request.deadline_s, hot=hot
+            tier, self.queries, means.workers, means.device, gap_bytes=gap_bytes, deadline_s=self._request.deadline_s, hot=hot
         )
 
     def begin(self) -> None:
@@ -109,7 +111,7 @@ class Wave:
     def _begin(self) -> None:
         request = self._request
         self._begun = begun = time.perf_counter()
-        vectors = np.stack([query.vector for query in self._queries])
+        vectors = np.stack([query.vector for query in self.queries])
         search = self._means.first_stage.start(vectors, request.candidates, request.nprobe, request.allowed, request.at_least)
         for step in request.steps if request.depth else ():
             early = search.advance(step)
@@ -130,16 +132,18 @@ class Wave:
             candidates = [self._by_resident(q, found) for q, found in enumerate(candidates)]
             if is_last:
                 self._final = candidates
-        depth = None if self._compact is not None else request.depth
-        wanted = [numbers[:depth] for numbers, _ in candidates]
+        all_compact = self._compact is not None
+        wanted = [
+            numbers if all_compact and depth else numbers[:depth] for (numbers, _), depth in zip(candidates, self._depths, strict=True)
+        ]
         self._wanted = [len(numbers) for numbers in wanted]
         return (self._full if self._compact is None else self._compact).ask(wanted, urgent=is_last and not request.is_pipelined)
 
     def _by_resident(self, q: int, candidates: Candidates) -> Candidates:
         """Candidates by the score of their compact rows in RAM."""
         numbers, similarities = candidates
-        resident, query = self._resident, self._queries[q]
-        if resident is None or not len(numbers):
+        resident, query = self._resident, self.queries[q]
+        if resident is None or not len(numbers) or not self._depths[q]:
             return candidates
         begun = time.perf_counter()
         maxsim = score(resident, resident.memory, resident.position_bytes(numbers), numbers, query)
@@ -166,10 +170,9 @@ class Wave:
         if self._request.steps:
             self.timings.prefetch_s = max(0.0, self.costs.finished_at - self._prefetch_begun)
         self.timings.total_s = end - self._begun
-        depth = self._request.depth
         outcomes = []
         hit_rates = [1 - m / w if w and self._request.steps else 0.0 for m, w in zip(self._missed, self._wanted, strict=True)]
-        for (numbers, similarities), (known, scores), hit_rate in zip(self._final, scored, hit_rates, strict=True):
+        for (numbers, similarities), (known, scores), hit_rate, depth in zip(self._final, scored, hit_rates, self._depths, strict=True):
             head = numbers[:depth]
             exact = scores[np.searchsorted(known, head)] if len(head) else np.empty(0, np.float32)
             outcomes.append(Outcome(numbers, similarities, exact, hit_rate))
@@ -179,11 +182,14 @@ class Wave:
         ordered = []
         for q, (known, scores) in enumerate(compact.finish()):
             numbers, similarities = self._final[q]
-            maxsim = scores[np.searchsorted(known, numbers)] if len(numbers) else scores[:0]
-            ordered.append(_ordered(numbers, maxsim + self._queries[q].similarity_weight * similarities))
+            if not len(known):
+                ordered.append(self._final[q])
+                continue
+            maxsim = scores[np.searchsorted(known, numbers)]
+            ordered.append(_ordered(numbers, maxsim + self.queries[q].similarity_weight * similarities))
         self._final = ordered
         self.costs.add(compact.costs)
-        self._full.ask([numbers[: self._request.depth] for numbers, _ in ordered], urgent=True)
+        self._full.ask([numbers[:depth] for (numbers, _), depth in zip(ordered, self._depths, strict=True)], urgent=True)
 
     def cancel(self) -> None:
         """Ends the reads under way."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import espnx
 from espnx.cli.main import main
-from espnx.cli.search import as_json, render
+from espnx.cli.search import render
 from espnx.retrieval.result import Hit, SearchResult
 
 pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
@@ -45,7 +44,7 @@ def test_a_ranking(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_json(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A document without tokens scores minus infinity, which JSON has no word for."""
+    """Every score is a number, that of a document without tokens too."""
     target = tmp_path / "found.json"
     words = ["search", store, "red", "--encoder", "toy", "--nprobe", 2]
     for rerank, flags in ((5, []), (1, ["--rerank", 1]), (0, ["--rerank", 0]), (5, ["--prefetch-step", 0]), (5, ["--engine", "posix"])):
@@ -56,7 +55,7 @@ def test_json(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert len(result["hits"]) == 5
         assert {hit["id"] for hit in result["hits"]} == {"a", "b", 3, "empty", "other"}
         if rerank == 5:
-            assert (result["hits"][-1]["id"], result["hits"][-1]["score"]) == ("empty", None)
+            assert [hit["score"] for hit in result["hits"] if hit["id"] == "empty"] == [0.0]
     assert strict_json(run(capsys, *words, "--json", "-")[1])["results"][0]["hits"] == result["hits"]
     assert "(not re-ranked)" in run(capsys, *words, "--rerank", 1)[1]
 
@@ -101,13 +100,11 @@ def test_no_store_and_no_gpu(store: Path, tmp_path: Path, capsys: pytest.Capture
 
 def test_rendering() -> None:
     """Long texts are cut to a line; the numbers of hits that were not re-ranked are marked as what they are."""
-    hits = [Hit("id", 1.5, "line\nbreak " * 50, 0, True), Hit(7, float("-inf"), "", 1, False)]
+    hits = [Hit("id", 1.5, "line\nbreak " * 50, 0, True), Hit(7, 0.25, "", 1, False)]
     text = render("query", SearchResult(hits, candidates=2, reranked=1, hit_rate=0.5, bytes_asked=10**6, bytes_moved=2 * 10**6, requests=3))
     assert max(map(len, text.splitlines()[:-1])) < 130
     assert "7  (not re-ranked)" in text
     assert "1.00 MB asked, 2.00 MB moved in 3 requests" in text
-    document: dict[str, Any] = as_json(SearchResult(hits))
-    assert [hit["score"] for hit in document["hits"]] == [1.5, None]
 
 
 def test_help_is_quick(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,3 +112,41 @@ def test_help_is_quick(capsys: pytest.CaptureFixture[str]) -> None:
         main(["search", "--help"])
     assert caught.value.code == 0
     assert "--prefetch-step" in capsys.readouterr().out
+
+
+def test_a_file_of_queries(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "q.jsonl").write_text('{"_id": "q1", "text": "red green"}\n\n{"id": 2, "text": "two three"}\n')
+    (tmp_path / "q.tsv").write_text("q1\tred green\n2\ttwo three\n")
+    for name in ("q.jsonl", "q.tsv"):
+        code, out, _ = run(capsys, "search", store, "blue", "--queries", tmp_path / name, "-k", 1, "--encoder", "toy", "--json", "-")
+        assert code == 0
+        found = [(result.get("query_id"), result["query"], result["hits"][0]["id"]) for result in strict_json(out)["results"]]
+        assert found == [(None, "blue", "a"), ("q1", "red green", "a"), ("2", "two three", "b")]
+    out = run(capsys, "search", store, "--queries", tmp_path / "q.tsv", "-k", 1, "--encoder", "toy")[1]
+    assert "q1: red green" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no query"),
+        ("no tab here\n", "line 1"),
+        ("a\tone\na\ttwo\n", "line 2"),
+        ('{"id": 1}\n', "keys id"),
+        ('{"id": 1, "text": "x"\n', "line 1"),
+        ('{"id": true, "text": "x"}\n', "line 1"),
+    ],
+)
+def test_files_that_are_no_queries(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str) -> None:
+    (tmp_path / "q").write_text(text)
+    code, out, err = run(capsys, "search", store, "--queries", tmp_path / "q", "--encoder", "toy")
+    assert (code, out) == (2, "")
+    assert said in err
+    assert str(tmp_path / "q") in err
+
+
+def test_without_any_query(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "search", store, "--encoder", "toy")
+    assert (code, "--queries FILE" in err) == (2, True)
+    code, _, err = run(capsys, "search", store, "--queries", tmp_path / "missing", "--encoder", "toy")
+    assert (code, "missing" in err) == (2, True)

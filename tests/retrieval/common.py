@@ -64,7 +64,7 @@ def exact_scores(
         assert document.vectors is not None
         cls, tokens = document.vectors.cls.to(dtype).double(), document.vectors.tokens.to(dtype).double()
         similar = q_tokens @ tokens.T
-        maxsim = float(similar.amax(dim=1).sum()) if len(tokens) else -np.inf
+        maxsim = float(similar.amax(dim=1).sum()) if len(tokens) else 0.0
         scores[document.id] = maxsim + cls_weight * float(q_cls @ cls)
         size = float((q_tokens.abs() @ tokens.abs().T).amax(dim=1).sum()) if len(tokens) else 0.0
         bounds[document.id] = roundings[0] * size + roundings[1] * abs(cls_weight) * float(q_cls.abs() @ cls.abs())

@@ -10,7 +10,7 @@ import torch
 
 import espnx
 from espnx import errors
-from espnx.retrieval import search
+from espnx.retrieval import waves
 from espnx.storage import FaultRule, FaultyEngine
 from tests.retrieval.common import DIM, EVERYTHING, build, corpus, queries
 
@@ -26,7 +26,7 @@ def test_a_batch_ranks_as_its_queries_alone(store: Path, size: int, options: dic
 
 
 def test_the_same_query_many_times_is_read_once(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "_WAVES", 1)
+    monkeypatch.setattr(waves, "_WAVES", 1)
     query = queries(1)[0]
     with espnx.open(store) as index:
         one = index.search(query, k=10, candidates=100, prefetch_step=0)
@@ -39,7 +39,7 @@ def test_the_same_query_many_times_is_read_once(store: Path, monkeypatch: pytest
 
 def test_later_steps_share_what_others_read_before(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one query learns at a late step may be under way for another since an early one."""
-    monkeypatch.setattr(search, "_WAVES", 1)
+    monkeypatch.setattr(waves, "_WAVES", 1)
     wanted = queries(12, seed=4)
     with espnx.open(store) as index:
         options = {"k": 30, "candidates": 120, "nprobe": EVERYTHING}
@@ -55,7 +55,7 @@ def test_waves_bound_the_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     build(folder / "s", corpus(400, tokens=(20, 40)))
     with espnx.open(folder / "s") as index:
         one = index.search(queries(1)[0], candidates=200, prefetch_step=0)
-        monkeypatch.setattr(search, "_WAVE_BYTES", 3 * one.bytes_asked)
+        monkeypatch.setattr(waves, "_WAVE_BYTES", 3 * one.bytes_asked)
         results = index.search(queries(1000), k=3, candidates=200)
         assert len(results) == 1000
         assert max(result.queries_together for result in results) <= 3
@@ -67,10 +67,10 @@ def test_waves_count_compact_records_and_candidates(folder: Path, monkeypatch: p
     with espnx.open(folder / "s") as index:
         assert index.store.compact is not None
         compact_bytes = 200 * index.store.compact.size_bytes // 400
-        monkeypatch.setattr(search, "_WAVE_BYTES", 3 * compact_bytes)
+        monkeypatch.setattr(waves, "_WAVE_BYTES", 3 * compact_bytes)
         assert {result.queries_together for result in index.search(queries(60), k=1, candidates=200, cascade=1)} <= {1, 2}
         for options in ({}, {"exclude": ["doc-1"]}):
-            monkeypatch.setattr(search, "_WAVE_BYTES", 5 * 12 * (200 + 4))
+            monkeypatch.setattr(waves, "_WAVE_BYTES", 5 * 12 * (200 + 4))
             results = index.search(queries(60), k=1, candidates=200, rerank=0, nprobe=EVERYTHING, **options)
             assert {result.queries_together for result in results} == {5}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -112,11 +113,33 @@ def test_one_query_or_several(index: Index) -> None:
 
 
 def test_a_query_without_tokens(index: Index, documents: list[espnx.Document]) -> None:
-    """MaxSim is an empty sum: the CLS similarity alone ranks. Documents without tokens stay last."""
+    """MaxSim is an empty sum: the CLS similarity alone ranks, and no record is read for it."""
     query = espnx.Encoded(queries(1)[0].cls, torch.empty(0, DIM))
-    result = index.search(query, k=300, candidates=300, nprobe=EVERYTHING)
-    ranked = InMemoryReference(index.store, index.first_stage).rank(query, candidates=300, nprobe=EVERYTHING, cls_weight=1.0)
-    assert [hit.number for hit in result.hits] == [number for number, _ in ranked]
+    result = index.search(query, k=300, candidates=300, nprobe=EVERYTHING, prefetch_step=0.3, explain=True)
+    assert (result.requests, result.bytes_moved, result.reranked, len(result)) == (0, 0, 0, 300)
+    similar = {document.id: float(query.cls @ document.vectors.cls) for document in documents if document.vectors}
+    assert [hit.id for hit in result] == sorted(similar, key=lambda identifier: -similar[identifier])
+    assert all(hit.matches == () and hit.score == pytest.approx(similar[hit.id], abs=1e-4) for hit in result)
+    together = index.search([query, queries(1)[0], query], k=5)
+    assert [len(each) for each in together] == [5, 5, 5]
+    assert together[0].hits == [replace(hit, matches=None) for hit in result.hits[:5]] == together[2].hits
+    assert together[1].hits == index.search(queries(1)[0], k=5).hits
+
+
+def test_documents_without_tokens_rank_by_cls(index: Index, documents: list[espnx.Document]) -> None:
+    """MaxSim of no tokens is 0, so that a document's CLS vector places it, and every score is a number."""
+    query = queries(1)[0]
+    empty = {document.id: document for document in documents if document.vectors and not len(document.vectors.tokens)}
+    assert len(empty) > 3
+    for options in ({}, {"prefetch_step": 0.3}):
+        result = index.search(query, k=300, nprobe=EVERYTHING, **options)
+        found = {hit.id: hit.score for hit in result if hit.id in empty}
+        assert found.keys() == empty.keys()
+        for identifier, score in found.items():
+            assert score == pytest.approx(float(query.cls @ empty[identifier].vectors.cls), abs=2e-2)
+    assert {hit.id for hit in result.hits[-len(empty) :]} != set(empty)
+    alone = index.search([query, queries(2)[1]], k=300, nprobe=EVERYTHING, cls_weight=0)[0]
+    assert {hit.score for hit in alone if hit.id in empty} == {0.0}
 
 
 @pytest.mark.parametrize("code", ["flat", "sq8", "pq8"])

@@ -1,0 +1,60 @@
+"""``espnx evaluate`` from the outside: the library's own numbers, for files of queries and judgements as they come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import espnx
+
+pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
+
+from tests.cli.test_index import run, strict_json
+from tests.cli.test_search import TEXTS
+from tests.retrieval.common import build, toy_encoder
+
+QUERIES = {"q1": "red green", "q2": "two three", "q3": "one"}
+#: 3 is a number in the store, which a file cannot say.
+QRELS = {"q1": {"a": 2, "other": 0}, "q2": {"b": 1, "unknown": 1}, "q3": {3: 1, "b": 1}, "q9": {"a": 1}}
+
+
+@pytest.fixture(autouse=True)
+def encoders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(espnx, "load_encoder", lambda name, **options: toy_encoder(), raising=False)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    build(tmp_path / "store", TEXTS, encoder=toy_encoder(), dims=None, nlist=2)
+    (tmp_path / "q.jsonl").write_text("\n".join(f'{{"_id": "{name}", "text": "{text}"}}' for name, text in QUERIES.items()))
+    lines = [(query, str(document), gain) for query, relevant in QRELS.items() for document, gain in relevant.items()]
+    (tmp_path / "beir.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(f"{q}\t{d}\t{g}\n" for q, d, g in lines))
+    (tmp_path / "trec.txt").write_text("".join(f"{q} 0 {d} {g}\n" for q, d, g in lines))
+    return tmp_path / "store"
+
+
+@pytest.mark.parametrize("qrels", ["beir.tsv", "trec.txt"])
+def test_the_librarys_numbers(store: Path, capsys: pytest.CaptureFixture[str], qrels: str) -> None:
+    words = ["evaluate", store, "--queries", store.parent / "q.jsonl", "--qrels", store.parent / qrels, "--encoder", "toy"]
+    with espnx.open(store, toy_encoder()) as index:
+        expected = index.evaluate(QUERIES, QRELS, ["nDCG@3", "recall@1"])
+    code, out, _ = run(capsys, *words, "--metrics", "nDCG@3,recall@1", "--json", "-")
+    document = strict_json(out)
+    assert (code, document["command"], document["judged_queries"], document["not_asked"]) == (0, "evaluate", 4, 1)
+    assert document["metrics"] == expected
+    out = run(capsys, *words, "--metrics", "nDCG@3,recall@1")[1]
+    assert f"{expected['nDCG@3']:.4f}" in out
+    assert "1 (they count as having found nothing)" in out
+    assert run(capsys, *words, "--nprobe", 1, "--rerank", 2, "--candidates", 3)[0] == 0
+
+
+def test_what_it_cannot_do(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["evaluate", store, "--queries", tmp_path / "q.jsonl", "--encoder", "toy"]
+    for text, said in (("q1\tnobody\t1\n", "no judged document"), ("q7\ta\t1\n", "no query is judged"), ("q1\n", "line 1")):
+        (tmp_path / "qrels").write_text("q1\ta\t1\nq1\n" if said == "line 1" else text)
+        code, out, err = run(capsys, *words, "--qrels", tmp_path / "qrels")
+        assert (code, out) == (2, "")
+        assert said.replace("line 1", "line 2") in err
+    code, _, err = run(capsys, *words, "--qrels", tmp_path / "beir.tsv", "--metrics", "BLEU")
+    assert (code, "metric" in err) == (2, True)
