@@ -70,7 +70,7 @@ def test_the_reference_finds_what_search_finds(folder: Path, fmt: str, d_cls: in
         for query in queries(2, d_cls=d_cls, dim=DIM):
             scores, bounds = expected(index, alive, query, "portable")
             for candidates, nprobe in ((EVERYTHING, EVERYTHING), (20, 2)):
-                hits = index.search(query, k=EVERYTHING, candidates=candidates, nprobe=nprobe).hits
+                hits = index.search(query, k=candidates, candidates=candidates, nprobe=nprobe).hits
                 ranked = reference.rank(query, candidates=candidates, nprobe=nprobe, cls_weight=weight)
                 assert sorted(hit.number for hit in hits) == sorted(number for number, _ in ranked)
                 assert len(ranked) == min(candidates, 88)
