@@ -1,4 +1,4 @@
-"""The attention and mask functions that espnx registers with transformers.
+"""The attention function that espnx registers with transformers.
 
 Keys that a stored layer handed on carry that layer (`_espnx`), which is asked for the answer; any other attention is computed here.
 """
@@ -13,10 +13,15 @@ import torch
 import torch.nn.functional as F
 
 from .. import errors
+from ..kv.chunk import for_fused, has_fused
+from .masks import Mask, meaning
 
 _QUERIES_AT_ONCE = 256
-#: Arguments that change what attention computes; a model that passes one of them needs code of its own here.
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k")
+#: Arguments that models pass along and that do not change what attention computes. Any other needs code of its own here.
+_HARMLESS = frozenset({
+    "cache_position", "deterministic", "logits_to_keep", "num_items_in_batch", "output_attentions", "output_hidden_states",
+    "output_router_logits", "position_ids", "return_dict", "token_type_ids", "use_cache",
+})  # fmt: skip
 
 
 class _Awaited(threading.local):
@@ -26,40 +31,6 @@ class _Awaited(threading.local):
 
 
 awaited = _Awaited()
-
-
-def padding_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int = 0,
-    *args: Any,
-    attention_mask: torch.Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    **kwargs: Any,
-) -> torch.Tensor | None:
-    """The two-dimensional mask as it is: causality and windows are the attention function's own affair. A matrix of queries x keys would
-    take 16 GiB for a padded prompt of 128K tokens."""
-    end = kv_offset + kv_length
-    if end > int(q_offset) + q_length:
-        raise errors.InvalidInputError(
-            "attention through espnx", got="a cache of a fixed size", expected="a KVCache, a cache that grows, or none",
-            fix='model.set_attn_implementation("sdpa")',
-        )  # fmt: skip
-    if not allow_is_causal_skip:
-        raise errors.InvalidInputError(
-            "this model's attention mask", got="more than causal, window and padding", expected="these alone",
-            fix="do not pass packed sequences or custom masks",
-        )  # fmt: skip
-    if attention_mask is None:
-        return None
-    if attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size or attention_mask.shape[1] < end:
-        raise errors.InvalidInputError(
-            "attention mask", got=list(attention_mask.shape), expected=f"[{batch_size}, {end}]: all tokens, those in the cache included"
-        )
-    attention_mask = attention_mask[:, kv_offset:end]
-    return None if bool(attention_mask.all()) else attention_mask
 
 
 def espnx_attention(
@@ -75,24 +46,27 @@ def espnx_attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: query [b, heads, n, d], key and value as the cache returned them. Returns [b, n, heads, dv].
 
-    Raises InvalidInputError for what espnx does not compute: dropout, soft caps, sinks, position biases.
+    Raises InvalidInputError for what espnx does not compute: dropout, and arguments that are not known here (soft caps, sinks, position
+    biases, indices of blocks).
     """
-    for name in _UNSUPPORTED:
-        if kwargs.get(name) is not None:
-            raise errors.InvalidInputError(f"attention of {type(module).__name__}", got=name, expected="plain scaled dot products")
-    if attention_mask is not None and attention_mask.dim() != 2:
-        raise errors.InvalidInputError(
-            "attention mask", got=f"{attention_mask.dim()} dimensions", expected="[sequences, positions]", fix="pass the padding mask"
-        )
+    where = f"attention of {type(module).__name__}"
+    if unknown := [name for name, value in kwargs.items() if value is not None and name not in _HARMLESS and name != "sliding_window"]:
+        raise errors.InvalidInputError(where, got=", ".join(unknown), expected="plain scaled dot products")
     if dropout:
         raise errors.InvalidInputError("attention dropout", got=dropout, expected=0.0, fix="model.eval()")
+    said, asked = meaning(attention_mask), kwargs.get("sliding_window")
+    if asked is not None and said.is_causal and asked != said.window:
+        raise errors.InvalidInputError(where, got=f"a window of {asked}", expected=f"{said.window}, as in its mask")
+    causal = said.is_causal if attention_mask is not None else getattr(module, "is_causal", True) if is_causal is None else is_causal
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     layer = getattr(key, "_espnx", None)
-    window = kwargs.get("sliding_window")
     if layer is not None:
-        if window is not None:
-            raise errors.InvalidInputError(f"layer {layer.number}", got=f"a sliding window of {window}", expected="full attention")
-        o = layer.attend(query, attention_mask, scale)
+        if said.window is not None or not (causal or query.shape[2] == 1):
+            got = "attention in both directions" if said.window is None else f"a sliding window of {said.window}"
+            raise errors.InvalidInputError(f"layer {layer.number}", got=got, expected="full attention")
+        if getattr(value, "_espnx", None) is not layer:
+            raise errors.InvalidInputError(where, got="other values than the cache returned", expected="K and V as they were cached")
+        o = layer.attend(query, said.visible, scale)
     elif awaited.layer is not None:
         awaited.layer = None
         raise errors.InvalidInputError(
@@ -100,20 +74,21 @@ def espnx_attention(
             expected="attention over K and V as they were cached (not compressed ones that are expanded again)", fix="DynamicCache",
         )  # fmt: skip
     else:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        o = _attend_in_memory(query, key, value, attention_mask, scale, window, causal)
+        o = attend_in_memory(query, key, value, said, scale, causal)
     return o.transpose(1, 2).contiguous(), None
 
 
-def _attend_in_memory(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, window: int | None, causal: bool
+def attend_in_memory(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, said: Mask, scale: float, causal: bool
 ) -> torch.Tensor:
     """Layers that keep little, and models without a `KVCache`: the framework's own attention, some hundred queries at a time."""
+    mask, window = said.visible, said.window
     n, length = q.shape[2], k.shape[2]
     run: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
+    k, v = for_fused(q, k, v)
     shared = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     narrow = window is not None and length > window
-    if mask is None and not narrow and (not causal or n == length or n == 1):
+    if mask is None and not narrow and (not causal or n == length or n == 1) and (has_fused(q, v) or n <= _QUERIES_AT_ONCE):
         return run(q, k, v, is_causal=causal and n > 1, **shared)
     parts = []
     for begin in range(0, n, _QUERIES_AT_ONCE):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ def attention_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 def _weights(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None] | None:
     """(K weight, K bias, V weight, V bias), as of linear layers."""
     k, v, both = (getattr(module, name, None) for name in ("k_proj", "v_proj", "c_attn"))
+    v = k if v is None and "v_proj" in vars(module).get("_modules", {}) else v  # Gemma 4's wide layers: V is made of K's projection
     if k is not None and v is not None and type(k) is type(v) is torch.nn.Linear:  # a subclass may compute something else
         return k.weight, k.bias, v.weight, v.bias
     if isinstance(both, Conv1D) and both.weight.shape[1] == 3 * both.weight.shape[0]:
@@ -84,18 +86,21 @@ def projection_of(module: torch.nn.Module, n_heads: int, rotations: Rotations | 
             f"the projections of {type(module).__name__}", expected="linear layers k_proj and v_proj, or c_attn", fix="x_rows=0"
         )
     k_weight, k_bias, v_weight, v_bias = (None if part is None else part.detach() for part in weights)
-    norm = getattr(module, "k_norm", None)
+    norm, finish_v = getattr(module, "k_norm", None), getattr(module, "v_norm", None)
     rotate: Callable[..., Any] | None = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
     if rotations is not None and rotate is None:
         raise errors.InvalidInputError(f"the rotation of {type(module).__name__}", expected="apply_rotary_pos_emb", fix="x_rows=0")
+
+    is_single = rotate is not None and list(inspect.signature(rotate).parameters)[1:3] == ["cos", "sin"]
 
     def finish(k: torch.Tensor, sequence: int, first: int) -> torch.Tensor:
         if norm is not None:
             k = norm(k)
         if rotations is not None and rotate is not None:
             cos, sin = rotations.at(sequence, first, k.shape[2])
-            k = rotate(k[:, :1], k, cos, sin)[1]  # of q, which nobody needs here, as little as may be
+            # Of q, which nobody needs here, as little as may be; some rotate one tensor at a time.
+            k = rotate(k, cos, sin) if is_single else rotate(k[:, :1], k, cos, sin)[1]
         return k
 
-    needs_finish = norm is not None or rotations is not None
-    return Projection(k_weight, v_weight, k_bias, v_bias, n_heads, finish if needs_finish else None)
+    needs_finish = norm is not None or rotations is not None or finish_v is not None
+    return Projection(k_weight, v_weight, k_bias, v_bias, n_heads, finish if needs_finish else None, finish_v)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,15 +23,23 @@ if TYPE_CHECKING:
 Input = tuple[torch.Tensor | None, Projection | None]
 
 
+def tag(rows: torch.Tensor, layer: Any) -> torch.Tensor:
+    """The same rows, by which the attention function knows whose they are."""
+    tagged = rows.view_as(rows)
+    tagged._espnx = layer  # type: ignore[attr-defined]
+    return tagged
+
+
 class StoredLayer(CacheLayerMixin):
     """A full-attention layer whose rows lie on SSD."""
 
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, cache: KVCache, number: int):
+    def __init__(self, cache: KVCache, number: int, *, is_shared: bool = False):
         super().__init__()
-        self._cache, self.number = weakref.ref(cache), number
+        self._cache, self.number, self._is_shared = weakref.ref(cache), number, is_shared
+        self.answered: Step | None = None  # of this pass, where other layers will ask for the same rows
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.inputs: tuple[torch.nn.Module, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None] | None = None
 
@@ -53,28 +62,36 @@ class StoredLayer(CacheLayerMixin):
                 "K and V went into the cache, but attention did not ask for them", fix="call espnx.enable(model) before generate"
             )
         self.cache.reach()
-        tagged = key_states.view_as(key_states)
-        tagged._espnx = self
-        self.pending, awaited.layer = (key_states, value_states), self
-        return tagged, value_states
+        self.pending, self.answered, awaited.layer = (key_states, value_states), None, self
+        return tag(key_states, self), tag(value_states, self)
 
     def attend(self, query: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
         """Attention of the new tokens over everything: [sequences, heads, n, dv]."""
-        if self.pending is None:
-            raise errors.InvalidInputError("attention asked twice for one layer's rows")
-        (k, v), cache = self.pending, self.cache
+        pending, cache = self.pending, self.cache
         self.pending = awaited.layer = None
-        positions = cache.store.length(self.number) + k.shape[2]
         try:
-            visibility = cache.visibility(mask, k.shape[0], positions)
-            step = Step(query, k, v, scale, visibility, *cache.confirmed(lambda: self._input(cache, k), k, v))
-            o = cache.store.attend(self.number, step)
+            with torch.autocast(query.device.type, enabled=False):
+                o = self._again(query, scale) if pending is None else self._first(query, *pending, mask, scale)
         except BaseException as error:
             cache.abort_pass()
             if cache.tokens is not None:
                 error.sequences = cache.tokens  # type: ignore[attr-defined]
             raise
         return InferenceOnly.apply(o, query) if torch.is_grad_enabled() and query.requires_grad else o
+
+    def _first(self, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
+        cache, kept = self.cache, torch.promote_types(k.dtype, v.dtype)  # they differ under autocast
+        k, v = k.to(kept), v.to(kept)
+        visibility = cache.visibility(mask, k.shape[0], cache.store.length(self.number) + k.shape[2])
+        step = Step(query, k, v, scale, visibility, *cache.confirmed(lambda: self._input(cache, k), k, v))
+        if self._is_shared:
+            self.answered = replace(step, q=query[:, :, :0])
+        return cache.store.attend(self.number, step)
+
+    def _again(self, query: torch.Tensor, scale: float) -> torch.Tensor:
+        if self.answered is None:
+            raise errors.InvalidInputError("attention asked twice for one layer's rows")
+        return self.cache.store.attend_again(self.number, replace(self.answered, q=query, scale=scale))
 
     def _input(self, cache: KVCache, k: torch.Tensor) -> Input:
         """What K and V were made of, and how, where X rows are kept."""

@@ -32,7 +32,8 @@ from ..kv.visibility import Visibility
 from ..sizes import parse_size
 from .fingerprints import compare, fingerprint
 from .forward_pass import ForwardPass, states_of
-from .hf_attention import awaited, espnx_attention, padding_mask
+from .hf_attention import awaited, espnx_attention
+from .masks import padding_mask
 from .pass_times import PassTimes
 from .projections import Rotations, attention_modules
 from .scheduling import schedule

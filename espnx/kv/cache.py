@@ -249,6 +249,28 @@ class SsdCache:
         self._after_step(rows)
         return o.to(step.q.dtype)
 
+    def attend_again(self, layer: int, step: Step) -> torch.Tensor:
+        """Attention of other queries over what `attend` added in this forward pass: of a layer that shares the K and V of this one."""
+        n_sequences, n = step.k.shape[0], step.k.shape[2]
+        split = min(self.x_rows, n_sequences)
+        parts = []
+        with torch.inference_mode(False), torch.no_grad():
+            for rows, own in ((self.x[layer], step.part(0, split)), (self.kv[layer], step.part(split, n_sequences))):
+                if rows is not None and len(own.k):
+                    o = self._attend_again(rows, own, rows.count - n)
+                    self._look_ahead(rows)
+                    parts.append(o.to(step.q.dtype))
+        return torch.cat(parts)
+
+    def _attend_again(self, rows: LayerRows, step: Step, past: int) -> torch.Tensor:
+        n, over = step.k.shape[2], self._attend_stored if rows in self.kv else self._recompute
+        if n >= CHUNK_TOKENS:
+            o, lse = self._attend_new(step, past)
+            if past and lse is not None:
+                o, _ = merge(o.float(), lse, *over(rows, step, torch.full((n,), past - 1)))
+            return o
+        return over(rows, step, past + torch.arange(n) if n > 1 else None)[0]
+
     def _attend_new(self, step: Step, past: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The new tokens of a chunk over one another."""
         hidden = step.visibility.hidden

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 _QUERIES_AT_ONCE = 256
+_WIDEST_FUSED = 256  # values of a head, on a GPU
 
 
 def chunk_attention(
@@ -23,6 +24,7 @@ def chunk_attention(
     Returns:
         (o [sequences, heads, n, dv], lse float32 [sequences, heads, n] or None).
     """
+    q, k, v = (rows.to(torch.promote_types(q.dtype, k.dtype)) for rows in (q, k, v))
     if hidden is None:
         return _causal(q, k, v, scale, wants_lse)
     o = q.new_zeros((*q.shape[:3], v.shape[-1]))
@@ -48,16 +50,29 @@ def _by_padding(hidden: torch.Tensor) -> list[tuple[int | None, torch.Tensor]]:
 
 
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, wants_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    groups = q.shape[1] // k.shape[1]
     if q.shape[2] == 0:
         return q.new_zeros((*q.shape[:3], v.shape[-1])), q.new_zeros(q.shape[:3], dtype=torch.float32)
-    if not wants_lse:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=groups > 1), None
-    if q.device.type != "cpu" or k.shape[-1] != v.shape[-1]:
+    if not has_fused(q, v) or (wants_lse and q.device.type != "cpu"):
         return _masked(q, k, v, scale, None)
-    k, v = (rows.repeat_interleave(groups, dim=1) if groups > 1 else rows for rows in (k, v))
+    k, v = for_fused(q, k, v)
+    if not wants_lse:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]), None
+    k, v = (rows.repeat_interleave(q.shape[1] // rows.shape[1], dim=1) for rows in (k, v))
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
     return o, lse.float().reshape(q.shape[:3])
+
+
+def has_fused(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether there is a kernel that keeps no matrix of queries x positions; where there is none, PyTorch makes that matrix."""
+    return q.shape[-1] == v.shape[-1] and (q.device.type == "cpu" or q.shape[-1] <= _WIDEST_FUSED)
+
+
+def for_fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V as a fused kernel takes them: on a GPU the one for fp32 knows no grouped queries."""
+    if q.device.type == "cpu" or q.dtype != torch.float32 or q.shape[1] == k.shape[1]:
+        return k, v
+    groups = q.shape[1] // k.shape[1]
+    return k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
 
 
 def _masked(

@@ -34,7 +34,8 @@ class Projection:
         k_weight, v_weight: [KV heads * d, hidden] and [KV heads * dv, hidden], as of a linear layer.
         k_bias, v_bias: [KV heads * d] or None.
         n_heads: KV heads.
-        finish: k-norm and rotation, or None where there is neither: then projections can be absorbed.
+        finish: k-norm and rotation, or None where there is neither, nor a norm of V: then projections can be absorbed.
+        finish_v: a norm of V rows, or None.
     """
 
     k_weight: torch.Tensor
@@ -43,6 +44,7 @@ class Projection:
     v_bias: torch.Tensor | None
     n_heads: int
     finish: Finish | None
+    finish_v: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def hidden(self) -> int:
@@ -57,6 +59,8 @@ class Projection:
         )
         if self.finish is not None:
             k = self.finish(k, sequence, first)
+        if self.finish_v is not None:
+            v = self.finish_v(v)
         return k.contiguous(), v.contiguous()
 
     def check(self, x: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int) -> None:
