@@ -11,6 +11,9 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, LinearAttention
 
 from .. import errors
 
+#: Kinds that the framework keeps in memory. Not those that attend to chosen tokens or to chunks.
+_IN_MEMORY = ("sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding", "dummy")
+
 
 class MakeLayer(Protocol):
     """Makes a layer whose rows are stored; `is_shared`: other layers of the model attend over them, too."""
@@ -29,10 +32,9 @@ def layers_of(config: PreTrainedConfig, stored: MakeLayer) -> list[Any]:
     for number, (kind, more) in enumerate(zip(kinds, arguments, strict=True)):
         if kind == "full_attention":
             layers.append(stored(number, is_shared=sharing is not None and sharing[number] == "store"))
-        elif kind not in DYNAMIC_LAYER_TYPE_MAPPING:
-            raise errors.InvalidInputError(f"layer {number} of this model", got=repr(kind), expected=", ".join(DYNAMIC_LAYER_TYPE_MAPPING))
-        elif kind == "indexed_attention":
-            raise errors.InvalidInputError(f"layer {number} of this model", got=repr(kind), expected="attention over all tokens, or a window")
+        elif kind not in _IN_MEMORY:
+            known = ", ".join(("full_attention", *_IN_MEMORY))
+            raise errors.InvalidInputError(f"layer {number} of this model", got=repr(kind), expected=known)
         else:
             layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**more))
     return layers
@@ -62,3 +64,9 @@ def _size(value: Any) -> int:
     if isinstance(value, dict):
         return sum(_size(each) for each in value.values())
     return sum(_size(each) for each in value) if isinstance(value, (list, tuple)) else 0
+
+
+def sequences_of(layer: Any) -> int:
+    """In the batch, by a layer in memory; 0: it holds nothing."""
+    tensors = [getattr(layer, "keys", None), *getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values()]
+    return next((each.shape[0] for each in tensors if each is not None and each.numel()), 0)

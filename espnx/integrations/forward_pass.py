@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin
 
 from .. import errors
 
@@ -42,16 +40,21 @@ class ForwardPass:
                 fix="a cache for each thread",
             )  # fmt: skip
 
-    def restore(self, layers: Sequence[Any]) -> None:
-        """Layers in memory become what they were."""
-        for layer, before in zip(layers, self.before, strict=True):
-            vars(layer).clear()
-            vars(layer).update(before)
-
 
 def states_of(layers: Sequence[Any]) -> list[dict[str, Any]]:
-    """What `restore` needs. An update makes new tensors where it appends, and changes old ones in layers of other kinds."""
-    return [dict(vars(layer)) if isinstance(layer, CacheLayerMixin) else copy.deepcopy(vars(layer)) for layer in layers]
+    """What `restore` needs. An update makes new tensors of rows that grow; states, which it changes in place, stand in dicts of theirs."""
+    return [{name: _copied(value) if isinstance(value, dict) else value for name, value in vars(layer).items()} for layer in layers]
+
+
+def _copied(states: dict[Any, Any]) -> dict[Any, Any]:
+    return {key: value.detach().clone() if isinstance(value, torch.Tensor) else value for key, value in states.items()}
+
+
+def restore(layers: Sequence[Any], before: Sequence[dict[str, Any]]) -> None:
+    """Layers in memory become what they were."""
+    for layer, then in zip(layers, before, strict=True):
+        vars(layer).clear()
+        vars(layer).update(then)
 
 
 class InferenceOnly(torch.autograd.Function):

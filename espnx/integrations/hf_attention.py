@@ -59,12 +59,12 @@ def espnx_attention(
         raise errors.InvalidInputError(where, got=f"a window of {asked}", expected=f"{said.window}, as in its mask")
     causal = said.is_causal if attention_mask is not None else getattr(module, "is_causal", True) if is_causal is None else is_causal
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    layer = getattr(key, "_espnx", None)
+    layer = _layer_of(key)
     if layer is not None:
         if said.window is not None or not (causal or query.shape[2] == 1):
             got = "attention in both directions" if said.window is None else f"a sliding window of {said.window}"
             raise errors.InvalidInputError(f"layer {layer.number}", got=got, expected="full attention")
-        if getattr(value, "_espnx", None) is not layer:
+        if _layer_of(value) is not layer:
             raise errors.InvalidInputError(where, got="other values than the cache returned", expected="K and V as they were cached")
         o = layer.attend(query, said.visible, scale)
     elif awaited.layer is not None:
@@ -78,9 +78,11 @@ def espnx_attention(
     return o.transpose(1, 2).contiguous(), None
 
 
-def attend_in_memory(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, said: Mask, scale: float, causal: bool
-) -> torch.Tensor:
+def _layer_of(rows: torch.Tensor) -> Any:
+    return getattr(rows, "_espnx", None)
+
+
+def attend_in_memory(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, said: Mask, scale: float, causal: bool) -> torch.Tensor:
     """Layers that keep little, and models without a `KVCache`: the framework's own attention, some hundred queries at a time."""
     mask, window = said.visible, said.window
     n, length = q.shape[2], k.shape[2]

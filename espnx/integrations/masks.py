@@ -1,7 +1,7 @@
 """What the masks of transformers' models mean: padding, causality, a window. Anything else is refused by name.
 
 A model makes its masks with functions of (query, position) that it combines; the attention implementation turns them into what its kernels
-take. Here that is [sequences, positions], for a matrix of queries x positions would take 16 GiB for a padded prompt of 128K tokens. The
+take. Here that is [sequences, 1, 1, positions], for a row of each query would take 16 GiB for a padded prompt of 128K tokens. The
 functions are recognised one by one: none that is not known here goes through.
 """
 
@@ -19,6 +19,8 @@ from .. import errors
 
 _AND = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
 _WINDOW = masking_utils.sliding_window_overlay(1).__code__
+
+_WHAT, _KNOWN = "this model's attention mask", "causal, window and padding"
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def padding_mask(
     device: torch.device | str | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """transformers' mask function: None (causal, no padding), else [sequences, positions], which `meaning` reads.
+    """transformers' mask function: None (causal, no padding), else [sequences, 1, 1, positions], which `meaning` reads.
 
     A model may move a mask to another device or pass it on, so all is in its values: bool for causality and padding alone; int64 where
     visible positions hold the window + 1, or -1 for attention in both directions; 0: hidden.
@@ -57,7 +59,7 @@ def padding_mask(
             fix='model.set_attn_implementation("sdpa")',
         )  # fmt: skip
     if not (allow_is_causal_skip if is_causal else allow_is_bidirectional_skip):
-        raise errors.InvalidInputError("this model's attention mask", got="one that it changes further", expected="causal, window and padding")
+        raise errors.InvalidInputError(_WHAT, got="one that it changes further", expected=_KNOWN)
     if attention_mask is not None:
         if attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size or attention_mask.shape[1] < end:
             raise errors.InvalidInputError(
@@ -66,17 +68,26 @@ def padding_mask(
         attention_mask = attention_mask[:, kv_offset:end].bool()
         attention_mask = None if bool(attention_mask.all()) else attention_mask
     if is_causal and window is None:
-        return attention_mask
+        return None if attention_mask is None else attention_mask[:, None, None]
     code = -1 if window is None else window + 1
     if attention_mask is not None:
-        return attention_mask.long() * code
-    return torch.full((batch_size, kv_length), code, device=device)
+        return attention_mask[:, None, None].long() * code
+    return torch.full((batch_size, 1, 1, kv_length), code, device=device)
 
 
 def meaning(mask: torch.Tensor | None) -> Mask:
-    """Of what `padding_mask` returned. Raises InvalidInputError for a mask of another kind."""
+    """Of what `padding_mask` returned: read once for all layers. Raises InvalidInputError for a mask of another kind."""
     if mask is None:
         return Mask()
+    said = getattr(mask, "_espnx_meaning", None)
+    if said is None:
+        said = mask._espnx_meaning = _read(mask)
+    return said
+
+
+def _read(mask: torch.Tensor) -> Mask:
+    if mask.dim() == 4 and mask.shape[1:3] == (1, 1):
+        mask = mask[:, 0, 0]
     if mask.dim() != 2 or mask.dtype not in (torch.bool, torch.int64):
         raise errors.InvalidInputError(
             "attention mask", got=f"{mask.dim()} dimensions of {mask.dtype}", expected="[sequences, positions]", fix="pass the padding mask"
@@ -105,11 +116,11 @@ def _recognised(function: Callable[..., Any]) -> tuple[int | None, bool]:
             windows.append(int(_closure(part)["sliding_window"]))
         else:
             raise errors.InvalidInputError(
-                "this model's attention mask", got=f"{getattr(part, '__qualname__', part)} besides", expected="causal, window and padding",
+                _WHAT, got=f"{getattr(part, '__qualname__', part)} besides", expected=_KNOWN,
                 fix="do not pass packed sequences or custom masks",
             )  # fmt: skip
     if not is_causal or not windows:
-        raise errors.InvalidInputError("this model's attention mask", got="a window in both directions", expected="causal, window and padding")
+        raise errors.InvalidInputError(_WHAT, got="a window in both directions", expected=_KNOWN)
     return min(windows), True
 
 

@@ -10,6 +10,7 @@ import inspect
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -18,24 +19,34 @@ from ..device.layout import RowLayout, format_of
 from .cache_layers import layers_of
 from .hf_attention import attend_in_memory, awaited
 from .masks import Mask
+from .projections import Rotations, attention_modules, projection_of
 from .stored_layer import tag
 
 _TOKENS = 4
 
 
-def probe(model: PreTrainedModel) -> None:
-    """Runs a model whose attention is espnx's. Raises InvalidInputError that names what is not supported."""
+def probe(model: PreTrainedModel) -> str | None:
+    """Runs a model whose attention is espnx's.
+
+    Returns:
+        Why X rows cannot stand for the K and V of its stored layers; None: they can.
+
+    Raises:
+        InvalidInputError: it computes what espnx does not; the message names it.
+    """
     what = f"{type(model).__name__} cannot attend through espnx"
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         raise errors.InvalidInputError(what, got="no past_key_values in its forward pass", expected="a decoder that takes a Cache")
-    cache = _Onlooker(model)
     training = [module for module in model.modules() if module.training]
     device = next((each.device for each in model.parameters() if not each.is_meta), torch.device("cpu"))
     ids = torch.tensor(_plain_tokens(model)).repeat(2, 1).to(device)
     mask = torch.ones_like(ids)
     mask[0, 0] = 0
     awaited.layer = None
+    hooks = list[RemovableHandle]()
     try:
+        cache = _Onlooker(model)
+        hooks += [module.register_forward_pre_hook(cache.note_input, with_kwargs=True) for module in attention_modules(model)]
         model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for end, part in ((_TOKENS, ids[:, :_TOKENS]), (_TOKENS + 1, ids[:, _TOKENS:])):
@@ -50,8 +61,11 @@ def probe(model: PreTrainedModel) -> None:
         ) from error  # fmt: skip
     finally:
         awaited.layer = None
+        for hook in hooks:
+            hook.remove()
         for module in training:
             module.training = True
+    return next((layer.why_no_x for layer in cache.layers if isinstance(layer, _Noted) and layer.why_no_x), None)
 
 
 def _plain_tokens(model: PreTrainedModel) -> list[int]:
@@ -68,6 +82,11 @@ class _Onlooker(Cache):
 
     def __init__(self, model: PreTrainedModel):
         super().__init__(layers=layers_of(model.config.get_text_config(decoder=True), _Noted))
+
+    def note_input(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        layer = self.layers[module.layer_idx]
+        if isinstance(layer, _Noted) and kwargs.get("past_key_values") is self:
+            layer.made_of = module, kwargs.get("hidden_states", args[0] if args else None), kwargs.get("position_embeddings")
 
     def check(self, tokens: int) -> None:
         """After a pass. Raises InvalidInputError."""
@@ -87,13 +106,34 @@ class _Noted(DynamicLayer):
     def __init__(self, number: int, *, is_shared: bool):
         super().__init__()
         self.number, self.is_shared, self.answered = number, is_shared, 0
+        self.made_of: tuple[Any, Any, Any] | None = None
+        self.why_no_x: str | None = None
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if key_states.shape[:3] != value_states.shape[:3]:
-            raise errors.InvalidInputError("K and V", got=f"{list(key_states.shape)} and {list(value_states.shape)}", expected="the same heads")
+            shapes = f"{list(key_states.shape)} and {list(value_states.shape)}"
+            raise errors.InvalidInputError("K and V", got=shapes, expected="the same heads")
         RowLayout(format_of(key_states.dtype), key_states.shape[-1], value_states.shape[-1])
         self.answered, awaited.layer = 0, self
-        return tuple(tag(rows, self) for rows in super().update(key_states, value_states, *args, **kwargs))
+        if self.get_seq_length() == 0:
+            self.why_no_x = self._compare(key_states, value_states)
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        return tag(keys, self), tag(values, self)
+
+    def _compare(self, k: torch.Tensor, v: torch.Tensor) -> str | None:
+        """Why K and V are not what is known here to be made of the module's input."""
+        if self.made_of is None:
+            return f"X rows of layer {self.number}: it is not known what K and V are made of"
+        module, x, rotary = self.made_of
+        rotations = None if rotary is None else Rotations()
+        try:
+            if rotations is not None:
+                cos, sin = rotary
+                rotations.extend(cos, sin, past=0)
+            projection_of(module, k.shape[1], rotations).check(x[1], k[1], v[1], 0, sequence=1)
+        except (errors.InvalidInputError, TypeError, ValueError) as error:
+            return str(error)
+        return None
 
     def attend(self, query: torch.Tensor, visible: torch.Tensor | None, scale: float) -> torch.Tensor:
         awaited.layer, self.answered = None, self.answered + 1

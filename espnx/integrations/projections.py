@@ -22,7 +22,7 @@ def attention_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 def _weights(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None] | None:
     """(K weight, K bias, V weight, V bias), as of linear layers."""
     k, v, both = (getattr(module, name, None) for name in ("k_proj", "v_proj", "c_attn"))
-    v = k if v is None and "v_proj" in vars(module).get("_modules", {}) else v  # Gemma 4's wide layers: V is made of K's projection
+    v = k if v is None and hasattr(module, "v_proj") else v  # Gemma 4's wide layers: V is made of K's projection
     if k is not None and v is not None and type(k) is type(v) is torch.nn.Linear:  # a subclass may compute something else
         return k.weight, k.bias, v.weight, v.bias
     if isinstance(both, Conv1D) and both.weight.shape[1] == 3 * both.weight.shape[0]:

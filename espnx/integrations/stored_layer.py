@@ -26,7 +26,7 @@ Input = tuple[torch.Tensor | None, Projection | None]
 def tag(rows: torch.Tensor, layer: Any) -> torch.Tensor:
     """The same rows, by which the attention function knows whose they are."""
     tagged = rows.view_as(rows)
-    tagged._espnx = layer  # type: ignore[attr-defined]
+    tagged._espnx = layer
     return tagged
 
 

@@ -8,15 +8,17 @@ Sliding-window, linear and other layers that hold little stay the framework's ow
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from transformers import AttentionInterface, Cache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 from transformers.masking_utils import AttentionMaskInterface
 
 from .. import errors
@@ -30,20 +32,25 @@ from ..kv.schedule import Decision
 from ..kv.spread import Storage
 from ..kv.visibility import Visibility
 from ..sizes import parse_size
+from ..storage.engine import paths_of, reasons_of
+from .cache_layers import bytes_of, layers_of, sequences_of, why_not_cropped
+from .enabling import NAME, Attention, check_attention, check_config
 from .fingerprints import compare, fingerprint
-from .forward_pass import ForwardPass, states_of
+from .forward_pass import ForwardPass, restore, states_of
 from .hf_attention import awaited, espnx_attention
 from .masks import padding_mask
 from .pass_times import PassTimes
+from .probe import probe
 from .projections import Rotations, attention_modules
 from .scheduling import schedule
 from .stored_layer import Input, StoredLayer
 
-NAME = "espnx"
-
 
 def enable(model: PreTrainedModel) -> PreTrainedModel:
     """Lets a model attend through espnx; without a `KVCache` it computes what it did before.
+
+    Two forward passes of a few tokens show whether that is so (about the time of two decoding steps; for a model that was enabled before,
+    none).
 
     Args:
         model: a decoder whose attention goes through transformers' attention interface (Llama, Qwen, Mistral, Mixtral, OPT, GPT-2, ...).
@@ -54,29 +61,26 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         InvalidInputError: the model computes attention in a way that espnx does not; nothing was changed.
     """
-    config = model.config.get_text_config(decoder=True)
-    what = f"{type(model).__name__} cannot attend through espnx"
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise errors.InvalidInputError(what, got="an encoder-decoder", expected="a decoder-only model")
-    for name in ("attn_logit_softcapping", "alibi"):
-        if getattr(config, name, None):
-            raise errors.InvalidInputError(what, got=f"{name} in its config", expected="plain scaled dot products")
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        raise errors.InvalidInputError(what, got="chunked_attention in its layer_types", expected="full or sliding attention")
+    if not isinstance(model, PreTrainedModel):
+        raise errors.InvalidInputError("enable", got=type(model).__name__, expected="a model of transformers")
     AttentionInterface.register(NAME, espnx_attention)
     AttentionMaskInterface.register(NAME, padding_mask)
-    before = config._attn_implementation
+    before = Attention.of(model)
+    check_config(model)
     model.set_attn_implementation(NAME)
-    if config._attn_implementation != NAME:
-        raise errors.InvalidInputError(
-            what, got=f"attention {config._attn_implementation!r} after asking for {NAME!r} (it was {before!r})",
-            expected="a model class that uses transformers' attention interface",
-        )  # fmt: skip
-    if not getattr(model, "_espnx_hooks", None):
-        hooks = [module.register_forward_pre_hook(_note_input, with_kwargs=True) for module in attention_modules(model)]
-        whole = {id(part): part for part in (model, model.base_model)}.values()  # either may be called
-        hooks += [part.register_forward_pre_hook(_note_forward, with_kwargs=True) for part in whole]
-        model._espnx_hooks = [*hooks, *(part.register_forward_hook(_note_end, with_kwargs=True, always_call=True) for part in whole)]
+    try:
+        check_attention(model, NAME, before)
+        if not hasattr(model, "_espnx_hooks"):
+            why_no_x = probe(model)
+            whole = {id(part): part for part in (model, model.base_model)}.values()  # either may be called
+            for part in whole:
+                part._espnx_why_no_x = why_no_x
+            hooks = [module.register_forward_pre_hook(_note_input, with_kwargs=True) for module in attention_modules(model)]
+            hooks += [part.register_forward_pre_hook(_note_forward, with_kwargs=True) for part in whole]
+            model._espnx_hooks = [*hooks, *(part.register_forward_hook(_note_end, with_kwargs=True, always_call=True) for part in whole)]
+    except BaseException:
+        before.restore()
+        raise
     return model
 
 
@@ -114,8 +118,11 @@ class KVCache(Cache):
         library_bytes: int | str | None = None,
         **options: Any,
     ):
-        text = config.get_text_config(decoder=True)
-        kinds, arguments = get_layer_types_and_kwargs(text)
+        if not isinstance(config, PreTrainedConfig):
+            raise errors.InvalidInputError(
+                "KVCache", got=type(config).__name__, expected="a config of transformers", fix="KVCache(model.config, ...)"
+            )
+        layers = layers_of(config.get_text_config(decoder=True), partial(StoredLayer, self))
         if x_rows is not None:
             check_whole("x_rows", x_rows, 0)
         self._library_bytes = None if library_bytes is None else parse_size(library_bytes)
@@ -123,7 +130,7 @@ class KVCache(Cache):
             raise errors.InvalidInputError("library_bytes of a cache without a name", got=library_bytes, fix="KVCache(..., name=...)")
         self._kept = None if name is None else KeptName(storage, name)
         try:
-            self.store = SsdCache(storage if self._kept is None else self._kept.directories, len(kinds), **self._names(), **options)
+            self.store = SsdCache(storage if self._kept is None else self._kept.directories, len(layers), **self._names(), **options)
         except BaseException:
             if self._kept is not None:
                 self._kept.abandon()
@@ -140,18 +147,11 @@ class KVCache(Cache):
         self._pass: ForwardPass | None = None
         self._turn = threading.RLock()
         self._core: Callable[[], torch.nn.Module | None] = lambda: None  # of the model that was checked last
-        layers: list[Any] = []
-        for number, (kind, more) in enumerate(zip(kinds, arguments, strict=True)):
-            if kind == "full_attention":
-                layers.append(StoredLayer(self, number))
-            elif kind in DYNAMIC_LAYER_TYPE_MAPPING:
-                layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**more))
-            else:
-                self._drop()
-                raise errors.InvalidInputError(
-                    f"layer {number} of this model", got=repr(kind), expected=", ".join(DYNAMIC_LAYER_TYPE_MAPPING)
-                )
         super().__init__(layers=layers)
+        if not self._stored:
+            warnings.warn(
+                "no layer of this model is full attention alone: nothing of this cache goes to SSD, all of it stays in memory", stacklevel=2
+            )
         if self._kept is not None:
             self._open_kept()
 
@@ -215,6 +215,11 @@ class KVCache(Cache):
     def _in_memory(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, StoredLayer)]
 
+    @property
+    def _sequences(self) -> int:
+        """In the batch, by stored layers, or where there are none by those in memory; 0 while nothing is cached."""
+        return self.store.sequences or next((n for n in map(sequences_of, self._in_memory) if n), 0)
+
     def visibility(self, mask: torch.Tensor | None, n_sequences: int, positions: int) -> Visibility:
         """Of a forward pass: computed for its first layer, and used by all."""
         known = self._masks
@@ -270,7 +275,7 @@ class KVCache(Cache):
         core = model.base_model
         if core is self._core():
             return
-        if (got := len(get_layer_types_and_kwargs(text)[0])) != len(self.layers):
+        if (got := len(text.per_layer_config)) != len(self.layers):
             raise errors.InvalidInputError(
                 f"layers of {type(model).__name__}", got=got, expected=f"{len(self.layers)}, as in the config that the cache was made with"
             )
@@ -298,6 +303,8 @@ class KVCache(Cache):
             raise errors.InvalidInputError(
                 "K and V went into the cache, but attention did not ask for them", fix="call espnx.enable(model) before generate"
             )
+        for layer in self._stored:
+            layer.answered = None
         self._times.end()
         self._pass = None
 
@@ -309,12 +316,12 @@ class KVCache(Cache):
             self._pass.check_thread()
             under_way, self._pass = self._pass, None
             for layer in self._stored:
-                layer.pending = layer.inputs = awaited.layer = None
+                layer.pending = layer.inputs = layer.answered = awaited.layer = None
             if under_way.held:
                 self.store.crop(under_way.held)
             else:
                 self.store.clear()
-            under_way.restore(self._in_memory)
+            restore(self._in_memory, under_way.before)
             self._hidden, self._masks = under_way.hidden, None
 
     def confirmed(self, find: Callable[[], Input], k: torch.Tensor, v: torch.Tensor) -> Input:
@@ -341,40 +348,79 @@ class KVCache(Cache):
     # --- what generate does to a batch; the framework would do it layer by layer ---
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self._select(beam_idx.tolist())
-        for layer in self._in_memory:
-            layer.reorder_cache(beam_idx)
+        self._select(beam_idx.tolist(), lambda layer: layer.reorder_cache(beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        count = self.store.sequences
-        self._select([i for i in range(count) for _ in range(repeats)])
-        for layer in self._in_memory:
-            layer.batch_repeat_interleave(repeats)
+        self._select(
+            [i for i in range(self._sequences) for _ in range(repeats)],
+            lambda layer: layer.reorder_cache(torch.arange(self._sequences).repeat_interleave(repeats)),
+        )
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._select(torch.arange(self.store.sequences)[indices.cpu()].tolist())
-        for layer in self._in_memory:
-            layer.batch_select_indices(indices)
+        chosen = torch.arange(self._sequences)[indices.cpu()]
+        self._select(chosen.tolist(), lambda layer: layer.reorder_cache(chosen))
 
-    def _select(self, sequences: list[int]) -> None:
+    def _select(self, sequences: list[int], in_memory: Callable[[Any], None]) -> None:
+        """Sequence i becomes what `sequences[i]` was, in every layer or, whatever raises, in none."""
         self.abort_pass()
-        if sequences != list(range(self.store.sequences)):
-            self.store.select(sequences)  # may refuse
-            self.rotations.select(sequences)
-            self._masks = None
-            if self._hidden is not None:
-                self._hidden = self._hidden[sequences]
-            if self.tokens is not None:
-                self.tokens = self.tokens[sequences]
+        if sequences == list(range(self._sequences)):
+            return
+        self.store.check_select(sequences)
+        with self._all_or_none():
+            for layer in self._in_memory:
+                in_memory(layer)
+            self.store.select(sequences)
+        self.rotations.select(sequences)
+        self._masks = None
+        if self._hidden is not None:
+            self._hidden = self._hidden[sequences]
+        if self.tokens is not None:
+            self.tokens = self.tokens[sequences]
+
+    @contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """A change of every layer. What is half changed where an error comes is forgotten: no layer goes on with another's tokens."""
+        before = states_of(self._in_memory)
+        try:
+            yield
+        except errors.InvalidInputError:  # refused: stored rows are as they were
+            restore(self._in_memory, before)
+            raise
+        except BaseException:
+            self.reset()
+            raise
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last tokens.
+
+        Args:
+            tokens_to_remove: a negative number: so many go.
+
+        Raises:
+            InvalidInputError: a layer in memory cannot go back (a window that has passed its first tokens, a state); nothing was changed.
+        """
         if tokens_to_remove > 0:
             raise errors.InvalidInputError("crop", got=tokens_to_remove, expected="a negative number: so many tokens go")
         self.abort_pass()
-        if tokens_to_remove:
-            self.store.crop(max(0, self.get_seq_length() + tokens_to_remove))
+        held = self.get_seq_length()
+        if -tokens_to_remove >= held:
+            if tokens_to_remove:
+                self.reset()
+            return
+        if not tokens_to_remove:
+            for layer in self._in_memory:
+                if getattr(layer, "record_past", False):
+                    layer.crop(0)  # what it recorded is wanted no more
+            return
+        if why := why_not_cropped(self._in_memory, -tokens_to_remove):
+            raise errors.InvalidInputError(
+                f"crop by {-tokens_to_remove} of {held} tokens", got=why, expected="layers that can forget tokens",
+                fix="reset(), and compute the prompt again",
+            )  # fmt: skip
+        with self._all_or_none():
             for layer in self._in_memory:
                 layer.crop(tokens_to_remove)
+            self.store.crop(held + tokens_to_remove)
 
     def reset(self) -> None:
         self.abort_pass()
@@ -385,8 +431,9 @@ class KVCache(Cache):
             layer.reset()
 
     def stats(self) -> dict[str, Any]:
-        """Counters: tokens, bytes written and read, seconds of waiting and computing, the path that the bytes took; how many sequences keep
-        X, what was predicted when that was decided, and the measured mean time of a decoding step."""
+        """Counters: tokens, bytes written and read, seconds of waiting and computing, the paths that the bytes took; how many layers are
+        stored, how many the framework keeps in memory (windows, states) and how many bytes these take; how many sequences keep X, what was
+        predicted when that was decided, and the measured mean time of a decoding step."""
         devices = [device.stats() for device in self.store.spread.devices]
         totals = {
             name: sum(getattr(device, name) for device in devices)
@@ -395,15 +442,18 @@ class KVCache(Cache):
         }
         return {
             "tokens": self.get_seq_length(), "sequences": self.store.sequences, **totals, "memory_bytes": self.store.memory_bytes,
-            "effective_path": self.store.spread.devices[0].effective_path,
-            "fallback_reason": self.store.spread.devices[0].fallback_reason, "x_rows": min(self.store.x_rows, self.store.sequences),
+            "effective_path": paths_of(device.effective_path for device in self.store.spread.devices),
+            "fallback_reason": reasons_of(device.fallback_reason for device in self.store.spread.devices),
+            "layers_on_ssd": len(self._stored), "layers_in_memory": len(self._in_memory),
+            "layers_in_memory_bytes": bytes_of(self._in_memory), "x_rows": min(self.store.x_rows, self.store.sequences),
             "decision": None if self.decision is None else self.decision.as_dict(),
             **self._times.totals(),
         }  # fmt: skip
 
     def match(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
         """Keeps as much of the cache as a new prompt begins with, forgets the rest, and returns the number of tokens kept: call it before
-        `generate`, which then reads only what is new. At least the prompt's last token is left to be read.
+        `generate`, which then reads only what is new. At least the prompt's last token is left to be read. Where layers with windows or
+        states cannot go back to what is common, nothing is kept.
 
         Args:
             input_ids: int64 [sequences, n].
@@ -412,7 +462,7 @@ class KVCache(Cache):
         self.abort_pass()
         held, input_ids = self.get_seq_length(), input_ids.cpu()
         keep = 0
-        if held and self.tokens is not None and len(input_ids) == self.store.sequences:
+        if held and self.tokens is not None and len(input_ids) == self._sequences:
             n = min(held, input_ids.shape[1] - 1)
             same = (self.tokens[:, :n] == input_ids[:, :n]).all(dim=0)
             hidden = torch.zeros_like(input_ids, dtype=torch.bool) if attention_mask is None else ~attention_mask.bool().cpu()
@@ -422,6 +472,9 @@ class KVCache(Cache):
         if held and not keep:
             self.reset()  # the next batch may have another size
         elif keep < held:
+            if why_not_cropped(self._in_memory, held - keep):
+                self.reset()
+                return 0
             self.crop(keep - held)
         return keep
 

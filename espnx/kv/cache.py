@@ -263,13 +263,13 @@ class SsdCache:
         return torch.cat(parts)
 
     def _attend_again(self, rows: LayerRows, step: Step, past: int) -> torch.Tensor:
-        n, over = step.k.shape[2], self._attend_stored if rows in self.kv else self._recompute
-        if n >= CHUNK_TOKENS:
+        n, over = step.q.shape[2], self._attend_stored if rows in self.kv else self._recompute
+        if CHUNK_TOKENS <= n == step.k.shape[2]:
             o, lse = self._attend_new(step, past)
             if past and lse is not None:
                 o, _ = merge(o.float(), lse, *over(rows, step, torch.full((n,), past - 1)))
             return o
-        return over(rows, step, past + torch.arange(n) if n > 1 else None)[0]
+        return over(rows, step, rows.count - n + torch.arange(n) if n > 1 else None)[0]  # some ask for the last positions alone
 
     def _attend_new(self, step: Step, past: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The new tokens of a chunk over one another."""
@@ -385,14 +385,19 @@ class SsdCache:
         for rows in self.every:
             rows.crop(tokens)
 
+    def check_select(self, sequences: Sequence[int]) -> list[int]:
+        """Those of a selection that keep X. Raises InvalidInputError for a selection that `select` refuses."""
+        kept = [i for i in sequences if i < self.x_rows]
+        if list(sequences[: len(kept)]) != kept:
+            raise errors.InvalidInputError("beams that mix sequences kept as X with others", got=self.x_rows, fix="x_rows=0")
+        return kept
+
     def select(self, sequences: Sequence[int]) -> None:
         """Sequence i becomes what `sequences[i]` was (beams, repeats, a part of the batch); stored rows are shared, not copied.
 
         Raises InvalidInputError where a sequence kept as X would become one kept as K and V: then use x_rows=0.
         """
-        kept = [i for i in sequences if i < self.x_rows]
-        if list(sequences[: len(kept)]) != kept:
-            raise errors.InvalidInputError("beams that mix sequences kept as X with others", got=self.x_rows, fix="x_rows=0")
+        kept = self.check_select(sequences)
         self.forget_ahead()
         for every, chosen in ((self.x, kept), (self.kv, [i - self.x_rows for i in sequences[len(kept) :]])):
             for number, rows in enumerate(every):

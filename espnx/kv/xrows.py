@@ -63,13 +63,13 @@ class Projection:
             v = self.finish_v(v)
         return k.contiguous(), v.contiguous()
 
-    def check(self, x: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int) -> None:
+    def check(self, x: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, sequence: int = 0) -> None:
         """Compares K and V made here with those that the model made, k [KV heads, n, d]: a model may do more to them than is known here.
 
         Raises InvalidInputError.
         """
         try:
-            made = self.rows(x, 0, first)
+            made = self.rows(x, sequence, first)
         except RuntimeError as error:  # shapes that do not fit: another order of cutting into heads, rotating, normalising
             raise errors.InvalidInputError(
                 "this model's K is not made as is known here", got=str(error).split("\n")[0],

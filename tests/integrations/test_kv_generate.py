@@ -29,6 +29,8 @@ MODES: dict[str, tuple[list[int], dict[str, Any], dict[str, Any]]] = {
     "X beams": (PADDED[1:], {"num_beams": 2, "max_new_tokens": 20}, {"x_rows": 4}),
 }
 
+pytestmark = pytest.mark.filterwarnings("ignore:no layer of this model")
+
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_are_the_frameworks(folder: Path, name: str) -> None:

@@ -35,20 +35,17 @@ def build(family: str, **options: Any) -> Any:
     return model
 
 
-def test_keys_that_are_expanded_after_they_were_cached(folder: Path) -> None:
-    """Attention over them would see the new tokens alone: told in the first layer of the first pass."""
-    model = espnx.enable(build("DeepseekV3", **_LATENT))
-    ids = torch.arange(3, 23)[None]
-    with espnx.KVCache(model.config, folder) as cache:
-        for _ in range(2):
-            with pytest.raises(errors.InvalidInputError, match="other keys than the cache returned"):
-                model.generate(ids, past_key_values=cache, max_new_tokens=2)
-        assert cache.get_seq_length() == 0
-    # Without a cache of ours it computes what it did.
-    assert torch.equal(model.generate(ids, max_new_tokens=4), build("DeepseekV3", **_LATENT).generate(ids, max_new_tokens=4))
+def test_keys_that_are_expanded_after_they_were_cached() -> None:
+    """Attention over them would see the new tokens alone: told before anything has changed."""
+    model, ids = build("DeepseekV3", **_LATENT), torch.arange(3, 23)[None]
+    expected_ids = model.generate(ids, max_new_tokens=4)
+    with pytest.raises(errors.InvalidInputError, match="other keys than the cache returned"):
+        espnx.enable(model)
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(model.generate(ids, max_new_tokens=4), expected_ids)
     # Nor is another model in the way, of this thread, after the error.
-    with espnx.KVCache(enabled("llama").config, folder) as cache:
-        assert torch.equal(generate(enabled("llama"), prompt([20]), cache), expected("llama", [20]))
+    logits = enabled("llama")(ids).logits
+    assert torch.isfinite(logits).all()
 
 
 def test_attention_in_chunks() -> None:

@@ -14,6 +14,8 @@ from espnx import enable, errors
 from espnx.integrations.transformers import KVCache
 from tests.integrations.kv_models import enabled, expected, generate, make, plain, prompt
 
+pytestmark = pytest.mark.filterwarnings("ignore:no layer of this model")
+
 
 def logits(model: PreTrainedModel, ids: torch.Tensor, cache: Any, **more: Any) -> torch.Tensor:
     with torch.no_grad():
