@@ -45,6 +45,24 @@ class PathUnavailableError(EspnxError):
     """A data path that the caller named (``uring``, ``gds``, ...) cannot be had here. ``auto`` would have fallen back, and said so."""
 
 
+class OutOfMemoryError(EspnxError, MemoryError):
+    """Memory of the host or of a GPU is used up.
+
+    Attributes:
+        needed_bytes: of one piece, or None where that is not known.
+        free_bytes: how many were free at the time, or None.
+    """
+
+    def __init__(self, what: str, *, needed_bytes: int | None = None, free_bytes: int | None = None, fix: str | None = None):
+        super().__init__(
+            what,
+            got=None if free_bytes is None else f"{free_bytes} bytes free",
+            expected=None if needed_bytes is None else f"{needed_bytes} bytes in one piece",
+            fix=fix or "drop results in use, shorten the read-ahead, or use a smaller batch",
+        )
+        self.needed_bytes, self.free_bytes = needed_bytes, free_bytes
+
+
 class EngineClosedError(EspnxError):
     """The storage engine was closed before or during the call."""
 

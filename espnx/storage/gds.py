@@ -26,9 +26,10 @@ import torch
 
 from .. import errors
 from .engine import DEFAULT_DEADLINE_S, EngineStats, FileHandle
-from .gds_arena import Pool
-from .gds_driver import BLOCK_BYTES, CallFailedError, CudaMemory, CuFile, DeviceMemory, Properties, load_bindings
+from .gds_arena import Lease, Pool
+from .gds_driver import BLOCK_BYTES, CallFailedError, CuFile, Properties, load_bindings
 from .gds_loop import ReadLoop, abandoned
+from .gds_memory import CudaMemory, DeviceMemory
 from .gds_transfer import GdsFuture, OpenFile, Transfer, check, lay_out, with_own_numbers
 from .native import load_native
 from .plan import Plan
@@ -55,6 +56,7 @@ class GdsEngine:
     Raises:
         PathUnavailableError: no CUDA device, or cuFile cannot be opened, or (``gds``) cannot transfer directly.
         MissingDependencyError: cuda-bindings or libcufile is not installed.
+        OutOfMemoryError: the GPU has no room for an arena.
         InvalidInputError: an option is out of range.
     """
 
@@ -97,7 +99,6 @@ class GdsEngine:
             batch_size=min(batch_size, self.properties.batch_limit),
             batches=batches,
             threads=threads,
-            batching=self.properties.batches,
             release_file=self._release_file,
         )
 
@@ -146,6 +147,7 @@ class GdsEngine:
         Raises:
             PathUnavailableError: the file cannot be read the way the engine is named.
             FileMissingError, ReadError: it cannot be opened, or its first block cannot be read.
+            OutOfMemoryError: as in `read`.
             InvalidInputError: another mode than ``r``.
         """
         if mode != "r":
@@ -212,7 +214,7 @@ class GdsEngine:
         refused = not (self.properties.compat_allowed or self.properties.compat_forced)
         if size_bytes == 0:
             return refused
-        lease = self._pool.take(BLOCK_BYTES)
+        lease = self._lease(BLOCK_BYTES)
         head_bytes = min(size_bytes, BLOCK_BYTES)
         try:
             shown = self._cufile.probe(handle, lease.base, lease.begin_bytes, head_bytes)
@@ -261,6 +263,8 @@ class GdsEngine:
         Raises:
             InvalidInputError: the plan or `out` does not fit.
             TruncatedFileError: an item ends after its file.
+            OutOfMemoryError: the GPU has no room for what is read, and nothing in use came back.
+            PathUnavailableError: more GPU memory is needed, and cannot be registered.
         """
         self._check_open("read")
         if gap_bytes < 0 or not deadline_s > 0:
@@ -273,12 +277,7 @@ class GdsEngine:
         plan = with_own_numbers(plan, self._first_file)
         check(plan, files, self._first_file)
         layout = lay_out(plan, files, gap_bytes, self._batch_bytes)
-        try:
-            lease = self._pool.take(layout.memory_bytes)
-        except CallFailedError as error:
-            raise errors.PathUnavailableError(
-                "more GPU memory cannot be registered", got=str(error), fix="drop results in use first"
-            ) from error
+        lease = self._lease(layout.memory_bytes)
         transfer = Transfer(
             plan,
             layout,
@@ -292,6 +291,14 @@ class GdsEngine:
         memory = self._memory.wrap(lease, lease.pointer, layout.memory_bytes)
         self._loop.submit(transfer)
         return GdsFuture(transfer, self._memory, memory, out)
+
+    def _lease(self, size_bytes: int) -> Lease:
+        try:
+            return self._pool.take(size_bytes)
+        except CallFailedError as error:
+            raise errors.PathUnavailableError(
+                "more GPU memory cannot be registered", got=str(error), fix="drop results in use first"
+            ) from error
 
     def _check_out(self, plan: Plan, out: torch.Tensor | None) -> None:
         if (plan.out_offset_bytes is None) != (out is None):

@@ -6,7 +6,9 @@ it any more; and it is handed out again only when the kernels that were queued t
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 import weakref
 from bisect import insort
 from collections import deque
@@ -15,9 +17,17 @@ from typing import Any
 
 import torch
 
-from .gds_driver import BLOCK_BYTES, CallFailedError, CuFile, Fence
+from .. import errors
+from .gds_driver import BLOCK_BYTES, CallFailedError, CuFile
+from .gds_memory import Fence
 
 _GPU_PAGE_BYTES = 64 * 1024  # what nvidia-fs pins
+_LOOK_S = 0.0001
+_KERNELS_LIMIT_S = 0.05  # how long kernels that read what would do are waited for: another arena costs about that, and stays
+_LAST_LIMIT_S = 10.0  # the same, where there is no memory for another arena
+
+#: Arenas that cuFile did not let go of: their memory is never used for anything else.
+kept: list[Arena] = []
 
 
 @dataclass
@@ -69,7 +79,8 @@ class Lease:
 
 
 class Pool:
-    """Arenas of device memory. Grows by whole arenas when they are full; none is given up before `close`.
+    """Arenas of device memory. Grows by whole arenas when they are full and waiting for kernels would not help; none is given up before
+    `close`.
 
     Args:
         cufile: registers them.
@@ -83,20 +94,14 @@ class Pool:
         self._arenas: list[Arena] = []
         self._lock = threading.Lock()
         self._returned: deque[tuple[Fence, Arena, int, int]] = deque()
+        self._process = os.getpid()
         self.unregistered = ""
 
     def take(self, size_bytes: int) -> Lease:
-        """A slice of at least that size, 4 KiB aligned. Raises CallFailedError, torch.OutOfMemoryError."""
+        """A slice of at least that size, 4 KiB aligned. Raises CallFailedError, OutOfMemoryError."""
         wanted = max(-(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES, BLOCK_BYTES)
         with self._lock:
-            self._collect()
-            found = self._find(wanted)
-            if found is None:
-                self._arenas.append(self._allocate(max(self._arena_bytes, wanted)))
-                found = self._find(wanted)
-        if found is None:
-            raise CallFailedError("take", 0, "a new arena is too small")  # cannot happen: it was made for this slice
-        arena, begin = found
+            arena, begin = self._find_patiently(wanted, _KERNELS_LIMIT_S) or self._grow(wanted)
         lease = Lease(arena, begin, wanted)
         # Not by the lease itself: what it is given back with must not keep it alive.
         weakref.finalize(lease, self._give_back, arena, begin, wanted, lease.streams).atexit = False
@@ -104,6 +109,37 @@ class Pool:
             arena.memory[begin : begin + wanted].fill_(0xA5)
             self._cufile.memory.settle()
         return lease
+
+    def _grow(self, wanted: int) -> tuple[Arena, int]:
+        try:
+            arena = self._allocate(max(self._arena_bytes, wanted))
+        except errors.OutOfMemoryError:
+            found = self._find_patiently(wanted, _LAST_LIMIT_S)
+            if found is None:
+                raise
+            return found
+        self._arenas.append(arena)
+        arena.free = [(wanted, arena.size_bytes)] if wanted < arena.size_bytes else []
+        return arena, 0
+
+    def _find_patiently(self, size_bytes: int, limit_s: float) -> tuple[Arena, int] | None:
+        """A free slice; waits for kernels if what they read would do."""
+        until = time.monotonic() + limit_s
+        self._collect()
+        found = self._find(size_bytes)
+        while found is None and self._would_do(size_bytes) and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+            self._collect()
+            found = self._find(size_bytes)
+        return found
+
+    def _would_do(self, size_bytes: int) -> bool:
+        """Whether there were room if all that came back were free."""
+        trial = {id(arena): Arena(arena.memory, arena.pointer, arena.size_bytes, False, list(arena.free)) for arena in self._arenas}
+        for _, arena, begin, length in list(self._returned):
+            if id(arena) in trial:
+                trial[id(arena)].give_back(begin, length)
+        return any(arena.take(size_bytes) is not None for arena in trial.values())
 
     def _find(self, size_bytes: int) -> tuple[Arena, int] | None:
         for arena in self._arenas:
@@ -127,7 +163,8 @@ class Pool:
 
     def _give_back(self, arena: Arena, begin: int, size_bytes: int, streams: set[Any]) -> None:
         # Runs wherever the last reference goes, perhaps inside the garbage collector of a thread that holds the lock: no lock here.
-        self._returned.append((self._cufile.memory.fence(streams), arena, begin, size_bytes))
+        if self._process == os.getpid():  # CUDA does not survive a fork
+            self._returned.append((self._cufile.memory.fence(streams), arena, begin, size_bytes))
 
     def _collect(self) -> None:
         for _ in range(len(self._returned)):
@@ -147,6 +184,6 @@ class Pool:
         """Unregisters everything. The memory itself goes with the last tensor over it."""
         with self._lock:
             for arena in self._arenas:
-                if arena.registered:
-                    self._cufile.forget_memory(arena.pointer)
+                if arena.registered and not self._cufile.forget_memory(arena.pointer):
+                    kept.append(arena)
             self._arenas.clear()

@@ -1,4 +1,4 @@
-"""The thin layer under the `gds` engine: cuFile's C structures, the calls we make, and the device memory they read into.
+"""The thin layer under the `gds` engine: cuFile's C structures and the calls we make.
 
 `CuFile` works on anything with the functions of ``cuda.bindings.cufile`` and on any `DeviceMemory`, so that all of it runs without a GPU on
 emulated bindings. Structures are written here by their layout in cufile.h (the same from 1.15 to 1.20): the bindings' own classes change.
@@ -6,19 +6,20 @@ emulated bindings. Structures are written here by their layout in cufile.h (the 
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import torch
 
 from .. import errors
+from .gds_memory import DeviceMemory
 
 BLOCK_BYTES = 4096
 DEFAULT_BATCH_LIMIT = 128
@@ -40,6 +41,9 @@ WAITING, PENDING, INVALID, CANCELED, COMPLETE, TIMEOUT, FAILED = (1 << bit for b
 # CUfileOpError
 DRIVER_ALREADY_OPEN = 5026
 NO_BATCHES = (5008, 5049)  # IO_NOT_SUPPORTED, BATCH_NOCOMPAT_ERROR: older libraries have no batches in compatibility mode
+# A full batch, no memory for its entries, "internal error, try again later" of its four calls, and what system calls say of the kind. The
+# call has done nothing then, and may do it a moment later.
+PASSING = (5037, 5039, 5040, 5041, 5042, 5043, errno.EINTR, errno.EAGAIN)
 _FIRST_CUFILE_CODE = 5000
 # CUFileBoolConfigParameter_t
 _ALLOW_COMPAT_MODE, _FORCE_COMPAT_MODE = 1, 2
@@ -47,6 +51,7 @@ _ALLOW_COMPAT_MODE, _FORCE_COMPAT_MODE = 1, 2
 _NVFS_AT, _P2P_AT, _POSIX_AT, _AIO_AT, _IO_URING_AT = 320, 336, 272, 352, 368
 _STATS_BYTES = 64 * 1024  # many times what any version writes
 
+_PAUSE_S = 0.0005
 _OPEN_LIMIT_S = 60.0
 _PROBE_LIMIT_S = 30.0
 
@@ -66,90 +71,6 @@ class CallFailedError(Exception):
     @property
     def errno(self) -> int | None:
         return self.code if 0 < self.code < _FIRST_CUFILE_CODE else None
-
-
-class Fence(Protocol):
-    """A point in the device's queues."""
-
-    def passed(self) -> bool:
-        """Whether everything queued before it has run."""
-
-
-class DeviceMemory(Protocol):
-    """The memory that reads land in."""
-
-    device: torch.device
-
-    def enter_thread(self) -> None:
-        """Makes the device current in the calling thread; every thread that calls cuFile needs it once."""
-
-    def allocate(self, size_bytes: int) -> torch.Tensor:
-        """A uint8 tensor that nothing queued on the device still writes to."""
-
-    def wrap(self, owner: object, pointer: int, size_bytes: int) -> torch.Tensor:
-        """A uint8 tensor over memory that lives as long as `owner`; keeps `owner` as long as any view of it lives."""
-
-    def settle(self) -> None:
-        """Waits for everything queued on the device."""
-
-    def stream(self) -> Any:
-        """The caller's current stream."""
-
-    def fence(self, streams: Iterable[Any]) -> Fence:
-        """A fence behind what is queued on `streams` now."""
-
-
-class _EventFence:
-    def __init__(self, events: list[Any]):
-        self._events = events
-
-    def passed(self) -> bool:
-        return all(event.query() for event in self._events)
-
-
-class _DeviceArray:
-    """Memory of a CUDA device as an object that torch can adopt, with a reference to its owner."""
-
-    def __init__(self, owner: object, pointer: int, size_bytes: int):
-        self.owner = owner
-        self.__cuda_array_interface__ = {"shape": (size_bytes,), "typestr": "|u1", "data": (pointer, False), "strides": None, "version": 3}
-
-
-class CudaMemory:
-    """`DeviceMemory` of a CUDA device, through torch."""
-
-    def __init__(self, device: str | torch.device):
-        device = torch.device(device)
-        if device.type != "cuda":
-            raise errors.InvalidInputError("GPUDirect Storage reads into CUDA memory", got=f"device {device}", expected="cuda or cuda:N")
-        if not torch.cuda.is_available():
-            built = "torch sees no CUDA device" if torch.version.cuda else "this torch was built without CUDA"
-            raise errors.PathUnavailableError(
-                "GPUDirect Storage needs a CUDA device", got=built, fix="name another path (`uring`, `posix`)"
-            )
-        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-
-    def enter_thread(self) -> None:
-        torch.cuda.set_device(self.device)
-
-    def allocate(self, size_bytes: int) -> torch.Tensor:
-        memory = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
-        self.settle()  # kernels of the block's former life may be queued, and DMA does not wait for streams
-        return memory
-
-    def wrap(self, owner: object, pointer: int, size_bytes: int) -> torch.Tensor:
-        if size_bytes == 0:
-            return torch.empty(0, dtype=torch.uint8, device=self.device)
-        return torch.as_tensor(_DeviceArray(owner, pointer, size_bytes), device=self.device)
-
-    def settle(self) -> None:
-        torch.cuda.synchronize(self.device)
-
-    def stream(self) -> Any:
-        return torch.cuda.current_stream(self.device)
-
-    def fence(self, streams: Iterable[Any]) -> Fence:
-        return _EventFence([stream.record_event() for stream in {*streams, torch.cuda.current_stream(self.device)}])
 
 
 def load_bindings() -> Any:
@@ -178,7 +99,6 @@ class Properties:
         p2pdma: whether cuFile can use the kernel's own PCI P2PDMA.
         compat_allowed: whether cuFile may go through host memory where it cannot transfer directly.
         compat_forced: whether it always does.
-        batches: whether batch calls are offered.
         batch_limit: most entries in a batch.
     """
 
@@ -187,7 +107,6 @@ class Properties:
     p2pdma: bool
     compat_allowed: bool
     compat_forced: bool
-    batches: bool
     batch_limit: int
 
     def obstacle(self) -> str:
@@ -208,22 +127,27 @@ class Batch:
         self._events = np.zeros(capacity, dtype=EVENTS)
         self._count = np.zeros(1, dtype=np.uint32)
         self._timeout = np.zeros(1, dtype=_TIMESPEC)
+        self._first, self._next = 0, 1
         self._id: int = cufile.call("batch_io_set_up", capacity)
 
     def submit(self, handle: np.ndarray, file_offset: np.ndarray, base: int, base_offset: np.ndarray, size: np.ndarray) -> None:
-        """Starts reads. Events carry the entry's index. cuFile may look at the parameters until the last completion: they stay here."""
+        """Starts reads. cuFile may look at the parameters until the last completion: they stay here.
+
+        Each entry of each submission has a cookie of its own, so that late news of an earlier submission is told apart.
+        """
         count = handle.size
         params = self._params[:count]
         params["mode"], params["opcode"] = 1, 0  # CUFILE_BATCH, CUFILE_READ
         params["base"], params["base_offset"] = base, base_offset
         params["handle"], params["file_offset"], params["size"] = handle, file_offset, size
-        params["cookie"] = np.arange(1, count + 1)
+        self._first, self._next = self._next, self._next + count
+        params["cookie"] = np.arange(self._first, self._next)
         self._cufile.call("batch_io_submit", self._id, count, self._params.ctypes.data, 0)
 
     def poll(self, at_least: int, timeout_s: float) -> np.ndarray:
         """Finished entries, `EVENTS` [m], valid until the next call. Waits for `at_least` or the timeout.
 
-        ``cookie`` is the entry's index.
+        ``cookie`` is the entry's index in the latest submission; no such index where the event is of an earlier one.
         """
         self._count[0] = self._events.size
         self._timeout[0] = divmod(int(timeout_s * 1e9), 1_000_000_000)
@@ -231,7 +155,7 @@ class Batch:
             "batch_io_get_status", self._id, at_least, self._count.ctypes.data, self._events.ctypes.data, self._timeout.ctypes.data
         )
         events = self._events[: int(self._count[0])]
-        events["cookie"] -= 1
+        events["cookie"] -= self._first
         return events[(events["status"] & (WAITING | PENDING)) == 0]
 
     def cancel(self) -> None:
@@ -247,7 +171,7 @@ class Batch:
 class _Opened:
     bindings: Any
     users: int = 0
-    ours: bool = True
+    counted: bool = True
 
 
 _opened: dict[int, _Opened] = {}
@@ -297,7 +221,7 @@ class CuFile:
             opened = _opened.setdefault(id(self._bindings), _Opened(self._bindings))
             if opened.users == 0:
                 try:
-                    opened.ours = self._open_first(refuse_compat)
+                    opened.counted = self._open_first(refuse_compat)
                 except BaseException:
                     del _opened[id(self._bindings)]
                     raise
@@ -316,18 +240,18 @@ class CuFile:
             if opened.users > 0:
                 return
             del _opened[id(self._bindings)]
-            if opened.ours:
-                self._limited("driver_close", _OPEN_LIMIT_S)
+            if opened.counted:
+                self.attempt(lambda: self._limited("driver_close", _OPEN_LIMIT_S))
 
     def _open_first(self, refuse_compat: bool) -> bool:
+        """True where cuFile has counted us among its users, and must be told when we leave."""
         try:
             self.call("set_parameter_bool", _ALLOW_COMPAT_MODE, not refuse_compat)
         except CallFailedError as error:
-            if error.code == DRIVER_ALREADY_OPEN:
-                return False  # another library's; as it is
-            raise
+            if error.code != DRIVER_ALREADY_OPEN:  # by another library: with its parameters then
+                raise
         try:
-            self._limited("driver_open", _OPEN_LIMIT_S)
+            self._limited("driver_open", _OPEN_LIMIT_S)  # also where it is open: it stays so when the other library leaves
         except CallFailedError as error:
             if error.code != DRIVER_ALREADY_OPEN:
                 raise
@@ -356,14 +280,14 @@ class CuFile:
     def _properties(self) -> Properties:
         raw = np.zeros(64, dtype=np.uint32)
         self.call("driver_get_properties", raw.ctypes.data)
-        control, features, limit = int(raw[7]), int(raw[8]), int(raw[12])
+        # The bit of `features` that speaks of batches is no use: the header calls it unsupported. They are tried instead.
+        status, control, features, limit = int(raw[6]), int(raw[7]), int(raw[8]), int(raw[12])
         return Properties(
             version=int(self.call("get_version")),
             nvfs_version=(int(raw[0]), int(raw[1])),
-            p2pdma=bool(features >> 4 & 1),
+            p2pdma=bool((status >> 11 | features >> 4) & 1),  # the former from 1.15 on
             compat_allowed=bool(control >> 1 & 1),
             compat_forced=bool(self.call("get_parameter_bool", _FORCE_COMPAT_MODE)),
-            batches=bool(features >> 1 & 1),
             batch_limit=limit or DEFAULT_BATCH_LIMIT,
         )
 
@@ -373,13 +297,19 @@ class CuFile:
         return int(self.call("handle_register", raw.ctypes.data))
 
     def forget_file(self, handle: int) -> None:
-        self.call("handle_deregister", handle)
+        """Refused, it stays registered; its descriptor can be closed all the same."""
+        self.attempt(lambda: self.call("handle_deregister", handle))
 
     def register_memory(self, pointer: int, size_bytes: int) -> None:
         self.call("buf_register", pointer, size_bytes, 0)
 
-    def forget_memory(self, pointer: int) -> None:
-        self.call("buf_deregister", pointer)
+    def forget_memory(self, pointer: int) -> bool:
+        """Whether cuFile let go of it."""
+        try:
+            self.call("buf_deregister", pointer)
+        except CallFailedError:
+            return False
+        return True
 
     def read(self, handle: int, base: int, base_offset: int, file_offset: int, size_bytes: int) -> int:
         """One read, waited for: the bytes read. Raises CallFailedError, also for negative returns, which the bindings let through."""
@@ -397,22 +327,33 @@ class CuFile:
         the whole process, so another library's transfer in the same moment can make the answer False; a file is then taken for indirect.
         """
         with _stats_lock:
-            counting = self._try(self._start_stats)
-            before = self._try(self._path_counts) if counting else None
+            counting = self.attempt(self._start_stats)
+            before = self.attempt(self._path_counts) if counting else None
             self._read_head(handle, base, base_offset, size_bytes)
-            after = self._try(self._path_counts) if counting else None
+            after = self.attempt(self._path_counts) if counting else None
             if counting == "started":
-                self._try(lambda: self.call("stats_stop"))
-                self._try(lambda: self.call("set_stats_level", 0))
+                self.attempt(lambda: self.call("stats_stop"))
+                self.attempt(lambda: self.call("set_stats_level", 0))
         if before is None or after is None:
             return False
         return after[0] > before[0] and after[1] == before[1]
 
-    def _try(self, call: Callable[[], Any]) -> Any:
+    def attempt(self, call: Callable[[], Any]) -> Any:
+        """What it returns; None if it fails, for calls that nothing depends on (statistics of a library without, giving back)."""
         try:
             return call()
         except CallFailedError:
-            return None  # a library without statistics: no evidence
+            return None
+
+    def patiently(self, call: Callable[[], Any], until: float) -> Any:
+        """A call that is repeated while cuFile asks for patience."""
+        while True:
+            try:
+                return call()
+            except CallFailedError as error:
+                if error.code not in PASSING or time.monotonic() >= until:
+                    raise
+                time.sleep(_PAUSE_S)
 
     def _start_stats(self) -> str:
         if int(self.call("get_stats_level")) > 0:
@@ -428,24 +369,27 @@ class CuFile:
         return sum(int(raw[at // 8]) for at in direct), sum(int(raw[at // 8]) for at in through_host)
 
     def _read_head(self, handle: int, base: int, base_offset: int, size_bytes: int) -> None:
-        batch = Batch(self, 1)
-        self._unfinished.append(batch)  # its parameters must outlive the read, whatever happens below
+        until = time.monotonic() + _PROBE_LIMIT_S
         try:
-            batch.submit(np.array([handle]), np.array([0]), base, np.array([base_offset]), np.array([size_bytes]))
+            batch: Batch = self.patiently(lambda: Batch(self, 1), until)
+            self._unfinished.append(batch)  # its parameters must outlive the read, whatever happens below
+            self.patiently(
+                lambda: batch.submit(np.array([handle]), np.array([0]), base, np.array([base_offset]), np.array([size_bytes])), until
+            )
         except CallFailedError as error:
             if error.code not in NO_BATCHES:
                 raise
             self.read(handle, base, base_offset, 0, size_bytes)
             return
-        until = time.monotonic() + _PROBE_LIMIT_S
-        events = batch.poll(1, 0.01)
+        events = self.patiently(lambda: batch.poll(0, 0.0), until)
         while events.size == 0 and time.monotonic() < until:
-            events = batch.poll(1, 0.01)
+            time.sleep(_PAUSE_S)
+            events = self.patiently(lambda: batch.poll(0, 0.0), until)
         if events.size == 0:
             raise CallFailedError("batch_io_get_status", 0, f"a first read did not complete within {_PROBE_LIMIT_S:.0f} s")
         status, moved = int(events["status"][0]), int(events["ret"][0])
         self._unfinished.remove(batch)
-        batch.destroy()
+        self.attempt(batch.destroy)
         if status != COMPLETE or moved < 0:
             code = -moved if moved < 0 else 0
             raise CallFailedError("batch_io_submit", code, self.describe(code) if code else f"entry ended with status {status}")

@@ -14,12 +14,13 @@ import numpy as np
 
 from .. import errors
 from .engine import EngineStats
-from .gds_driver import CANCELED, COMPLETE, INVALID, NO_BATCHES, TIMEOUT, CallFailedError, CuFile
+from .gds_driver import CANCELED, COMPLETE, INVALID, NO_BATCHES, PASSING, TIMEOUT, CallFailedError, CuFile
 from .gds_queue import Done, Flight, Flights, Readers
 from .gds_transfer import OpenFile, Transfer, refreshed_size
 
 IDLE_RETRIES = 16  # completions without progress before a read is given up, as in the native engine
 _POLL_S = 0.0005
+_PAUSE_S = 0.0005  # after a call that cuFile wants to be made later
 _QUARANTINE_POLL_S = 0.02
 _RETRY_FIX = "check the device (dmesg, smartctl), then try again; the engine is still usable"
 _STATUS = {INVALID: "rejected as invalid", CANCELED: "cancelled", TIMEOUT: "timed out inside cuFile"}
@@ -36,20 +37,21 @@ class ReadLoop:
         batch_size: most entries in a batch.
         batches: how many batches are in flight at a time.
         threads: how many large reads are under way at a time.
-        batching: whether batches are offered at all; without them every piece is a read of its own.
         release_file: gives up a closed file that nothing reads any more.
+
+    Attributes:
+        batching: whether the library takes batches, as far as is known; without them every piece is a read of its own.
     """
 
-    def __init__(
-        self, cufile: CuFile, *, batch_size: int, batches: int, threads: int, batching: bool, release_file: Callable[[OpenFile], None]
-    ):
-        self._cufile, self._release_file, self.batching = cufile, release_file, batching
+    def __init__(self, cufile: CuFile, *, batch_size: int, batches: int, threads: int, release_file: Callable[[OpenFile], None]):
+        self._cufile, self._release_file, self.batching = cufile, release_file, True
         self._flights = Flights(cufile, batch_size, batches)
         self._readers = Readers(cufile, threads, self._read_landed)
         self.lock = threading.Condition()  # guards what is below, and the users of files
         self._active: list[Transfer] = []
         self._landed: deque[Done] = deque()
-        self._news = False
+        self._news = self._resting = False
+        self._looked_at, self._submit_again_at = time.monotonic(), 0.0
         self.stopping = False
         self._grace_s = 0.0
         self._counts = dict.fromkeys(("bytes_asked", "bytes_moved", "requests", "retries", "failures"), 0)
@@ -58,7 +60,7 @@ class ReadLoop:
 
     def submit(self, transfer: Transfer) -> None:
         """Starts a transfer. Raises EngineClosedError, InvalidInputError (a file was closed meanwhile)."""
-        transfer.on_fail = self._on_fail
+        transfer.on_fail, transfer.looked_at = self._on_fail, self._last_look
         files = transfer.used_files()
         with self.lock:
             if self.stopping:
@@ -90,6 +92,10 @@ class ReadLoop:
         self._thread.join()
         return not self._active
 
+    def _last_look(self) -> float:
+        """When the latest look at what has ended began; now, where there is nothing to look at."""
+        return time.monotonic() if self._resting and not self._news else self._looked_at
+
     def _wake(self) -> None:
         self._news = True
         self.lock.notify_all()
@@ -119,17 +125,23 @@ class ReadLoop:
             self._drain()
 
     def _rest(self, longest_s: float) -> None:
-        watched = any(not flight.lost for flight in self._flights.active)
+        now = time.monotonic()
+        if any(not flight.lost for flight in self._flights.active):
+            longest_s = min(longest_s, _QUARANTINE_POLL_S)
+        again = (self._submit_again_at, *(flight.poll_again_at for flight in self._flights.healthy()))
+        longest_s = min([longest_s, *(at - now for at in again if at > now)])
         with self.lock:
             if not self._news:
-                self.lock.wait(min(longest_s, _QUARANTINE_POLL_S) if watched else longest_s)
+                self._resting = True
+                self.lock.wait(longest_s)
+                self._resting = False
             self._news = False
 
     def _admit(self) -> None:
         with self.lock:
             transfers = list(self._active)
         for transfer in transfers:
-            while self.batching and (room := self._flights.room()) and (pieces := transfer.take(transfer.small, room)):
+            while self._may_submit() and (pieces := transfer.take(transfer.small, self._flights.room())):
                 self._submit_batch(transfer, np.array(pieces))
             pending = (transfer.large,) if self.batching else (transfer.large, transfer.small)
             for waiting in pending:
@@ -140,6 +152,9 @@ class ReadLoop:
             if flight.transfer.failure is not None:
                 self._flights.cancel(flight)
         self._retire()
+
+    def _may_submit(self) -> bool:
+        return self.batching and self._flights.room() > 0 and time.monotonic() >= self._submit_again_at
 
     def _retire(self) -> None:
         with self.lock:
@@ -159,34 +174,44 @@ class ReadLoop:
             flight = self._flights.prepare(transfer, pieces)
             flight.submit()
         except CallFailedError as error:
-            if error.code in NO_BATCHES or flight is None:  # then cuFile has taken nothing
+            if flight is None or error.code in (*NO_BATCHES, *PASSING):  # then cuFile has taken nothing
                 if flight is not None:
-                    flight.outstanding[:] = False
-                    flight.cancelled = True
-                    self._flights.forget(flight)
+                    self._flights.discard(flight)
                 self._counts["requests"] -= pieces.size
                 transfer.in_flight -= pieces.size
-                if error.code in NO_BATCHES:
-                    self.batching = False
+                if self._is_for_later(transfer, error):
                     transfer.put_back(transfer.small, pieces.tolist())
                     return
             self._fail_piece(transfer, int(pieces[0]), error.code, str(error))
 
+    def _is_for_later(self, transfer: Transfer, error: CallFailedError) -> bool:
+        """Whether what a call refused can be had otherwise, or a moment later."""
+        if error.code in NO_BATCHES:
+            self.batching = False
+            return True
+        transfer.trouble, self._submit_again_at = str(error), time.monotonic() + _PAUSE_S
+        return error.code in PASSING and time.monotonic() < transfer.deadline
+
     def _reap(self) -> bool:
         """Takes what has ended. False where nothing came and there is nothing to wait for but threads and reads that may never end."""
-        came = bool(self._landed)
+        came, now = bool(self._landed), time.monotonic()
         while self._landed:
             self._complete(self._landed.popleft())
-        healthy = self._flights.healthy()
-        for flight in list(self._flights.active):
-            if not flight.lost:
-                self._poll(flight, wait=bool(healthy) and flight is healthy[0])
-        return came or bool(healthy)
+        due = [flight for flight in self._flights.active if not flight.lost and flight.poll_again_at <= now]
+        waited_for = next((flight for flight in due if not flight.cancelled), None)
+        for flight in due:
+            self._poll(flight, wait=flight is waited_for and flight.may_wait)
+        self._looked_at = now
+        return came or waited_for is not None
 
     def _poll(self, flight: Flight, *, wait: bool) -> None:
         try:
             done = flight.poll(1, _POLL_S) if wait else flight.poll(0, 0.0)
+            flight.may_wait = True
         except CallFailedError as error:
+            if error.code in PASSING:
+                self._poll_later(flight, str(error))
+                return
             flight.lost = str(error)  # its memory stays in quarantine
             self._fail_piece(flight.transfer, int(flight.pieces[np.argmax(flight.outstanding)]), error.code, str(error))
             return
@@ -194,6 +219,14 @@ class ReadLoop:
             self._complete(done)
         if flight.count() == 0:
             self._flights.forget(flight)
+
+    def _poll_later(self, flight: Flight, trouble: str) -> None:
+        # A library may take "not as many in that time" for an error: the next look does not wait for any.
+        flight.may_wait = not flight.may_wait
+        flight.poll_again_at = time.monotonic() + _PAUSE_S
+        flight.transfer.trouble = trouble
+        if time.monotonic() >= flight.transfer.deadline:
+            flight.transfer.expire()
 
     def _complete(self, done: Done) -> None:
         """The one completion routine. Every entry's status and byte count is looked at."""

@@ -41,6 +41,8 @@ class Flight:
         self.outstanding = np.ones(pieces.size, dtype=bool)
         self.cancelled = False
         self.lost = ""  # why cuFile will not report what is outstanding any more
+        self.may_wait = True
+        self.poll_again_at = 0.0
 
     def submit(self) -> None:
         t, p = self.transfer, self.pieces
@@ -81,7 +83,7 @@ class Flights:
     def prepare(self, transfer: Transfer, pieces: np.ndarray) -> Flight:
         """A flight that is ready to be submitted. Raises CallFailedError.
 
-        If its submission fails, nobody knows whether cuFile took some of it: the flight stays outstanding.
+        If its submission fails other than by a refusal, nobody knows whether cuFile took some of it: the flight stays outstanding.
         """
         batch = self._idle.pop() if self._idle else Batch(self._cufile, self._batch_size)
         flight = Flight(batch, transfer, pieces)
@@ -92,24 +94,27 @@ class Flights:
         """Takes out a flight of which nothing is outstanding. The context of a cancelled one is not used again."""
         self.active.remove(flight)
         if flight.cancelled:
-            flight.batch.destroy()
+            self._cufile.attempt(flight.batch.destroy)
         else:
             self._idle.append(flight.batch)
+
+    def discard(self, flight: Flight) -> None:
+        """Takes out a flight that cuFile refused: nothing of it is outstanding."""
+        flight.outstanding[:] = False
+        flight.cancelled = True
+        self.forget(flight)
 
     def cancel(self, flight: Flight) -> None:
         """Cancels a flight once. A refusal changes nothing: its entries are waited for either way."""
         if flight.cancelled:
             return
         flight.cancelled = True
-        try:
-            flight.batch.cancel()
-        except CallFailedError:
-            return
+        self._cufile.attempt(flight.batch.cancel)
 
     def close(self) -> list[Flight]:
         """Gives up every context that has nothing outstanding; returns the flights that have."""
         for batch in self._idle:
-            batch.destroy()
+            self._cufile.attempt(batch.destroy)
         self._idle.clear()
         return self.active
 

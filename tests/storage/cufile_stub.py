@@ -19,7 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from espnx.errors import OutOfMemoryError
 from espnx.storage import gds_driver as d
+from espnx.storage.gds_memory import Fence
 
 
 class cuFileError(Exception):  # noqa: N801 - the bindings' own name
@@ -66,6 +68,7 @@ class Entry:
     rule: Rule | None = None
     polls_left: int = 0
     reports: int = 1
+    is_over: bool = False
 
 
 @dataclass
@@ -73,6 +76,9 @@ class StubBatch:
     capacity: int
     waiting: list[Entry] = field(default_factory=list)
     cancelled: bool = False
+
+    def busy(self) -> bool:
+        return any(not entry.is_over for entry in self.waiting)
 
 
 class HostArray:
@@ -90,14 +96,24 @@ class StubFence:
         self.memory, self.streams = memory, streams
 
     def passed(self) -> bool:
+        self.memory.looks += 1
+        if self.memory.looks == self.memory.done_at_look:
+            self.memory.busy = set()
         return not (self.streams & self.memory.busy)
 
 
 class HostMemory:
-    """`DeviceMemory` in host memory. `busy`: streams whose kernels have not run."""
+    """`DeviceMemory` in host memory.
 
-    def __init__(self) -> None:
+    Attributes:
+        busy: streams whose kernels have not run.
+        looks, done_at_look: how often fences were asked, and at which time of these every kernel has run (0: never by itself).
+        limit_bytes: how much there is.
+    """
+
+    def __init__(self, limit_bytes: int = 1 << 40) -> None:
         self.device = torch.device("cpu")
+        self.limit_bytes, self.looks, self.done_at_look = limit_bytes, 0, 0
         self.threads: set[int] = set()
         self.allocated: list[torch.Tensor] = []
         self.busy: set[str] = set()
@@ -107,6 +123,9 @@ class HostMemory:
         self.threads.add(threading.get_ident())
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
+        free_bytes = self.limit_bytes - sum(each.numel() for each in self.allocated)
+        if size_bytes > free_bytes:
+            raise OutOfMemoryError("memory of the stub", needed_bytes=size_bytes, free_bytes=free_bytes)
         memory = torch.full((size_bytes,), 0xEE, dtype=torch.uint8)
         self.allocated.append(memory)
         return memory
@@ -123,12 +142,22 @@ class HostMemory:
     def stream(self) -> str:
         return getattr(self.current, "stream", "default")
 
-    def fence(self, streams: Iterable[Any]) -> d.Fence:
+    def fence(self, streams: Iterable[Any]) -> Fence:
         return StubFence(self, {*streams, self.stream()})
 
 
 class CuFileStub:
-    """The module. `direct`: what the machine can do; `order`: in which entries complete (``fifo``, ``lifo``, ``random``)."""
+    """The module.
+
+    Attributes:
+        direct: what the machine can do.
+        order: in which entries complete (``fifo``, ``lifo``, ``random``).
+        refuse: function name -> what it fails with, always: a CUfileOpError, or an errno, as the bindings show them.
+        passing: the same, once for each number in the list; what was asked for has not been done.
+        batches: whether submitted batches are taken at all; `batch_bit`: what the feature flags say of that.
+        few_is_error: a status call fails where fewer entries than asked for have ended in its time.
+        counts_opens: whether opening the driver again makes another user of it, or an error.
+    """
 
     cuFileError = cuFileError  # noqa: N815
 
@@ -138,14 +167,17 @@ class CuFileStub:
         self.force_compat = False
         self.statistics = True
         self.mixed = False  # every read shows up as a read through the host, too
-        self.batches = True
+        self.batches, self.batch_bit = True, False
+        self.few_is_error, self.counts_opens, self.p2p = False, True, False
         self.register_fails = False
-        self.refuse: dict[str, int] = {}  # function name -> CUfileOpError
+        self.refuse: dict[str, int] = {}
+        self.passing: dict[str, list[int]] = {}
         self.violations: list[str] = []
         self.calls: list[tuple[str, tuple[int, ...]]] = []
         self.open_count = 0
         self.handles: dict[int, int] = {}
         self.regions: dict[int, int] = {}
+        self._without: set[int] = set()  # what could not be registered; in compatibility mode it can be read into all the same
         self._batches: dict[int, StubBatch] = {}
         self._next = 100
         self._level = 0
@@ -155,8 +187,12 @@ class CuFileStub:
 
     def _note(self, name: str, *arguments: int) -> None:
         self.calls.append((name, arguments))
-        if name in self.refuse:
-            raise cuFileError(self.refuse[name])
+        waiting = self.passing.get(name)
+        code = waiting.pop(0) if waiting else self.refuse.get(name, 0)
+        if code >= 5000:
+            raise cuFileError(code)
+        if code:
+            raise ValueError(f"{code} is not a valid OpError")  # as the bindings do
 
     def _require(self, condition: bool, what: str) -> None:
         if not condition:
@@ -185,20 +221,24 @@ class CuFileStub:
 
     def driver_open(self) -> None:
         self._note("driver_open")
+        if self.open_count and not self.counts_opens:
+            raise cuFileError(d.DRIVER_ALREADY_OPEN)
         if not self.allow_compat and not self.direct:
             raise cuFileError(5010)
         self.open_count += 1
 
     def driver_close(self) -> None:
         self._note("driver_close")
-        self._require(not any(batch.waiting for batch in self._batches.values()), "driver closed under reads")
+        self._require(not any(batch.busy() for batch in self._batches.values()), "driver closed under reads")
         self.open_count -= 1
+        given_up = self.open_count > 0 or {"handle_deregister", "buf_deregister"} & set(self.refuse)
+        self._require(bool(given_up) or not (self.handles or self.regions), "driver closed with files or memory registered")
 
     def driver_get_properties(self, pointer: int) -> None:
         raw = np.zeros(14, dtype=np.uint32)
         raw[0], raw[1] = (2, 26) if self.direct else (0, 0)
-        raw[7] = self.allow_compat << 1
-        raw[8] = self.batches << 1
+        raw[6], raw[7] = self.p2p << 11, self.allow_compat << 1
+        raw[8] = self.batch_bit << 1
         raw[12] = self.max_batch
         ctypes.memmove(pointer, raw.ctypes.data, raw.nbytes)
 
@@ -244,9 +284,11 @@ class CuFileStub:
             os.close(self.handles.pop(handle))
 
     def buf_register(self, pointer: int, size: int, flags: int) -> None:
+        self._without.add(pointer)
         self._note("buf_register", pointer, size)
         if self.register_fails:
             raise cuFileError(5036)
+        self._without.remove(pointer)
         self.regions[pointer] = size
 
     def buf_deregister(self, pointer: int) -> None:
@@ -272,7 +314,9 @@ class CuFileStub:
     def _inside(self, base: int, base_offset: int, size: int) -> int:
         pointer = base + base_offset
         within = base in self.regions and base_offset >= 0 and base_offset + size <= self.regions[base]
-        self._require(within or self.register_fails, f"{size} bytes at {base_offset} are not inside registered memory")
+        self._require(
+            within or (base in self._without and self.allow_compat), f"{size} bytes at {base_offset} are not inside registered memory"
+        )
         return pointer
 
     def batch_io_set_up(self, capacity: int) -> int:
@@ -286,9 +330,11 @@ class CuFileStub:
     def batch_io_submit(self, number: int, count: int, pointer: int, flags: int) -> None:
         self._note("batch_io_submit", number, count)
         batch = self._batches[number]
+        if not self.batches:
+            raise cuFileError(5008)
         if count > batch.capacity:
             raise cuFileError(5037)
-        self._require(not batch.waiting and not batch.cancelled, "a batch was submitted twice")
+        self._require(not batch.busy() and not batch.cancelled, "a batch was submitted twice")
         raw = np.frombuffer((ctypes.c_char * (64 * count)).from_address(pointer), dtype=d._PARAMS)
         with self.changed:
             for p in raw:
@@ -314,12 +360,18 @@ class CuFileStub:
             while len(ready) < least and (left := until - time.monotonic()) > 0:
                 self.changed.wait(left)
                 ready = self._ready(batch)
+            if self.few_is_error and len(ready) < least:
+                raise cuFileError(5041)
             ready = ready[: count.value]
             events = np.zeros(len(ready), dtype=d.EVENTS)
             for event, entry in zip(events, ready, strict=True):
                 dropped = batch.cancelled and entry.rule is not None and entry.rule.fault == "hold"
                 event["cookie"] = entry.cookie
-                event["status"], event["ret"] = (d.CANCELED, 0) if dropped else self._perform(entry)
+                if entry.is_over:  # told again; nothing is moved again
+                    event["status"], event["ret"] = d.COMPLETE, entry.size
+                else:
+                    event["status"], event["ret"] = (d.CANCELED, 0) if dropped else self._perform(entry)
+                entry.is_over = True
                 entry.reports -= 1
                 if entry.reports == 0:
                     batch.waiting.remove(entry)
@@ -368,7 +420,7 @@ class CuFileStub:
 
     def batch_io_destroy(self, number: int) -> None:
         self._note("batch_io_destroy", number)
-        self._require(not self._batches[number].waiting, "a busy batch was destroyed")
+        self._require(not self._batches[number].busy(), "a busy batch was destroyed")
         del self._batches[number]
 
     def release(self) -> None:
@@ -380,4 +432,4 @@ class CuFileStub:
             self.changed.notify_all()
 
     def busy(self) -> int:
-        return sum(len(batch.waiting) for batch in self._batches.values())
+        return sum(not entry.is_over for batch in self._batches.values() for entry in batch.waiting)

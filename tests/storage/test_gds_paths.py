@@ -94,6 +94,32 @@ def test_driver_that_another_library_opened(make: MakeEngine, tmp_path: Path) ->
         assert stub.handles == {}
 
 
+def test_the_driver_stays_open_when_the_library_that_opened_it_leaves(make: MakeEngine, tmp_path: Path) -> None:
+    path, data = write_file(tmp_path, 5000)
+    for counts in (True, False):
+        stub = CuFileStub()
+        stub.open_count, stub.counts_opens = 1, counts
+        engine = make(stub)
+        file = engine.open(path)
+        assert stub.open_count == (2 if counts else 1)
+        if counts:
+            stub.driver_close()  # the other library's
+            future = engine.read(Plan.of(file, [1], [100]))
+            assert items_of(future.wait(), future.position_bytes, [100]) == [data[1:101]]
+            del future
+        engine.close()
+        assert stub.open_count == (0 if counts else 1)  # closed as often as opened
+
+
+def test_what_stands_in_the_way_is_named_rightly(make: MakeEngine) -> None:
+    """Where cuFile has PCI P2PDMA, its absence is not the reason."""
+    stub = CuFileStub()
+    assert "no PCI P2PDMA" in make(stub).properties.obstacle()
+    stub = CuFileStub()
+    stub.p2p = True
+    assert "file system" in make(stub).properties.obstacle()
+
+
 def test_two_engines_share_the_driver(make: MakeEngine) -> None:
     stub = CuFileStub()
     first, second = make(stub), make(stub)
