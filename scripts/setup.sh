@@ -161,8 +161,8 @@ install_packages() {
   if has_gpu; then
     venv_python -c 'import sys, torch; sys.exit(not torch.version.cuda)' ||
       say "there is an NVIDIA GPU, but pip chose a torch without CUDA, so it will stay idle (check pip's index and find-links settings)"
-    packages "installing GPUDirect Storage support (1.9 GB)" kvikio-cu13 cuda-bindings ||
-      say "going on without KvikIO: reads into GPU memory go through host memory; 'espnx doctor' shows it"
+    packages "installing GPUDirect Storage support" cuda-bindings ||
+      say "going on without cuda-bindings: reads into GPU memory go through host memory; 'espnx doctor' shows it"
   fi
 }
 

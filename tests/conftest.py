@@ -23,13 +23,10 @@ def lacking(marker: str) -> str | None:
     """What this machine lacks for tests with that marker, or None when they can run."""
     if marker == "root":
         return None if os.geteuid() == 0 else "needs root"
-    if marker in ("gpu", "gds"):
+    if marker == "gpu":
         import torch
 
-        if not torch.cuda.is_available():
-            return "needs a CUDA device"
-        if marker == "gds" and importlib.util.find_spec("kvikio") is None:
-            return "needs KvikIO (pip install espnx[gds])"
+        return None if torch.cuda.is_available() else "needs a CUDA device"
     return None
 
 
@@ -41,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        for marker in ("gpu", "gds", "root"):
+        for marker in ("gpu", "root"):
             if item.get_closest_marker(marker) and (reason := lacking(marker)):
                 item.add_marker(pytest.mark.skip(reason=f"[{marker}] {reason}"))
 

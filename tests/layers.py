@@ -39,7 +39,7 @@ THIRD_PARTY = {
     "kernels": {"triton"},
 }
 # GPUDirect Storage stays behind one door.
-GDS_ONLY = {"kvikio", "cuda", "cupy"}
+GDS_ONLY = {"cuda", "cupy"}
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def test_the_walk_sees_the_package() -> None:
         ("espnx.storage.plan", "from espnx import ops"),
         ("espnx.storage.plan", "def f():\n    import espnx.ops.crc32c"),
         ("espnx.storage.plan", "from ..retrieval import store"),
-        ("espnx.storage.plan", "import kvikio"),
+        ("espnx.storage.plan", "import cupy"),
         ("espnx.storage.plan", "from espnx.kernels import crc32c"),
         ("espnx.storage.plan", "from espnx import Index"),
         ("espnx.ops.maxsim.api", "import espnx.storage"),
@@ -78,7 +78,7 @@ def test_the_checker_reports(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("espnx.storage.plan", "import os\nimport torch\nfrom espnx.errors import ReadError\nfrom . import engine\nfrom espnx import _C"),
-        ("espnx.storage.gds", "import kvikio\nfrom cuda.bindings import cufile"),
+        ("espnx.storage.gds", "import cupy\nfrom cuda.bindings import cufile"),
         ("espnx.ops.maxsim.api", "from espnx.kernels import maxsim\nfrom .reference import maxsim_reference"),
         (
             "espnx.retrieval.build",

@@ -108,3 +108,14 @@ def test_every_direct_dependency_is_pinned() -> None:
     names = {requirement.split(";")[0].split(">")[0].split("=")[0].split("[")[0].strip() for requirement in wanted} - {"espnx"}
     pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line and line[0] != "#"}
     assert names <= pinned, names - pinned
+
+
+def test_what_the_gds_extra_brings_is_imported() -> None:
+    """Nobody downloads a package for nothing."""
+    import tomllib
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    text = "".join(path.read_text() for path in (ROOT / "espnx" / "storage").glob("gds*.py"))
+    for requirement in extras["gds"]:
+        module = requirement.split(">")[0].removesuffix("-cu13").replace("-", ".")
+        assert f"import {module}" in text or f"from {module} import" in text or f'"{module}' in text, requirement

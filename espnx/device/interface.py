@@ -107,7 +107,11 @@ class DeviceStats:
 
 
 class Device(Protocol):
-    """A place for rows that can compute on them. Calls come from one thread."""
+    """A place for rows that can compute on them.
+
+    `forget` and `stats` may be called by any thread at any time: whoever waits in `attend` or `visit` meanwhile is woken and gets
+    TransferCancelledError, unless all of its rows have arrived. All other calls come from one thread at a time.
+    """
 
     effective_path: str
 
@@ -126,7 +130,7 @@ class Device(Protocol):
     def attend(self, ticket: int, queries: Queries, tail: Tail | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention over the rows of the ticket and those of `tail`: (o float32 [sequences, heads, n, dv], lse [sequences, heads, n]).
 
-        Raises ReadError, ChecksumError, DeadlineExceededError; every ticket is void then.
+        Raises ReadError, ChecksumError, DeadlineExceededError, TransferCancelledError (see above); every ticket is void then.
         """
 
     def visit(self, ticket: int, see: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
@@ -134,7 +138,7 @@ class Device(Protocol):
         int64 [pieces, 5]: sequence, head, offset_bytes, rows, first position. The bytes are void when it returns. Raises as `attend`."""
 
     def forget(self) -> None:
-        """Makes all tickets void."""
+        """Makes all tickets void. From any thread."""
 
     def flush(self) -> None:
         """Waits for everything that is being written. Raises what a write raised."""

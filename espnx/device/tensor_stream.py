@@ -5,6 +5,7 @@ What csrc/device/row_stream.hpp does for host memory, in groups of reads, so tha
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -36,6 +37,7 @@ class _Reading:
     rows: RowReads
     groups: deque[range]
     arrivals: deque[tuple[range, Arrival]] = field(default_factory=deque)
+    is_forgotten: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class _Sums:
 
 
 class TensorStream:
-    """Not for several threads at once.
+    """`clear`, `front` and `stats` may be called by any thread at any time; the other calls by one thread at a time.
 
     Args:
         reader: of the data file.
@@ -60,6 +62,7 @@ class TensorStream:
         if window_bytes < 1:
             raise errors.InvalidInputError("read_ahead_bytes", got=window_bytes, expected="at least 1")
         self._reader, self._path, self._window_bytes = reader, path, window_bytes
+        self._lock = threading.RLock()  # of what follows, and of the readings in line
         self._line: deque[_Reading] = deque()
         self._ahead_bytes = self._next = 0
         self._bytes_asked = self._bytes_moved = 0
@@ -68,25 +71,30 @@ class TensorStream:
     def push(self, rows: RowReads) -> int:
         """Puts the reads of a layer at the end of the line."""
         reading = _Reading(self._next, rows, deque(rows.groups()))
-        self._next += 1
-        self._line.append(reading)
-        try:
-            self._pump()
-        except BaseException:
-            self.clear()
-            raise
+        with self._lock:
+            self._next += 1
+            self._line.append(reading)
+            try:
+                self._pump()
+            except BaseException:
+                self.clear()
+                raise
         return reading.number
 
     def front(self) -> int:
         """The ticket whose rows come next, or -1."""
-        return self._line[0].number if self._line else -1
+        with self._lock:
+            return self._line[0].number if self._line else -1
 
     def clear(self) -> None:
-        """Forgets everything that was pushed."""
-        line, self._line, self._ahead_bytes = self._line, deque(), 0
-        for reading in line:
-            for _, arrival in reading.arrivals:
-                arrival.cancel()
+        """Forgets everything that was pushed. What another thread consumes ends with TransferCancelledError, unless it has all of it."""
+        with self._lock:
+            line, self._line, self._ahead_bytes = self._line, deque(), 0
+            for reading in line:
+                reading.is_forgotten = True
+            arrivals = [arrival for reading in line for _, arrival in reading.arrivals]
+        for arrival in arrivals:
+            arrival.cancel()
 
     def stats(self) -> dict[str, float]:
         """Bytes of rows that were consumed, and seconds."""
@@ -119,9 +127,11 @@ class TensorStream:
         self._consume(ticket, look, lambda rows: None)
 
     def _consume(self, ticket: int, look: Callable[[RowReads, range, torch.Tensor], None], end: Callable[[RowReads], None]) -> None:
-        if self.front() != ticket:
-            raise errors.InvalidInputError("rows are consumed in the order in which they were asked for", got=ticket, expected=self.front())
-        reading = self._line[0]
+        with self._lock:
+            front = self.front()
+            if front != ticket:
+                raise errors.InvalidInputError("rows are consumed in the order in which they were asked for", got=ticket, expected=front)
+            reading = self._line[0]
         begun, waited_s = time.perf_counter(), 0.0
         try:
             while reading.arrivals:
@@ -131,18 +141,28 @@ class TensorStream:
                 waited_s += time.perf_counter() - waiting
                 look(reading.rows, group, memory)
                 del memory
-                reading.arrivals.popleft()
-                self._bytes_moved += arrival.bytes_moved
-                size_bytes = len(group) * reading.rows.layout.block_bytes
-                self._bytes_asked += size_bytes
-                self._ahead_bytes -= size_bytes
-                del arrival  # its memory serves the next read
-                self._pump()
+                with self._lock:
+                    reading.arrivals.popleft()
+                    if reading.is_forgotten and (reading.arrivals or reading.groups):
+                        raise errors.TransferCancelledError("the rows that were asked for are not needed", path=self._path)
+                    self._bytes_moved += arrival.bytes_moved
+                    size_bytes = len(group) * reading.rows.layout.block_bytes
+                    self._bytes_asked += size_bytes
+                    del arrival  # its memory serves the next read
+                    if not reading.is_forgotten:
+                        self._ahead_bytes -= size_bytes
+                        self._pump()
             end(reading.rows)
         except BaseException:
-            self.clear()  # also what came after: whoever catches this plans anew
+            with (
+                self._lock
+            ):  # also what came after: whoever catches this plans anew. Unless another thread cleared, and perhaps pushed since
+                if not reading.is_forgotten:
+                    self.clear()
             raise
-        self._line.popleft()
+        with self._lock:
+            if not reading.is_forgotten:
+                self._line.popleft()
         self._waiting_s += waited_s
         self._computing_s += time.perf_counter() - begun - waited_s
 

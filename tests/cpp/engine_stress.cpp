@@ -1,15 +1,19 @@
 // Many threads, one engine, every kind of trouble; built with the thread or the address sanitizer by
 // tests/storage/test_stress.py.
 //
-//   engine_stress PATH SEED ROUNDS FOLDER     PATH: uring, posix, memory, or hostile (the thread pool behind
-//   HostileQueue)
+//   engine_stress PATH SEED ROUNDS FOLDER     PATH: uring, posix, memory, hostile (the thread pool behind
+//   HostileQueue), or pressure (uring over a kernel that refuses, again and again, and for long)
 //
 // The bytes of the files follow from their offsets, so each reader checks what it gets. Exit code 0: every
 // transfer ended in the right bytes or in a failure that may happen, and nothing was left behind.
 #include <fcntl.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -26,8 +30,33 @@ namespace espnx::io {
 // posix_queue.cpp is compiled with make_posix_queue renamed, so that the engine comes by here.
 std::unique_ptr<Queue> make_real_posix_queue(unsigned threads);
 
-std::atomic<bool> g_hostile{false};
+std::atomic<bool> g_hostile{false}, g_pressure{false};
+std::atomic<int> g_refusals{0};  // calls that will be refused; the longest run is more than any loop should count
 std::atomic<uint64_t> g_seed{1};
+
+// uring_queue.cpp is compiled with syscall renamed, so that it comes by here: a kernel without memory for requests.
+extern "C" long engine_syscall(long number, ...) noexcept {
+  va_list list;
+  va_start(list, number);
+  long arg[6];
+  for (long& each : arg) each = va_arg(list, long);
+  va_end(list);
+  if (g_pressure && number == SYS_io_uring_enter) {
+    thread_local std::mt19937_64 random(g_seed++);
+    if (random() % 8 == 0) g_refusals += static_cast<int>(random() % 400 == 0 ? 1500 : random() % 4);
+    if (g_refusals > 0) {
+      --g_refusals;
+      errno = std::array<int, 4>{EAGAIN, EBUSY, ENOMEM, EINTR}[random() % 4];
+      return -1;
+    }
+    const auto asked = static_cast<unsigned>(arg[1]);
+    if (asked > 1 && random() % 4 == 0) {  // takes some of them, and then does not wait
+      arg[1] = 1 + static_cast<long>(random() % asked);
+      arg[2] = arg[1] == static_cast<long>(asked) ? arg[2] : 0;
+    }
+  }
+  return syscall(number, arg[0], arg[1], arg[2], arg[3], arg[4], arg[5]);
+}
 
 std::unique_ptr<Queue> make_posix_queue(unsigned threads) {
   auto real = make_real_posix_queue(threads);
@@ -171,7 +200,7 @@ void reader(io::Engine& engine, const std::vector<int64_t>& numbers, uint64_t se
 
 io::EngineOptions options_for(const std::string& path, Random& random, bool faults) {
   io::EngineOptions options;
-  options.path = path == "hostile" ? "posix" : path;
+  options.path = path == "hostile" ? "posix" : path == "pressure" ? "uring" : path;
   options.queue_depth = static_cast<unsigned>(1 + below(random, 40));
   options.threads = static_cast<unsigned>(1 + below(random, 6));
   options.request_bytes = (1 + below(random, 16)) * 4096;
@@ -288,6 +317,31 @@ void share_a_transfer(const std::string& path, const std::string& folder) {
   }
 }
 
+// More requests than the ring has entries, while the kernel takes none: they wait, and all of them complete.
+void fill_the_ring(const std::string& folder) {
+  constexpr int kRequests = 300, kBytes = 512;
+  std::string reason;
+  const auto queue = io::make_uring_queue(1, reason);
+  const auto file = io::open_file(file_name(folder, 0), io::Mode::read, io::Direct::no);
+  std::vector<char> memory(kRequests * kBytes);
+  io::g_refusals = 2500;
+  for (int i = 0; i < kRequests; ++i) {
+    queue->submit({io::Op::read, file.get(), i * 1000, memory.data() + i * kBytes, kBytes, static_cast<uint64_t>(i)});
+  }
+  std::vector<int> seen(kRequests);
+  std::vector<io::Completion> found;
+  for (int count = 0; count < kRequests; count += static_cast<int>(found.size())) {
+    found.clear();
+    queue->wait(found, 1, 1'000'000'000);
+    for (const io::Completion& completion : found) {
+      if (completion.result != kBytes || seen[completion.tag]++) broken("a request of a full ring went wrong");
+    }
+  }
+  for (int i = 0; i < kRequests * kBytes; ++i) {
+    if (memory[i] != byte_at(0, i / kBytes * 1000 + i % kBytes)) broken("wrong bytes from a full ring");
+  }
+}
+
 void run(const std::string& path, const std::string& folder, uint64_t seed, int rounds, Outcomes& outcomes) {
   round_of(path, folder, seed, rounds, false, -1, outcomes);
   round_of(path, folder, seed + 1, rounds, true, -1, outcomes);
@@ -304,11 +358,14 @@ int main(int count, char** words) {
   const uint64_t seed = std::strtoull(words[2], nullptr, 10);
   const int rounds = std::atoi(words[3]);
   io::g_hostile = path == "hostile";
+  io::g_pressure = path == "pressure";
   make_files(folder);
   Outcomes outcomes;
   try {
     std::string reason;
-    if (path == "uring" && !io::make_uring_queue(8, reason)) broken("uring cannot be had: " + reason);
+    const bool is_ring = path == "uring" || path == "pressure";
+    if (is_ring && !io::make_uring_queue(8, reason)) broken("uring cannot be had: " + reason);
+    if (is_ring) fill_the_ring(folder);
     run(path, folder, seed, rounds, outcomes);
   } catch (const io::FailureError& error) {
     broken("failed: " + error.failure.what + " " + error.failure.path);

@@ -59,28 +59,21 @@ def _library_folders() -> list[Path]:
     return sorted({folder.resolve() for folder in folders})
 
 
-def kvikio() -> Check:
-    return _package("kvikio", "kvikio-cu13", "large reads into GPU memory go through it")
-
-
 def cuda_bindings() -> Check:
-    return _package("cuda.bindings", "cuda-bindings", "batches of small reads into GPU memory go through it")
-
-
-def _package(module: str, distribution: str, purpose: str) -> Check:
+    name = "cuda-bindings"
     if not present():
-        return Check(NA, distribution, "no NVIDIA GPU")
+        return Check(NA, name, "no NVIDIA GPU")
     try:
-        found = util.find_spec(module) is not None
+        found = util.find_spec("cuda.bindings") is not None
     except ModuleNotFoundError:  # the parent package is missing
         found = False
     if not found:
-        return Check(WARN, distribution, f"{distribution} is not installed", purpose, "pip install 'espnx[gds]'")
+        return Check(WARN, name, f"{name} is not installed", "reads into GPU memory go through it", "pip install 'espnx[gds]'")
     try:
-        version = metadata.version(distribution)
+        version = metadata.version(name)
     except metadata.PackageNotFoundError:
         version = "of unknown version"
-    return Check(PASS, distribution, f"{distribution} {version}")
+    return Check(PASS, name, f"{name} {version}")
 
 
 def nvidia_fs() -> Check:
@@ -94,4 +87,4 @@ def nvidia_fs() -> Check:
     return Check(PASS, "nvidia-fs", "nvidia-fs is loaded", evidence={"version": version})
 
 
-CHECKS = (gpu, libcufile, kvikio, cuda_bindings, nvidia_fs)
+CHECKS = (gpu, libcufile, cuda_bindings, nvidia_fs)

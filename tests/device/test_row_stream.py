@@ -1,0 +1,17 @@
+"""Streams of rows that one thread consumes and another clears, in C++ with a sanitizer: tests/cpp/row_stream_stress.cpp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.sanitized import CSRC, ENGINE, SANITIZERS, build, run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_cleared_by_another_thread(sanitizer: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    folder = request.config.cache.mkdir(f"row_stream_stress-{sanitizer}")
+    program = build("row_stream_stress", [*ENGINE, CSRC / "device" / "row_stream.cpp"], sanitizer, folder)
+    run(program, "1", "60", tmp_path)
