@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from .. import errors
+from ..device.readers import host_memory
 from ..sizes import format_size
 from .rerank import QueryVectors, score
 from .tier import Tier
@@ -60,26 +61,46 @@ class HotDocuments:
         found = self._is_here(place)
         if not found.any():
             return found, np.empty(0, np.float32)
-        at = torch.from_numpy(place[found] % self.budget_bytes)
-        memory = self._memory if query.tokens.device.type == "cpu" else self._memory.to(query.tokens.device)
-        scores = score(self._tier, memory, at, numbers[found], query)
+        at = place[found] % self.budget_bytes
+        if query.tokens.device == self._memory.device:
+            scores = score(self._tier, self._memory, torch.from_numpy(at), numbers[found], query)
+        else:
+            gathered, begin = self._gathered(numbers[found], at, query.tokens.device)
+            scores = score(self._tier, gathered, begin, numbers[found], query)
         still = self._is_here(place[found])  # the ring may have come round while we read
         found[np.flatnonzero(found)[~still]] = False
         return found, scores[still]
 
+    def _gathered(self, numbers: np.ndarray, at: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """A copy of records on a GPU, and where each begins in it: they are a small part of the ring."""
+        sizes = self._tier.schema.sizes(self._tier.n_tokens[numbers])
+        begin = np.cumsum(sizes) - sizes
+        staged = host_memory(int(sizes.sum()), device)
+        target = staged.numpy()
+        for to, source, size in zip(begin.tolist(), at.tolist(), sizes.tolist(), strict=True):
+            target[to : to + size] = self._bytes[source : source + size]
+        return staged.to(device, non_blocking=True), torch.from_numpy(begin)
+
     def admit(self, numbers: np.ndarray, memory: torch.Tensor, positions: torch.Tensor) -> None:
-        """Keeps those of the records just read (and checked) that were read before. Does nothing while another thread is at it."""
-        if memory.is_cuda or not len(numbers) or not self._lock.acquire(blocking=False):
+        """Keeps those of the records just read (and checked) that were read before. Does nothing while another thread is at it.
+
+        `memory`: where they were read to. On a GPU, those that are kept come back in one copy.
+        """
+        if not len(numbers) or not self._lock.acquire(blocking=False):
             return
         try:
             again = self._seen[numbers] & ~self._is_here(self._place[numbers])
             self._note_seen(numbers)
             if not again.any():
                 return
-            sizes = self._tier.schema.sizes(self._tier.n_tokens[numbers])
-            source, where = memory.numpy(), positions.numpy()
-            for i in np.flatnonzero(again).tolist():
-                self._put(int(numbers[i]), source[where[i] : where[i] + sizes[i]])
+            kept = numbers[again]
+            sizes, where = self._tier.schema.sizes(self._tier.n_tokens[kept]), positions.numpy()[again]
+            if memory.is_cuda:
+                pieces = [memory[begin : begin + size] for begin, size in zip(where.tolist(), sizes.tolist(), strict=True)]
+                memory, where = torch.cat(pieces).cpu(), np.cumsum(sizes) - sizes
+            source = memory.numpy()
+            for number, begin, size in zip(kept.tolist(), where.tolist(), sizes.tolist(), strict=True):
+                self._put(number, source[begin : begin + size])
         finally:
             self._lock.release()
 

@@ -67,9 +67,10 @@ class Records(Protocol):
 
 @dataclass
 class Scored:
-    """Scores of the pairs of one read, and what they cost in seconds."""
+    """Scores of the pairs of one read, and what they cost in seconds. `memory`: the records, where they were scored."""
 
     scores: np.ndarray
+    memory: torch.Tensor
     maxsim_s: float = 0.0
     waited_s: float = 0.0
     finished_at: float = field(default=0.0)
@@ -108,7 +109,7 @@ def _score_natively(tier: Tier, future: NativeFuture, numbers: np.ndarray, pairs
         one = torch.tensor([damaged])
         tier.check(future.memory, future.position_bytes[one], numbers[one.numpy()])
         raise errors.ChecksumError(f"record {numbers[damaged]} was found damaged, then whole", fix="search again; check the memory")
-    return Scored(scores.numpy(), maxsim_s, waited_s, time.perf_counter())
+    return Scored(scores.numpy(), future.memory, maxsim_s, waited_s, time.perf_counter())
 
 
 def _score_on_device(
@@ -116,9 +117,9 @@ def _score_on_device(
 ) -> Scored:
     """By the tensor ops. On a GPU, records that the engine left in host memory cross in one copy when all are there: many small copies
     would cost more than the overlap saves."""
-    result = Scored(np.full(len(pairs), np.nan, dtype=np.float32))
-    moves = device.type != "cpu" and not future.memory.is_cuda
     memory = future.memory
+    result = Scored(np.full(len(pairs), np.nan, dtype=np.float32), memory)
+    moves = memory.device != device
     finished = not len(numbers)
     at_least = 2**62 if moves else max(_LEAST, len(numbers) // _PARTS)
     while not finished:
@@ -127,7 +128,7 @@ def _score_on_device(
         arrived = time.perf_counter()
         result.waited_s += arrived - begun
         if moves:
-            memory = future.memory.to(device)
+            result.memory = memory = future.memory.to(device, non_blocking=True)
         if items.numel():
             arrivals = items.numpy()
             positions = future.position_bytes

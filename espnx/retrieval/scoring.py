@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future as Task
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -79,6 +80,8 @@ class TierScoring:
         self._asked = [np.empty(0, dtype=np.int64) for _ in queries]
         self._known: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in queries]
         self._reads: list[_Read] = []
+        # Workers have current streams of their own: what the caller's has still to do on the queries must come first.
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self.costs = Costs()
 
     def ask(self, wanted: Sequence[np.ndarray], *, urgent: bool = False) -> list[int]:
@@ -129,11 +132,15 @@ class TierScoring:
             numbers, item = np.unique(number, return_inverse=True)
             order = np.argsort(item, kind="stable")
             pairs = Pairs(item[order], query[order])
-        future = self._tier.read(numbers, gap_bytes=self._gap_bytes, priority=int(urgent), deadline_s=self._deadline_s)
+        future = self._tier.read(numbers, gap_bytes=self._gap_bytes, priority=int(urgent), deadline_s=self._deadline_s, device=self._device)
         read = _Read(future, numbers, pairs, None)
         self._reads.append(read)  # before the task, so that a failure to start it still cancels the read
         if not urgent:
-            read.task = self._workers.submit(score_arrivals, self._tier, future, numbers, pairs, self._queries, self._device)
+            read.task = self._workers.submit(self._score, future, numbers, pairs)
+
+    def _score(self, future: Future, numbers: np.ndarray, pairs: Pairs) -> Scored:
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            return score_arrivals(self._tier, future, numbers, pairs, self._queries, self._device)
 
     def finish(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Waits. For each query: the numbers it asked for, ascending, and their scores. Raises what a read or a check raised."""
@@ -148,7 +155,7 @@ class TierScoring:
         scored = self._scored(read)
         self._note(read.numbers, read.pairs, scored.scores)
         for pairs in read.later:
-            self._score_later(read, pairs)
+            self._score_later(read, scored.memory, pairs)
         future = read.future
         waited_s = 0.0 if read.task else scored.waited_s  # by a worker, which nobody waits for
         self.costs.add(
@@ -159,17 +166,14 @@ class TierScoring:
 
     def _scored(self, read: _Read) -> Scored:
         if read.task is None:
-            return score_arrivals(self._tier, read.future, read.numbers, read.pairs, self._queries, self._device)
+            return self._score(read.future, read.numbers, read.pairs)
         try:
             return read.task.result()
         except BaseException:
             read.task = None  # it holds the error, whose traceback holds this frame
             raise
 
-    def _score_later(self, read: _Read, pairs: Pairs) -> None:
-        memory = read.future.memory
-        if self._device.type != memory.device.type:
-            memory = memory.to(self._device)
+    def _score_later(self, read: _Read, memory: torch.Tensor, pairs: Pairs) -> None:
         scores = np.empty(len(pairs), dtype=np.float32)
         chosen = np.argsort(pairs.query, kind="stable")
         score_pairs(self._tier, memory, read.future.position_bytes, read.numbers, pairs, chosen, self._queries, scores)

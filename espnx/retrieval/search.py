@@ -393,9 +393,11 @@ def _device(name: str | torch.device) -> torch.device:
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
-        raise errors.InvalidInputError("device", got=repr(name), expected="cpu or cuda") from None
-    if device.type != "cuda":
-        return device
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise errors.InvalidInputError("device", got=repr(name), expected="cpu or cuda")
+    if device.type == "cpu":
+        return torch.device("cpu")
     if not torch.cuda.is_available():
         raise errors.PathUnavailableError("no CUDA device here", got=str(name), fix="use device='cpu'")
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
