@@ -19,21 +19,21 @@ from ..checks import check_path, check_whole, plain
 from ..sizes import parse_size
 from ..storage import Engine, NativeEngine, open_engine
 from ..storage.manifest import read_manifest
-from .contents import alive_numbers, texts_of
 from .cost import DeviceCost
 from .documents import check_count
 from .encoder import Encoded, Encoder
 from .evaluate import DEFAULT_METRICS, Qrels, check_judged, evaluate
 from .first_stage import IvfFirstStage
 from .hot import HotDocuments
+from .lookup import alive_numbers, texts_of
 from .request import SearchOptions, check_arguments
 from .resident import ResidentTier
 from .result import SearchResult
+from .searchable import Places, Searchable
 from .store import MAGIC, VERSION, EmbeddingStore
 from .texts import DocumentId, document_id, document_ids
 from .tier import Tier
 from .turns import Turns
-from .version import Places, Version
 from .waves import Waves
 
 Query = str | Encoded
@@ -98,14 +98,14 @@ class Index:
         self._closed = False
         self._changing, self._swapping = threading.Lock(), threading.Lock()  # of versions: one change at a time; which one is current
         self._turns = Turns(_SEARCHES_PER_CORE * len(os.sched_getaffinity(0)))
-        self._retired: WeakSet[Version] = WeakSet()
+        self._retired: WeakSet[Searchable] = WeakSet()
         self.encoder: Encoder | None = None
         with ExitStack() as opened:
             self._native, self._records = self._open_engines(engine, opened)
             self._workers = ThreadPoolExecutor(max_workers=_RERANK_THREADS, thread_name_prefix="espnx-rerank")
             opened.callback(self._workers.shutdown, wait=True)
-            self._version = self._open_version()
-            opened.callback(lambda: self._version.close())  # the newest by then  # noqa: PLW0108
+            self._newest = self._open_version()
+            opened.callback(lambda: self._newest.close())  # the newest by then  # noqa: PLW0108
             if encoder is not None:
                 self.use_encoder(encoder)
             self._opened = opened.pop_all()
@@ -122,12 +122,12 @@ class Index:
             raise errors.InvalidInputError("records would lie in GPU memory", got="device='cpu'", fix="open the index with device='cuda'")
         return opened.enter_context(NativeEngine()), records
 
-    def _open_version(self) -> Version:
-        return Version(self._path, self._native, self._records, self._places, self._workers)
+    def _open_version(self) -> Searchable:
+        return Searchable(self._path, self._native, self._records, self._places, self._workers)
 
     def use_encoder(self, encoder: Encoder) -> None:
         """Encodes queries given as text with it. Raises InvalidInputError unless the store was built with the same (or with none)."""
-        self._version.check_encoder(encoder)
+        self._newest.check_encoder(encoder)
         self.encoder = encoder
 
     def reload(self) -> bool:
@@ -152,16 +152,16 @@ class Index:
                 version.close()
                 raise
             with self._swapping:
-                old, self._version = self._version, version
+                old, self._newest = self._newest, version
             self._retired.add(old)
             old.retire()
             return True
 
     @contextmanager
-    def _current(self) -> Iterator[Version]:
+    def _current(self) -> Iterator[Searchable]:
         """The newest version, which stays open meanwhile."""
         with self._swapping:
-            version = self._version
+            version = self._newest
             version.hold()
         try:
             yield version
@@ -170,25 +170,25 @@ class Index:
 
     @property
     def store(self) -> EmbeddingStore:
-        return self._version.store
+        return self._newest.store
 
     @property
     def first_stage(self) -> IvfFirstStage:
-        return self._version.first_stage
+        return self._newest.first_stage
 
     @property
     def hot(self) -> HotDocuments | None:
-        return self._version.hot
+        return self._newest.hot
 
     @property
     def compact(self) -> Tier | ResidentTier | None:
         """The compact tier, wherever it is."""
-        return self._version.compact
+        return self._newest.compact
 
     @property
     def cost(self) -> DeviceCost:
         """Of the device's reads."""
-        return self._version.cost
+        return self._newest.cost
 
     @property
     def engine(self) -> Engine:
@@ -198,12 +198,12 @@ class Index:
     @property
     def default_nprobe(self) -> int:
         """The number of lists that found 98 % of the exhaustive candidates when the store was built."""
-        return self._version.default_nprobe
+        return self._newest.default_nprobe
 
     @property
     def resident_bytes(self) -> dict[str, int]:
         """What is held in RAM, by part: metadata of the store, compact tier, hot documents. The first stage's index is FAISS's own."""
-        return self._version.resident_bytes
+        return self._newest.resident_bytes
 
     def __len__(self) -> int:
         """Documents that may be found."""
@@ -246,7 +246,7 @@ class Index:
         return self.ids()
 
     @contextmanager
-    def _reading(self) -> Iterator[Version]:
+    def _reading(self) -> Iterator[Searchable]:
         """The newest version, while it is our turn."""
         with self._turns, self._current() as version:
             self._check_open()

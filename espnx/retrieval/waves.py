@@ -17,9 +17,9 @@ from .ranking import rank
 from .request import Arguments
 from .rerank import QueryVectors
 from .result import Hit, SearchResult
+from .searchable import Searchable
 from .tier import Tier
 from .turns import Turns
-from .version import Version
 from .wave import Outcome, Request, Wave
 
 #: A wave is cut so that its records, candidates and lists take no more memory than this, and two waves are under way at a time.
@@ -41,7 +41,7 @@ class Waves:
         allowed: which records may be found; None for all.
     """
 
-    def __init__(self, version: Version, turns: Turns, is_alone: bool, arguments: Arguments, allowed: Allowed | None, explain: bool):
+    def __init__(self, version: Searchable, turns: Turns, is_alone: bool, arguments: Arguments, allowed: Allowed | None, explain: bool):
         self._version, self._turns, self._is_alone = version, turns, is_alone
         self._arguments, self._allowed, self._explain = arguments, allowed, explain
 

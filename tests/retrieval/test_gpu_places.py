@@ -16,7 +16,7 @@ import torch
 import espnx
 from espnx import errors
 from espnx.retrieval import hot as hot_module
-from espnx.retrieval import rerank, scoring, search, tier, version
+from espnx.retrieval import rerank, scoring, search, searchable, tier
 from espnx.retrieval.hot import HotDocuments
 from espnx.retrieval.rerank import QueryVectors, Scored
 from espnx.retrieval.scoring import TierScoring
@@ -73,8 +73,8 @@ def test_the_engine_reads_into_the_gpu_that_scores(
 @pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize(("device", "expected"), [(torch.device("cuda", 2), 2), (torch.device("cpu"), 3)])
 def test_the_first_stage_is_on_the_gpu_that_scores(monkeypatch: pytest.MonkeyPatch, device: torch.device, expected: int) -> None:
-    monkeypatch.setattr(version, "GpuIvfFirstStage", lambda index, threads, gpu: (index, threads, gpu))
-    assert version._first_stage("index", version.Places(device, 2, "cuda", 0, "ssd", None)) == ("index", 2, expected)
+    monkeypatch.setattr(searchable, "GpuIvfFirstStage", lambda index, threads, gpu: (index, threads, gpu))
+    assert searchable._first_stage("index", searchable.Places(device, 2, "cuda", 0, "ssd", None)) == ("index", 2, expected)
 
 
 def vectors(query: espnx.Encoded) -> QueryVectors:

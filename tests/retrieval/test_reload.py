@@ -13,7 +13,7 @@ import pytest
 
 import espnx
 from espnx import errors
-from espnx.retrieval.version import Version
+from espnx.retrieval.searchable import Searchable
 from tests.retrieval.common import EVERYTHING, build, corpus, queries, toy_encoder
 
 DOCUMENTS = corpus(140, tokens=(1, 3))
@@ -50,7 +50,7 @@ def test_old_versions_are_let_go(folder: Path) -> None:
         seen = []
         before = 0
         for i in range(6):
-            seen.append(weakref.ref(index._version))
+            seen.append(weakref.ref(index._newest))
             espnx.add(folder / "s", DOCUMENTS[100 + i : 101 + i])
             espnx.compact(folder / "s")
             index.reload()
@@ -71,7 +71,7 @@ def test_one_that_cannot_be_searched_changes_nothing(folder: Path, monkeypatch: 
             index.reload()
         assert len(found(index)) == 50
         build(folder / "s", DOCUMENTS[:60], replace=True)
-        monkeypatch.setattr("espnx.retrieval.version.Filters", lambda *_: (_ for _ in ()).throw(errors.ReadError("injected")))
+        monkeypatch.setattr("espnx.retrieval.searchable.Filters", lambda *_: (_ for _ in ()).throw(errors.ReadError("injected")))
         with pytest.raises(errors.ReadError, match="injected"):
             index.reload()
         monkeypatch.undo()
@@ -85,7 +85,7 @@ def test_a_search_under_way_keeps_its_version(folder: Path, monkeypatch: pytest.
     build(folder / "s", DOCUMENTS[:50])
     with espnx.open(folder / "s") as index:
         inside, go_on, got = threading.Event(), threading.Event(), list[int]()
-        old = index._version
+        old = index._newest
         whole = old.store.texts.get
 
         def get(numbers: Any) -> Any:
@@ -125,8 +125,8 @@ def test_every_search_is_of_one_version(folder: Path, monkeypatch: pytest.Monkey
     wrong: list[Any] = []
     stop = threading.Event()
     closed = []
-    close = Version.close
-    monkeypatch.setattr(Version, "close", lambda self: (closed.append(self), close(self)))
+    close = Searchable.close
+    monkeypatch.setattr(Searchable, "close", lambda self: (closed.append(self), close(self)))
     with espnx.open(folder / "s") as index:
 
         def search() -> None:

@@ -46,7 +46,7 @@ class Places:
     cost: DeviceCost | None
 
 
-class Version:
+class Searchable:
     """See the module. Holds files and memory until `close`, or until it was retired and nobody uses it any more.
 
     Args:
