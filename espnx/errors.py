@@ -172,6 +172,10 @@ class FileMissingError(StorageError, FileNotFoundError):
     """There is no file of that name."""
 
 
+class SharedDataError(StorageError):
+    """The data of a store are not its own: it is a copy that names another store's data directories. It can be read, and not changed."""
+
+
 class StoreNotFoundError(FileMissingError):
     """There is no published store in that directory."""
 

@@ -177,7 +177,7 @@ class Builder:
         total = len(documents) if isinstance(documents, Sized) else None
         stream = batches(documents, BATCH_DOCUMENTS, self.budget.left() // 12, self.spool_schema.dim)
         try:
-            first, resumed = self._confirm(stream, total)
+            first, resumed = self._confirm(stream, total, published)
             if first or self.state.phase == "spool":
                 self._append(itertools.chain([first] if first else [], stream), total)
         except Exception as error:
@@ -186,7 +186,7 @@ class Builder:
             raise
         return resumed
 
-    def _confirm(self, stream: Iterator[list[Document]], total: int | None) -> tuple[list[Document], int]:
+    def _confirm(self, stream: Iterator[list[Document]], total: int | None, published: dict[str, Any] | None) -> tuple[list[Document], int]:
         """Keeps what the corpus confirms of an interrupted build. Returns the first documents that are new, and how many are not."""
         kept, phase = self.state.documents, self.state.phase
         if not kept and phase == "spool":
@@ -200,7 +200,7 @@ class Builder:
             self._restarted(f"the corpus goes on after the {kept} documents that it had")
         if same < kept or (other and phase != "spool"):
             vector_dim = self.spool_schema.d_cls if self.pooling is None else self.pooling.dim
-            generations.back_to_spool(self.engine, self.path, self.state)
+            generations.back_to_spool(self.engine, self.path, self.state, published)
             cut(self.engine, self.building, self.spool_schema, vector_dim, self.state, same)
             make_directory(self.directory)
         return other, same
@@ -361,7 +361,7 @@ class Builder:
         return found
 
     def _data_directories(self) -> list[str]:
-        return generations.data_directories(self.options.directories, self.state.store_id, self.state.generation)
+        return generations.data_directories(self.path, self.options.directories, self.state.store_id, self.state.generation)
 
     def _write(self, spool: Spool, arranged: Arranged) -> list[SegmentWriter]:
         directories = self._data_directories()

@@ -38,7 +38,7 @@ def write_compacted(
     directory = os.path.join(store.path, generations.name(generation))
     make_directory(directory)
     tiers = {"full": store.full} | ({"compact": store.compact} if store.compact is not None else {})
-    roots = generations.data_directories(directories, store.manifest["store_id"], generation)
+    roots = generations.data_directories(store.path, directories, store.manifest["store_id"], generation)
     _check_disk(store, roots, tiers)
     index, order = _live_lists(store)
     with StreamWriter(engine, os.path.join(directory, FIRST_STAGE_NAME)) as writer:

@@ -3,31 +3,31 @@
 STORE/MANIFEST.json      names the live generation
 STORE/gen-000002/        its files
 STORE/building/          the spool and the state of a build under way
-DIR/espnx-ID-gen-000002/ its data segments on another SSD
+DIR/espnx-ID/            its data segments on another SSD, see places.py
 """
 
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 import re
-import shutil
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import errors
-from ..storage import NativeEngine
+from ..storage import NativeEngine, ownership
 from ..storage.manifest import NAME as MANIFEST_NAME
 from ..storage.manifest import read_manifest
 from ..storage.stream import make_directory
 from .build_state import STATE_NAME, BuildSettings, BuildState, read_state, write_state
+from .places import GENERATION, check_own, check_paths, data_paths, leave, make_home, remove_generation, tidy
 from .spool import SPOOLED
 from .store import MAGIC, VERSION
 
 BUILDING = "building"
-_NAME = re.compile(r"gen-([0-9]{6,})")  # of a generation's directory; what has any other name is not ours
+_SPOOLED = {*SPOOLED, ownership.MARK, f"{ownership.MARK}.new"}
+_SPOOL_FILES = re.compile("|".join(map(re.escape, sorted(_SPOOLED))))
 
 
 def name(generation: int) -> str:
@@ -41,13 +41,18 @@ def following(path: str, generation: int) -> int:
 
 def _directories(path: str) -> list[str]:
     """The generation directories that lie in a store's."""
-    return [entry for entry in os.listdir(path) if _NAME.fullmatch(entry)]
+    return [entry for entry in os.listdir(path) if GENERATION.fullmatch(entry)]
 
 
 def _remove_others(path: str, keep: set[str]) -> None:
     for entry in _directories(path):
         if entry not in keep:
-            shutil.rmtree(os.path.join(path, entry), ignore_errors=True)
+            remove_generation(os.path.join(path, entry))
+
+
+def _remove_building(path: str) -> None:
+    with contextlib.suppress(OSError):
+        ownership.remove_directory(os.path.join(path, BUILDING), _SPOOL_FILES)
 
 
 def manifest_file(path: str) -> int:
@@ -62,6 +67,7 @@ def published(engine: NativeEngine, path: str, replace: bool) -> dict[str, Any] 
     """The manifest of the store that is there, or None. Raises InvalidInputError if there is one and it may not be replaced."""
     try:
         manifest = read_manifest(engine, path, MAGIC, VERSION)
+        check_paths(manifest, path)
     except errors.StoreNotFoundError:
         others = _others(engine, path)
         if others:
@@ -79,6 +85,9 @@ def published(engine: NativeEngine, path: str, replace: bool) -> dict[str, Any] 
             got=f"{manifest['records']['count']} documents",
             fix="build elsewhere, or replace it (replace=True, --replace)",
         )
+    check_own(path, manifest, replacing=True)
+    if others := sorted(_foreign(path)):
+        raise _no_store(path, others)
     return manifest
 
 
@@ -107,9 +116,9 @@ def _foreign(path: str) -> set[str]:
     building = os.path.join(path, BUILDING)
     if not os.path.lexists(building):
         return set()
-    if not os.path.isdir(building):
+    if os.path.islink(building) or not os.path.isdir(building):
         return {BUILDING}
-    return {os.path.join(BUILDING, entry) for entry in set(os.listdir(building)) - SPOOLED}
+    return {os.path.join(BUILDING, entry) for entry in set(os.listdir(building)) - _SPOOLED}
 
 
 def _is_in(path: str, directory: str) -> bool:
@@ -126,10 +135,12 @@ def begin(
     if state is not None and live is not None and state.generation <= live["generation"]:
         state = None  # that build was published; only its end, tidying up, was missed
     changed = None
+    if state is not None and not ownership.belongs_to(building, state.store_id, path):
+        changed, state = "it was begun in another directory", None
     if state is not None and state.settings != settings:
         changed = "other settings: " + ", ".join(settings.differences(state.settings))
         if state.settings.spooled == settings.spooled:
-            back_to_spool(engine, path, state)
+            back_to_spool(engine, path, state, live)
             state.settings = settings
         else:
             state = None
@@ -139,21 +150,25 @@ def begin(
     _remove_others(path, {*(directories_of(live) if live else ()), name(state.generation)})
     for directory in (building, os.path.join(path, name(state.generation))):
         make_directory(directory)
+    if not ownership.is_up_to_date(building, path):
+        ownership.set_mark(building, state.store_id, path)
     write_state(engine, building, state)
     return state, changed
 
 
-def back_to_spool(engine: NativeEngine, path: str, state: BuildState) -> None:
+def back_to_spool(engine: NativeEngine, path: str, state: BuildState, live: Mapping[str, Any] | None) -> None:
     """Removes what a build has written beside its spool. The state goes first: no build may go on with files that are gone."""
     state.back_to_spool()
     write_state(engine, os.path.join(path, BUILDING), state)
-    _remove_written(path, state)
+    _remove_written(path, state, live)
 
 
-def _remove_written(path: str, state: BuildState) -> None:
-    own = [_data_directory(directory, state.store_id, state.generation) for directory in state.settings.directories]
-    for directory in (os.path.join(path, name(state.generation)), *own):
-        shutil.rmtree(directory, ignore_errors=True)
+def _remove_written(path: str, state: BuildState, live: Mapping[str, Any] | None) -> None:
+    remove_generation(os.path.join(path, name(state.generation)))
+    if live is not None and state.store_id == live["store_id"]:
+        tidy(path, state.store_id, state.settings.directories, data_paths(live))
+    else:
+        leave(path, state.store_id, state.settings.directories)
 
 
 def discard(engine: NativeEngine, path: str, live: Mapping[str, Any] | None) -> None:
@@ -169,22 +184,18 @@ def discard(engine: NativeEngine, path: str, live: Mapping[str, Any] | None) -> 
             write_state(engine, building, state)
         except errors.StorageError:  # on a full disk, say; then the state itself has to go
             os.unlink(os.path.join(building, STATE_NAME))
-        _remove_written(path, state)
+        _remove_written(path, state, live)
     _remove_others(path, keep)
-    shutil.rmtree(building, ignore_errors=True)
+    _remove_building(path)
 
 
-def _data_directory(directory: str, store_id: str, generation: int) -> str:
-    return os.path.abspath(os.path.join(directory, f"espnx-{store_id[:12]}-{name(generation)}"))
-
-
-def data_directories(directories: Sequence[str], store_id: str, generation: int) -> list[str]:
+def data_directories(root: str, directories: Sequence[str], store_id: str, generation: int) -> list[str]:
     """Where a generation's segments go: made, as paths that the manifest can hold."""
     if not directories:
         return [name(generation)]
     result = []
     for directory in directories:
-        target = _data_directory(directory, store_id, generation)
+        target = os.path.join(make_home(root, directory, store_id), name(generation))
         make_directory(target)
         result.append(target)
     return result
@@ -196,29 +207,13 @@ def directories_of(manifest: Mapping[str, Any]) -> set[str]:
     return {part["directory"] for part in manifest["parts"]} | ({os.path.dirname(deleted["path"])} if deleted else set())
 
 
-def data_paths(manifest: Mapping[str, Any]) -> set[str]:
-    """Directories on other devices that a manifest refers to."""
-    segments = [segment for part in manifest["parts"] for tier in part["segments"].values() for segment in tier]
-    return {os.path.dirname(segment["path"]) for segment in segments if os.path.isabs(segment["path"])}
-
-
-def data_roots(manifest: Mapping[str, Any]) -> list[str]:
-    """Where a store's data segments go, those without one included; empty for its own directory."""
-    return list(manifest.get("directories") or sorted({os.path.dirname(directory) for directory in data_paths(manifest)}))
-
-
 def clean(path: str, live: Mapping[str, Any], replaced: Mapping[str, Any] | None = None) -> None:
     """Removes what no manifest refers to: changes that ended, failed or crashed, parts that were compacted away. Readers that have such
     files open keep them until they close."""
     with contextlib.suppress(OSError):
         os.unlink(os.path.join(path, f"{MANIFEST_NAME}.new"))
-    shutil.rmtree(os.path.join(path, BUILDING), ignore_errors=True)
+    _remove_building(path)
     _remove_others(path, directories_of(live))
-    used = data_paths(live)
-    known = used | (data_paths(replaced) if replaced else set())
-    for parent in {*data_roots(live), *(data_roots(replaced) if replaced else ())}:
-        for found in glob.glob(os.path.join(glob.escape(parent), f"espnx-{live['store_id'][:12]}-gen-*")):
-            if found not in used:
-                shutil.rmtree(found, ignore_errors=True)
-    for found in known - used:  # of a store that was here before, under another id
-        shutil.rmtree(found, ignore_errors=True)
+    tidy(path, live["store_id"], live["directories"], data_paths(live))
+    if replaced is not None and replaced["store_id"] != live["store_id"]:
+        leave(path, replaced["store_id"], replaced["directories"])

@@ -26,6 +26,7 @@ from .deleting import Deletion
 from .documents import Document, check_documents, to_document
 from .encoder import Encoder
 from .options import BuildOptions
+from .places import claim
 from .publish import finish_part, publish
 from .store import MAGIC, VERSION, EmbeddingStore
 from .texts import DocumentId, document_ids
@@ -59,6 +60,7 @@ def _writing(path: str | os.PathLike[str], engine: NativeEngine | None) -> Itera
         read_manifest(owned, where, MAGIC, VERSION)  # before a lock would be made in a directory that is no store
         with DirectoryLock(where), EmbeddingStore(where, owned) as store:
             _refuse_interrupted_build(where, owned, store.manifest["generation"])
+            claim(where, store.manifest)
             owned.sync_directory(where)  # the change before may have failed at just this
             generations.clean(where, store.manifest)
             live = generations.manifest_file(where)
@@ -138,7 +140,7 @@ def settings_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "first_stage": stage["code"],
         "pca": records["dim"] if records["dim"] != encoder["dim"] else None,
         "cls_weight": manifest["cls_weight"],
-        "directories": generations.data_roots(manifest),
+        "directories": manifest["directories"],
         "compact": manifest["compact"]["format"] if manifest["compact"] else None,
         "pooling": stage["vector"],
     }
@@ -217,7 +219,7 @@ def compact(
         contents["generation"] = contents["base_generation"] = generations.following(where, manifest["generation"])
         contents["deleted"], contents["parts"] = None, []
         if store.count:
-            directories = generations.data_roots(manifest)
+            directories = manifest["directories"]
             written, lists = write_compacted(owned, store, contents["generation"], directories, memory, progress)
             contents["first_stage"] |= lists
             contents["records"]["tokens"] = written.tokens

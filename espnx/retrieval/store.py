@@ -25,6 +25,7 @@ from ..storage.manifest import NAME as MANIFEST_NAME
 from ..storage.manifest import read_manifest
 from ..storage.stream import crc32c, file_sums, read_file, read_range, read_windows
 from .first_stage import load_faiss
+from .places import check_paths, shared_homes
 from .pooling import make_pooling
 from .projection import Projection
 from .record import RecordSchema
@@ -127,6 +128,7 @@ class EmbeddingStore:
         full: the records. compact: smaller ones of the same documents, or None.
         deleted: bitmap of deleted records, or None.
         effective_path, fallback_reason: of the record reads, of all data files (`paths_of`), and why it is not what was tried first.
+        shared_homes: directories that hold its data and are another store's: it can be read then, and not changed.
         pooling: makes the first-stage vector of a query from its tokens; None: it is the CLS vector.
 
     Raises:
@@ -137,6 +139,8 @@ class EmbeddingStore:
         self.path, self.engine = os.fspath(path), engine
         self.record_engine: Engine = engine if record_engine is None else record_engine
         self.manifest = read_manifest(engine, path, MAGIC, VERSION)
+        check_paths(self.manifest, self.path)
+        self.shared_homes = shared_homes(self.path, self.manifest)
         self.parts = [Part(self.path, entry) for entry in self.manifest["parts"]]
         self.count: int = self.manifest["records"]["count"]
         self.salt = store_salt(self.manifest["store_id"], self.manifest["base_generation"])

@@ -37,7 +37,7 @@ class DirectoryLock:
 
     def _lock(self) -> None:
         try:
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise write_error("cannot create lock file", self._path, error, fix="choose a directory you may write to") from error
         try:

@@ -5,6 +5,7 @@ Used for everything in a store but its random record reads, so that an injected 
 
 from __future__ import annotations
 
+import contextlib
 import errno as codes
 import os
 from collections.abc import Iterator, Sequence
@@ -271,6 +272,8 @@ def replace_file(engine: NativeEngine, path: str | os.PathLike[str], data: bytes
     """
     target = os.fspath(path)
     temporary = target + ".new"
+    with contextlib.suppress(FileNotFoundError):  # of a process that was killed; a link, which others may have put there, is not followed
+        os.unlink(temporary)
     _, written = write_file(engine, temporary, data)
     found, _ = file_sums(engine, temporary)
     if found != written:

@@ -130,7 +130,7 @@ def words(folder: Path, path: Path, name: str) -> dict[str, Any]:
 EACH: list[tuple[str, str, int]] = [
     ("publish", "write_manifest", 1),
     *[("generations", "clean", nth) for nth in (1, 2)],
-    *[("remove", "rmtree", nth) for nth in (2, 3)],
+    *[("remove", "remove_directory", nth) for nth in (2, 3)],
 ]
 PLACES: dict[str, list[tuple[str, str, int]]] = {
     "add": [

@@ -17,7 +17,7 @@ import espnx
 from espnx import errors
 from espnx.retrieval import build as building
 from espnx.retrieval import generations, mutate
-from espnx.storage import NativeEngine
+from espnx.storage import NativeEngine, ownership
 from tests.retrieval.common import leftovers
 from tests.retrieval.test_changes import DOCUMENTS, assert_tidy, build, check, refused
 
@@ -81,7 +81,7 @@ def test_a_killed_ones_files(folder: Path, monkeypatch: pytest.MonkeyPatch, name
     (path / "building").mkdir()
     with monkeypatch.context() as patch:
         if not removable:
-            patch.setattr(generations.shutil, "rmtree", lambda *args, **options: None)
+            patch.setattr(ownership, "remove_directory", lambda *args: None)
         CHANGES[name](path)
     assert live(path)["generation"] == (2 if removable else 3)
     directory = path / generations.name(live(path)["generation"])
@@ -169,8 +169,9 @@ def test_a_directory_that_was_not_needed(folder: Path, monkeypatch: pytest.Monke
     def used() -> set[Path]:
         segments = [each for part in live(path)["parts"] for tier in part["segments"].values() for each in tier]
         named = {Path(segment["path"]).parent for segment in segments}
-        assert {made for place in places for made in place.iterdir()} == named
-        return {directory.parent for directory in named}
+        assert {made for place in places for made in place.glob("*/gen-*")} == named
+        assert all(list(place.glob("*/OWNER.json")) for place in places)
+        return {directory.parent.parent for directory in named}
 
     build(path, DOCUMENTS[:40], directories=places)
     assert used() == {places[0]}
@@ -187,21 +188,6 @@ def test_a_directory_that_was_not_needed(folder: Path, monkeypatch: pytest.Monke
     espnx.delete(path, ["doc-0"])
     assert live(path)["directories"] == [str(place) for place in places]
     check(path, DOCUMENTS[1:])
-
-
-def test_a_store_that_names_no_directories(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of the first espnx: they are where the data files are."""
-    whole = building.Builder._contents
-    with monkeypatch.context() as patch:
-        forget = lambda *args: {key: value for key, value in whole(*args).items() if key != "directories"}  # noqa: E731
-        patch.setattr(building.Builder, "_contents", forget)
-        build(folder / "s", DOCUMENTS[:40], directories=[folder / "x"])
-    assert "directories" not in live(folder / "s")
-    for name in ("add", "compact"):
-        CHANGES[name](folder / "s")
-        files = set((folder / "x").rglob("*.bin"))
-        assert files == {Path(segment["path"]) for part in live(folder / "s")["parts"] for segment in part["segments"]["full"]}
-    check(folder / "s", DOCUMENTS[:50])
 
 
 @each_change

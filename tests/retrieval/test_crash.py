@@ -70,7 +70,7 @@ POINTS = [
     ("writer", "append", 3),
     ("writer", "finish_segment", 2),
     ("publish", "write_manifest", 1),
-    *[("remove", "rmtree", nth) for nth in (1, 2, 3)],
+    *[("remove", "remove_directory", nth) for nth in (1, 2, 3)],
 ]
 
 
@@ -81,7 +81,7 @@ def test_killed_at_every_change(folder: Path, processes: Forks, after: bool) -> 
     job = {"count": count, "seed": seed}
     for owner, name, nth in POINTS:
         path = folder / f"{name}-{nth}"
-        extra = {"directories": [folder / "data"]} if name in ("rmtree", "finish_segment") else {}
+        extra = {"directories": [folder / "data"]} if name in ("remove_directory", "finish_segment") else {}
         build(path, OLD)
         code = processes.wait(processes.start(path=path, at=(owner, name, nth, after), **job, **extra))
         assert code in (0, -signal.SIGKILL)

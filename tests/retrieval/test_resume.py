@@ -14,7 +14,8 @@ import pytest
 import espnx
 from espnx import errors
 from espnx.retrieval import build as module
-from espnx.retrieval import generations, publish
+from espnx.retrieval import publish
+from espnx.storage import ownership
 from espnx.storage.lock import DirectoryLock
 from tests.retrieval.common import EVERYTHING, assert_ranks_as_written, build, check_store, corpus, leftovers, queries
 from tests.storage.common import in_child, open_descriptors
@@ -132,7 +133,7 @@ def test_published_but_not_tidied_up(folder: Path, monkeypatch: pytest.MonkeyPat
     """Killed right after publication: the state of that build must not become the next one's, which would write into the live files."""
     build(folder / "s", DOCUMENTS[:50])
     with monkeypatch.context() as patch:
-        patch.setattr(generations.shutil, "rmtree", lambda *args, **options: None)
+        patch.setattr(ownership, "remove_directory", lambda *args: None)
         build(folder / "s", DOCUMENTS[:80], replace=True)
     assert leftovers(folder / "s") == {"building", "gen-000001", "gen-000002"}
     with espnx.open(folder / "s") as reader:
@@ -149,7 +150,7 @@ def test_killed_while_discarding(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     """Whatever a restart had removed by then, the directory is still recognised as ours."""
     interrupt(folder / "s", monkeypatch, *PLACES["first records"])
     removed: list[str] = []
-    original = generations.shutil.rmtree
+    original = ownership.remove_directory
 
     def stop_second(path: Any, *args: Any, **options: Any) -> None:
         if removed:
@@ -158,7 +159,7 @@ def test_killed_while_discarding(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         original(path, *args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(generations.shutil, "rmtree", stop_second)
+        patch.setattr(ownership, "remove_directory", stop_second)
         with pytest.raises(StopError):
             build(folder / "s", DOCUMENTS, restart=True)
     build(folder / "s", DOCUMENTS, restart=True)

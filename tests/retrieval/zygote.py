@@ -10,7 +10,7 @@ import espnx
 from espnx.retrieval import build as module
 from espnx.retrieval import generations, publish
 from espnx.retrieval.texts import TextWriter
-from espnx.storage import NativeEngine
+from espnx.storage import NativeEngine, ownership
 from tests.forks import command_line, killed_at, serve
 from tests.retrieval.common import build, corpus, toy_encoder
 from tests.retrieval.memory_child import measured
@@ -22,7 +22,7 @@ OWNERS: dict[str, Any] = {
     "generations": generations,
     "publish": publish,
     "arrange": module.arrange,
-    "remove": generations.shutil,
+    "remove": ownership,
     "writer": module.SegmentWriter,
 }
 
