@@ -117,7 +117,8 @@ def test_restart_discards_everything(folder: Path, monkeypatch: pytest.MonkeyPat
     check_store(folder / "s", DOCUMENTS[:100])
     with espnx.open(folder / "s") as index:
         used = {Path(segment.path).parent for segment in index.store.segments}
-    assert set(folder.glob("[ab]/espnx-*")) == used, "the data of the discarded build is still there"
+    assert set(folder.glob("[ab]/espnx-*/gen-*")) == used, "the data of the discarded build is still there"
+    assert len(list(folder.glob("[ab]/espnx-*"))) == 2
 
 
 def test_resumed_from_another_directory(folder: Path, monkeypatch: pytest.MonkeyPatch, small_segments: Callable[[int, int], None]) -> None:
