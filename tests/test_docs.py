@@ -54,6 +54,8 @@ def test_python_block_runs(page: Path, text: str, tmp_path: Path) -> None:
 def test_shell_block_runs(page: Path, text: str, tmp_path: Path) -> None:
     lines = [json.dumps({"id": number, "text": text}) for number, text in enumerate(TEXTS)]
     (tmp_path / "corpus.jsonl").write_text("\n".join(lines))
+    (tmp_path / "queries.jsonl").write_text('{"_id": "q1", "text": "many reads"}\n{"_id": "q2", "text": "an inverted file"}\n')
+    (tmp_path / "qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq1\t0\t1\nq2\t1\t1\n")
     for line in text.splitlines():
         words = shlex.split(line, comments=True)
         if not words:

@@ -119,6 +119,19 @@ def test_rerank_of_given_embeddings():
         rerank([["x"]], QUERIES[0], [[], []])
 
 
+def test_a_document_without_tokens_scores_the_same_everywhere(tmp_path):
+    """0: before the documents that are less similar than nothing, and after the others."""
+    empty, opposite = np.zeros((0, 32), np.float32), -QUERIES[0][:1]
+    with EspnxIndex(tmp_path, "mine", build_options={"format": "fp32"}) as index:
+        index.add_documents(["empty", "opposite", "like"], [empty, opposite, DOCUMENTS[0]])
+        ids = [["opposite", "empty", "like"]]
+        stored, given = rerank(ids, QUERIES[0], index), rerank(ids, QUERIES[0], [[opposite, empty, DOCUMENTS[0]]])
+        assert [hit["id"] for hit in stored[0]] == [hit["id"] for hit in given[0]] == ["like", "empty", "opposite"]
+        assert [hit["score"] for hit in stored[0]] == pytest.approx([hit["score"] for hit in given[0]], abs=1e-5)
+        assert stored[0][1]["score"] == given[0][1]["score"] == 0.0
+        assert [hit["id"] for hit in index(QUERIES[0], k=3)[0]] == ["like", "empty", "opposite"]
+
+
 def test_add_remove_update(tmp_path):
     index = EspnxIndex(tmp_path, "mine", build_options={"format": "fp32"})
     assert not index.is_indexed
