@@ -6,7 +6,8 @@ query    float32 ``[n_heads, n_queries, D]``, already multiplied by the softmax 
          their queries are all those of the query heads that share it, ``q_len`` of each
 buffer   uint8 ``[bytes]``; block b of a head begins at byte ``block_offset_bytes[head, b]``. Its parts begin at constant distances:
          K_BEGIN, V_BEGIN (the same one for X rows), and K's and V's scales (int8 alone) at 0 and V_SCALE_BEGIN
-n_rows   int64 ``[n_sequences]``; visible uint8 ``[n_sequences, visible_stride]``; last_position int64 ``[n_sequences, q_len]``
+n_rows   int64 ``[n_sequences]``; visible uint8 ``[n_sequences, visible_stride]``, none where that is 0; last_position int64
+         ``[n_sequences, q_len]``, none unless has_last
 o        float32 ``[n_splits, n_heads, n_queries, DV]``, lse float32 ``[n_splits, n_heads, n_queries]``
 
 One program takes BLOCK_Q queries of one head over one of n_splits parts of its rows, in tiles of BLOCK_T. The parts are merged afterwards.
@@ -91,7 +92,7 @@ def _v_begins(block_rows, K_BEGIN: tl.constexpr, D: tl.constexpr, FORMAT: tl.con
     return v_begin, v_scale_begin
 
 
-@triton.jit(do_not_specialize=["n_kv", "n_queries", "q_len", "n_blocks", "block_rows", "split_rows", "visible_stride"])
+@triton.jit(do_not_specialize=["n_kv", "n_queries", "q_len", "n_blocks", "block_rows", "split_rows", "visible_stride", "has_last"])
 def attention_kernel(
     query_ptr,
     buffer_ptr,
@@ -108,14 +109,13 @@ def attention_kernel(
     block_rows,
     split_rows,
     visible_stride,
+    has_last,
     K_BEGIN: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     FORMAT: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_X: tl.constexpr,
-    HAS_VISIBLE: tl.constexpr,
-    HAS_LAST: tl.constexpr,
     ALIGN_BYTES: tl.constexpr,
     ITEM_BYTES: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -132,9 +132,9 @@ def attention_kernel(
     k = tl.arange(0, BLOCK_D)
     query_rows = query_ptr + (head * n_queries + q)[:, None] * D
     query = tl.load(query_rows + k[None, :], mask=is_query[:, None] & (k < D)[None, :], other=0.0)
-    last = tl.zeros([BLOCK_Q], dtype=tl.int64) + n_rows
-    if HAS_LAST:
-        last = tl.load(last_position_ptr + sequence * q_len + q % q_len, mask=is_query, other=-1)
+    # Masks that are not there are not loaded, by no variant of their own: each would be seconds of compiling in the midst of a generation.
+    last = tl.load(last_position_ptr + sequence * q_len + q % q_len, mask=is_query & (has_last != 0), other=0)
+    last = tl.where(has_last != 0, last, n_rows)
     v_begin, v_scale_begin = _v_begins(block_rows, K_BEGIN, D, FORMAT, IS_X, ITEM_BYTES)
     best = tl.full([BLOCK_Q], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_Q], dtype=tl.float32)
@@ -143,8 +143,7 @@ def attention_kernel(
     for begin in range(split * split_rows, end, BLOCK_T):
         t = begin + tl.arange(0, BLOCK_T)
         is_row = t < end
-        if HAS_VISIBLE:
-            is_row &= tl.load(visible_ptr + sequence * visible_stride + t, mask=is_row, other=0) != 0
+        is_row &= tl.load(visible_ptr + sequence * visible_stride + t, mask=is_row & (visible_stride != 0), other=1) != 0
         offset = tl.load(block_offset_bytes_ptr + head * n_blocks + t // block_rows, mask=is_row, other=0)
         base = buffer_ptr + tl.multiple_of(offset, ALIGN_BYTES)
         in_block = (t % block_rows).to(tl.int32)

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_check_steps import Rows, _kernel_row, copy_bytes_per_s, row
+from gpu_check_steps import KernelTimes, Rows, _kernel_row, copy_bytes_per_s, kernel_times, row
 
 _NEW_TOKENS = 24
-#: Long enough that the host has queued everything that is timed before the device gets there.
-_HEAD_START_CYCLES = 5_000_000
 
 
 def check_attention(work: Path, rows: Rows, failures: list[str]) -> None:
@@ -26,7 +24,7 @@ def check_attention(work: Path, rows: Rows, failures: list[str]) -> None:
     correct = not failures
     ceiling = copy_bytes_per_s() if correct else 0.0
     for fmt, heads, group, n in (("fp16", 8, 4, 131072), ("bf16", 32, 1, 32768), ("int8", 8, 4, 131072), ("fp32", 8, 4, 65536)):
-        times, data_bytes = _time_attention(fmt, heads, group, n) if correct else ([], 0)
+        times, data_bytes = _time_attention(fmt, heads, group, n) if correct else (None, 0)
         params = {"format": fmt, "heads": heads, "group": group, "d": 128, "rows": n}
         rows.append(_kernel_row("attention", params, times, data_bytes, ceiling, correct))
 
@@ -53,7 +51,7 @@ def attention_error(fmt: str, heads: int, group: int, d: int, dv: int, n: int, d
     return worst if worst == worst else float("inf")
 
 
-def _time_attention(fmt: str, heads: int, group: int, n: int) -> tuple[list[float], int]:
+def _time_attention(fmt: str, heads: int, group: int, n: int) -> tuple[KernelTimes, int]:
     from espnx.ops import attention
     from espnx.ops.attention import block_bytes
 
@@ -63,16 +61,8 @@ def _time_attention(fmt: str, heads: int, group: int, n: int) -> tuple[list[floa
     sets = [torch.zeros(total, dtype=torch.uint8, device="cuda") for _ in range(3)]
     offsets, counts = (torch.arange(total // size) * size).view(1, heads, -1), torch.tensor([n])
     q = torch.randn(1, heads * group, 1, 128, device="cuda")
-    times = []
-    for i in range(23):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(_HEAD_START_CYCLES)
-        begin.record()
-        attention(q, sets[i % 3], offsets, counts, block_rows=256, format=fmt)
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return times[3:], total
+    times = kernel_times("attention", lambda i: attention(q, sets[i], offsets, counts, block_rows=256, format=fmt))
+    return times, total
 
 
 def check_kv(work: Path, rows: Rows, failures: list[str]) -> None:

@@ -1,17 +1,21 @@
 """What scripts/gpu_check.py runs, one function ``check_NAME(work, rows, failures)`` a check. Needs a CUDA device.
 
 A check appends rows (schema of `benchmarks.result`) and failures (sentences). Results are verified before anything is timed, on fresh
-random data; kernels are timed with CUDA events over several input sets that do not fit in the cache.
+random data. A kernel's own time is that of the device (events around many launches); what a call costs with its checks and tables stands
+beside it. Several input sets take turns, since one might fit in the cache.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
+import shutil
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,11 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 Rows = list[dict[str, Any]]
 MIB = 1 << 20
+SETS = 3  # of inputs
+TEST_FILE_LIMIT_S = 60
+#: Long enough that the host has queued everything that is timed before the device gets there.
+_HEAD_START_CYCLES = 5_000_000
+_LAUNCHES = 12
 
 
 def row(case: str, params: dict[str, Any], system: str, times_s: Sequence[float], **fields: Any) -> dict[str, Any]:
@@ -48,18 +57,60 @@ def row(case: str, params: dict[str, Any], system: str, times_s: Sequence[float]
 
 
 def device_times_s(call: Callable[[int], Any], runs: int = 30) -> list[float]:
-    """Times of ``call(i)`` on the device, from events, after three runs to warm up."""
-    for i in range(3):
+    """Times of ``call(i)`` on the device, from events around many of them, after a round to warm up.
+
+    The device is busy with something else until all of them are queued, so that the host's time is not in it. ``call`` must not wait for
+    the device.
+    """
+    for i in range(SETS):
         call(i)
     times = []
-    for i in range(runs):
+    for _ in range(runs):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(_HEAD_START_CYCLES)
         begin.record()
-        call(i)
+        for i in range(_LAUNCHES):
+            call(i % SETS)
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
+        times.append(begin.elapsed_time(end) / 1e3 / _LAUNCHES)
     return times
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """Of one op: `kernel_s` of the bare kernel on the device, `call_s` of whole calls, from the arguments to the result that is there."""
+
+    kernel_s: list[float]
+    call_s: list[float]
+
+
+def bare_launch(name: str, call: Callable[[], Any]) -> Callable[[], Any]:
+    """The launch of ``espnx.kernels.NAME.NAME_kernel`` that ``call`` makes, to be repeated without what the op does around it."""
+    module = importlib.import_module(f"espnx.kernels.{name}")
+    kernel, seen = getattr(module, f"{name}_kernel"), list[Callable[[], Any]]()
+
+    class Recording:
+        def __getitem__(self, grid: Any) -> Callable[..., Any]:
+            def launch(*args: Any, **constants: Any) -> Any:
+                seen.append(lambda: kernel[grid](*args, **constants))
+                return seen[-1]()
+
+            return launch
+
+    setattr(module, f"{name}_kernel", Recording())
+    try:
+        call()
+    finally:
+        setattr(module, f"{name}_kernel", kernel)
+    return seen[-1]
+
+
+def kernel_times(name: str, call: Callable[[int], Any]) -> KernelTimes:
+    """Times an op: ``call(i)`` runs it on input set i, with its tables on the CPU, as callers have them."""
+    launches = [bare_launch(name, lambda i=i: call(i)) for i in range(SETS)]
+    whole = [_wall_s(lambda i=i: call(i % SETS)) for i in range(23)][3:]
+    return KernelTimes(device_times_s(lambda i: launches[i]()), whole)
 
 
 def copy_bytes_per_s() -> float:
@@ -70,25 +121,57 @@ def copy_bytes_per_s() -> float:
 
 
 def check_tests(work: Path, rows: Rows, failures: list[str]) -> None:
-    """The tests marked ``gpu``."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--basetemp", str(work / "pytest"), "tests"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    """The tests marked ``gpu``, a file at a time: one that hangs takes only its own time."""
+    for path in gpu_test_files():
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--basetemp", str(work / "pytest"), path]
+        run_tests(path, command, "gpu-tests", TEST_FILE_LIMIT_S, rows, failures)
+
+
+def gpu_test_files() -> list[str]:
+    """Test files with tests marked ``gpu``, the kernels' own first: what fails there makes the others fail."""
+    found = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text() and path.name != "test_gpu_check.py"]
+    return sorted((str(path.relative_to(ROOT)) for path in found), key=lambda path: (not path.startswith("tests/ops"), path))
+
+
+def run_tests(name: str, command: Sequence[str], case: str, limit_s: float, rows: Rows, failures: list[str]) -> None:
+    """Runs pytest on one file: a row, and failures by name."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        failures.append(f"{name} did not end within {limit_s:g} s")
+        rows.append(row(case, {"file": name}, "pytest", [], correct=False))
+        return
     print(done.stdout[-3500:], done.stderr[-500:])
-    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|errors?|skipped)", done.stdout.splitlines()[-1])}
-    rows.append(
-        row("gpu-tests", {}, "pytest", [], metrics={name: float(count) for name, count in counts.items()}, correct=done.returncode == 0)
-    )
-    if done.returncode != 0:
-        failures += re.findall(r"^(?:FAILED|ERROR) .*$", done.stdout, re.MULTILINE)[:10] or [f"pytest ended with status {done.returncode}"]
-    elif not counts.get("passed"):
-        failures.append("no test marked gpu ran")
+    last = (done.stdout.splitlines() or [""])[-1]
+    counts = {word: float(number) for number, word in re.findall(r"(\d+) (passed|failed|errors?|skipped)", last)}
+    found = re.findall(r"^(?:FAILED|ERROR) .*$", done.stdout, re.MULTILINE)[:10]
+    if done.returncode != 0 and not found:
+        found = [f"{name}: ended with status {done.returncode}"]
+    if done.returncode == 0 and not counts.get("passed"):
+        found = [f"{name}: no test marked gpu ran"]
+    failures += found
+    rows.append(row(case, {"file": name}, "pytest", [], metrics=counts, correct=not found))
+
+
+def check_memcheck(work: Path, rows: Rows, failures: list[str]) -> None:
+    """The kernels' tests under compute-sanitizer, where it is installed: no access outside a buffer."""
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        rows.append(row("gpu-memcheck", {"refused": "compute-sanitizer is not installed"}, "compute-sanitizer", []))
+        return
+    path = "tests/ops/test_cuda.py"
+    command = [sanitizer, "--tool", "memcheck", "--error-exitcode", "9", "--target-processes", "all", sys.executable, "-m", "pytest"]
+    command += ["-m", "gpu", "-q", "-k", "crc32c or bit_for_bit", "--basetemp", str(work / "memcheck"), path]
+    run_tests(path, command, "gpu-memcheck", 110, rows, failures)
 
 
 def check_gds(work: Path, rows: Rows, failures: list[str]) -> None:
     """Reads into device memory: bytes and checksums against the CPU engine, then times beside it with a copy to the device."""
     from espnx import errors
+    from espnx.ops._native import load_ops
     from espnx.storage import NativeEngine, Plan, open_engine
 
+    load_ops()  # or checksums of what is read would be computed on a copy, and the GPU's kernel not be tried
     path = work / "gds.bin"
     size = 256 * MIB
     data = torch.randint(0, 256, (size + 777,), dtype=torch.uint8)
@@ -211,7 +294,7 @@ def check_maxsim(work: Path, rows: Rows, failures: list[str]) -> None:
     correct = not failures
     ceiling = copy_bytes_per_s() if correct else 0.0
     for fmt, n_query, d, n in (("fp16", 32, 128, 20_000), ("fp16", 32, 384, 8000), ("fp32", 32, 128, 8000)):
-        times, data_bytes = _time_maxsim(fmt, n_query, d, n) if correct else ([], 0)
+        times, data_bytes = _time_maxsim(fmt, n_query, d, n) if correct else (None, 0)
         rows.append(_kernel_row("maxsim", {"format": fmt, "Lq": n_query, "d": d, "documents": n}, times, data_bytes, ceiling, correct))
 
 
@@ -232,7 +315,7 @@ def _maxsim_error(query: torch.Tensor, tokens: torch.Tensor, counts: torch.Tenso
     return worst
 
 
-def _time_maxsim(fmt: str, n_query: int, d: int, n: int) -> tuple[list[float], int]:
+def _time_maxsim(fmt: str, n_query: int, d: int, n: int) -> tuple[KernelTimes, int]:
     from espnx.ops import maxsim, token_row_bytes
 
     counts = torch.randint(40, 120, (n,))
@@ -242,8 +325,7 @@ def _time_maxsim(fmt: str, n_query: int, d: int, n: int) -> tuple[list[float], i
     # Several input sets: one that fits in the cache would measure the cache.
     sets = [torch.randn(int(ends[-1]) // dtype.itemsize, device="cuda", dtype=dtype).view(torch.uint8) for _ in range(3)]
     query = torch.randn(n_query, d, device="cuda")
-    offsets, on_device = (ends - sizes).cuda(), counts.cuda()
-    return device_times_s(lambda i: maxsim(query, sets[i % 3], offsets, on_device, fmt)), int(sizes.sum())
+    return kernel_times("maxsim", lambda i: maxsim(query, sets[i], ends - sizes, counts, fmt)), int(sizes.sum())
 
 
 def check_crc32c(work: Path, rows: Rows, failures: list[str]) -> None:
@@ -263,22 +345,25 @@ def check_crc32c(work: Path, rows: Rows, failures: list[str]) -> None:
     ceiling = copy_bytes_per_s() if correct else 0.0
     for size_bytes, n in ((4096, 50_000), (16_384, 16_384)):
         sets = [torch.randint(0, 256, (size_bytes * n,), dtype=torch.uint8, device="cuda") for _ in range(3)]
-        offsets, sizes = torch.arange(n, device="cuda") * size_bytes, torch.full((n,), size_bytes, device="cuda")
-        times = device_times_s(lambda i, s=sets, o=offsets, z=sizes: crc32c_ranges(s[i % 3], o, z)) if correct else []
+        offsets, sizes = torch.arange(n) * size_bytes, torch.full((n,), size_bytes)
+        times = kernel_times("crc32c", lambda i, s=sets, o=offsets, z=sizes: crc32c_ranges(s[i], o, z)) if correct else None
         rows.append(_kernel_row("crc32c", {"bytes": size_bytes, "ranges": n}, times, size_bytes * n, ceiling, correct))
 
 
-def _kernel_row(case: str, params: dict[str, Any], times: list[float], data_bytes: int, ceiling: float, correct: bool) -> dict[str, Any]:
-    metrics = {}
+def _kernel_row(
+    case: str, params: dict[str, Any], times: KernelTimes | None, data_bytes: int, ceiling: float, correct: bool
+) -> dict[str, Any]:
+    metrics, kernel_s = {}, times.kernel_s if times else []
     if times:
-        rate = data_bytes / statistics.median(times)
+        rate = data_bytes / statistics.median(kernel_s)
         metrics = {
+            "call_s": statistics.median(times.call_s),
             "bytes_per_s": rate,
             "copy_bytes_per_s": ceiling,
             "roofline_s": data_bytes / ceiling,
             "share_of_roofline": rate / ceiling,
         }
-    return row(case, params, "espnx-triton", times, bytes_asked=data_bytes, bytes_moved=data_bytes, correct=correct, metrics=metrics)
+    return row(case, params, "espnx-triton", kernel_s, bytes_asked=data_bytes, bytes_moved=data_bytes, correct=correct, metrics=metrics)
 
 
 def check_attention(work: Path, rows: Rows, failures: list[str]) -> None:

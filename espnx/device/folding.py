@@ -12,6 +12,7 @@ import torch
 from ..ops.attention import attention, merge
 from ..ops.attention.checks import DIM_MAX as HOST_DIM_MAX
 from ..ops.attention.cuda import DIM_MAX as CUDA_DIM_MAX
+from ..ops.precision import whole_float32
 from .interface import Queries, Tail
 from .layout import RowLayout, format_of
 from .row_reads import Chains, RowReads
@@ -158,8 +159,9 @@ def matrix_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: to
     """
     v = v.float()
     broken = ~v.isfinite().all(dim=-1)
-    scores = torch.bmm(q, k.float().transpose(1, 2)).masked_fill_(~seen, -torch.inf)
-    lse = scores.logsumexp(dim=-1)
-    weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse).unsqueeze(-1))
-    o = torch.bmm(weights, v.masked_fill(broken.unsqueeze(-1), 0.0))
+    with whole_float32():
+        scores = torch.bmm(q, k.float().transpose(1, 2)).masked_fill_(~seen, -torch.inf)
+        lse = scores.logsumexp(dim=-1)
+        weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse).unsqueeze(-1))
+        o = torch.bmm(weights, v.masked_fill(broken.unsqueeze(-1), 0.0))
     return o.masked_fill_((seen & broken.unsqueeze(1)).any(dim=-1, keepdim=True), torch.nan), lse

@@ -4,8 +4,9 @@ there. Everything but the kernels also runs on CPU memory."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,18 @@ from .writes import Write
 MakeReader = Callable[[NativeEngine, FileHandle], Reader]
 
 
+@contextmanager
+def _typed_memory_errors(device: torch.device) -> Iterator[None]:
+    """torch's errors of memory that is used up, on the device or pinned on the host, as ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
+            raise
+        free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+        raise errors.OutOfMemoryError(f"memory for stored rows on {device}", free_bytes=free_bytes) from error
+
+
 class GpuDevice(RowStore):
     """See `espnx.device.interface.Device`. Queries and tails may lie anywhere; results are where the queries are.
 
@@ -41,6 +54,8 @@ class GpuDevice(RowStore):
 
     Raises:
         PathUnavailableError, MissingDependencyError: a path that was named cannot be had.
+
+    Every call raises OutOfMemoryError where the memory of the device, or pinned memory of the host, is used up.
     """
 
     def __init__(
@@ -87,20 +102,33 @@ class GpuDevice(RowStore):
             self._reader = None
 
     def _push(self, layout: RowLayout, table: np.ndarray, sums: np.ndarray) -> int:
-        return int(self._stream.push(RowReads(layout, table, sums, group_bytes(self._read_ahead_bytes), UNIT_BYTES)))
+        with _typed_memory_errors(self.device):
+            return int(self._stream.push(RowReads(layout, table, sums, group_bytes(self._read_ahead_bytes), UNIT_BYTES)))
 
     def attend(self, ticket: int, queries: Queries, tail: Tail | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Device`. Ticket -1: over the rows in memory alone."""
         self._check_open()
-        folding = Folding(queries, self.device, self._threads)
-        if tail is not None:
-            folding.add_tail(tail)
-        if ticket >= 0:
-            self._stream.attend(ticket, folding.add_group)
-        o, lse = folding.result()
-        return o.to(queries.q.device), lse.to(queries.q.device)
+        with _typed_memory_errors(self.device):
+            folding = Folding(queries, self.device, self._threads)
+            if tail is not None:
+                folding.add_tail(tail)
+            if ticket >= 0:
+                self._stream.attend(ticket, folding.add_group)
+            o, lse = folding.result()
+            return o.to(queries.q.device), lse.to(queries.q.device)
+
+    def visit(self, ticket: int, see: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        """See `Device`."""
+        with _typed_memory_errors(self.device):
+            super().visit(ticket, see)
 
     def _begin_write(
+        self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, shape: tuple[int, int, int], plan: Plan
+    ) -> tuple[np.ndarray, StagedWrite]:
+        with _typed_memory_errors(self.device):
+            return self._stage(layout, k, v, shape, plan)
+
+    def _stage(
         self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, shape: tuple[int, int, int], plan: Plan
     ) -> tuple[np.ndarray, StagedWrite]:
         blocks = layout.pack(k.to(self.device), None if v is None else v.to(self.device)).view(-1)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from espnx import errors
+from espnx.device import folding, gpu, tensor_stream
 from espnx.device.gpu import GpuDevice
 from espnx.device.layout import RowLayout
 from espnx.storage import FaultRule, FaultyEngine
@@ -171,3 +172,24 @@ def test_closed(folder: Path, way: str) -> None:
             with pytest.raises(errors.EngineClosedError):
                 work(device, ticket, visits=False)
     assert until(lambda: not list(folder.iterdir()))
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError])
+def test_memory_that_is_used_up(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: type[RuntimeError]) -> None:
+    """In any call: a typed error, after which the device can be used; other errors of torch stay what they are."""
+    with opened_gpu(folder) as device:
+        stored = put(device, LAYOUT, 1, HEADS, 40, rng())
+        places = [(folding, "attention"), (gpu, "host_memory"), (tensor_stream, "crc32c_ranges")]
+        for module, name in places:
+            for text, expected in (("CUDA error: out of memory", errors.OutOfMemoryError), ("CUDA error: other", kind)):
+                if kind is torch.OutOfMemoryError and expected is kind:
+                    continue
+
+                def fail(*args: object, text: str = text, **options: object) -> None:
+                    raise kind(text)
+
+                with monkeypatch.context() as patch:
+                    patch.setattr(module, name, fail)
+                    with pytest.raises(expected, match=r"memory|other"):
+                        put(device, LAYOUT, 1, HEADS, 40, rng()) if module is gpu else assert_reads_right(device, stored)
+                assert_reads_right(device, stored)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from espnx import errors
+from espnx.ops import attention, crc32c_ranges, maxsim
 from espnx.ops._native import load_ops
 from espnx.ops.maxsim import FORMATS
 from tests.ops.records import integers, scatter
@@ -46,3 +48,28 @@ def test_cuda_versions_are_registered() -> None:
     for name in ("espnx::maxsim", "espnx::crc32c"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
         assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU")
+
+
+@pytest.mark.parametrize("kind", [ValueError, IndexError])
+def test_what_another_device_s_kernel_raises_is_not_taken_for_the_caller_s_mistake(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    """Triton raises ValueError for a pointer it does not like: that says nothing of the tables."""
+    load_ops()
+
+    def fail(*args: object) -> None:
+        raise kind("Pointer argument cannot be accessed from Triton")
+
+    for name in ("attention", "crc32c", "maxsim"):
+        monkeypatch.setattr(torch.ops.espnx, name, fail)
+    there = torch.empty(64, dtype=torch.uint8, device="meta")
+    rows = torch.zeros(1, dtype=torch.int64)
+    calls = [
+        lambda: attention(torch.empty(1, 1, 1, 8, device="meta"), there, rows.view(1, 1, 1), rows, block_rows=1),
+        lambda: crc32c_ranges(there, rows, rows),
+        lambda: maxsim(torch.empty(1, 8, device="meta"), there, rows, rows),
+    ]
+    for call in calls:
+        with pytest.raises(kind, match=r"^Pointer argument") as caught:
+            call()
+        assert not isinstance(caught.value, errors.EspnxError)

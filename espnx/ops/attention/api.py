@@ -65,12 +65,13 @@ def attention(
         o, lse = torch.ops.espnx.attention(
             query, buffer, block_offset_bytes, n_rows, block_rows, format, factor, values, visible, last_position, threads or 0
         )
-    except IndexError as error:  # how C++ says what it finds while it looks at the tables; Python does not look at them twice
+    except (IndexError, ValueError) as error:
+        if query.device.type != "cpu" or isinstance(error, InvalidInputError):
+            raise  # of another device: Triton's own, which say nothing of the tables
+        if isinstance(error, ValueError):
+            raise rows_error(str(error).splitlines()[0], "the room there is") from None
+        # How C++ says what it finds while it looks at the tables; Python does not look at them twice.
         raise outside_error(str(error).splitlines()[0].split(" does not lie")[0], buffer.numel()) from None
-    except ValueError as error:
-        if isinstance(error, InvalidInputError):
-            raise
-        raise rows_error(str(error).splitlines()[0], "the room there is") from None
     return o, lse
 
 

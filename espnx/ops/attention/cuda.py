@@ -17,12 +17,18 @@ _PROGRAMS_WANTED = 512  # a few for each multiprocessor
 _HEADS_MAX = 2**31 - 1  # CUDA's largest grid; in its other two dimensions 65535
 
 
-def launch_shape(n_queries: int, d: int, dv: int) -> dict[str, int]:
-    """Block sizes and stages. The least that a tensor core takes is 16 each way; wide rows come in smaller tiles."""
+def launch_shape(n_queries: int, d: int, dv: int, fmt: str) -> dict[str, int]:
+    """Block sizes and stages. The least that a tensor core takes is 16 each way; wide rows come in smaller tiles.
+
+    fp32 is multiplied in registers: more than 16 queries at once do not fit there, nor do many wide rows.
+    """
     widest = max(d, dv)
+    is_fp32 = fmt == "fp32"
+    queries_max = 16 if is_fp32 else 64 if widest <= 128 else 32
+    rows = 16 if is_fp32 and widest > 128 else 64 if widest <= 64 and not is_fp32 else 32
     return {
-        "BLOCK_Q": min(max(16, 1 << (n_queries - 1).bit_length()), 64 if widest <= 128 else 32),
-        "BLOCK_T": 64 if widest <= 64 else 32,
+        "BLOCK_Q": min(max(16, 1 << (n_queries - 1).bit_length()), queries_max),
+        "BLOCK_T": rows,
         "BLOCK_D": max(16, 1 << (d - 1).bit_length()),
         "BLOCK_DV": max(16, 1 << (dv - 1).bit_length()),
     }
@@ -66,7 +72,7 @@ def attention_triton(
     align_bytes = _alignment(buffer, block_offset_bytes, n_rows, block_rows, fmt)
     n_kv = block_offset_bytes.shape[1]
     n_heads, n_queries, width = batch * n_kv, heads // n_kv * q_len, dv or d
-    shape = launch_shape(n_queries, d, width)
+    shape = launch_shape(n_queries, d, width, fmt)
     q_blocks = -(-n_queries // shape["BLOCK_Q"])
     if n_heads == 0 or n_queries == 0:
         return query.new_zeros((batch, heads, q_len, width), dtype=torch.float32), query.new_zeros(query.shape[:3], dtype=torch.float32)
@@ -96,8 +102,7 @@ def attention_triton(
             block_rows,
             split_rows,
             0 if visible is None else visible.shape[1],
-            HAS_VISIBLE=visible is not None,
-            HAS_LAST=last_position is not None,
+            int(last_position is not None),
             ALIGN_BYTES=align_bytes,
             enable_fp_fusion=True,
             num_stages=1,

@@ -67,6 +67,8 @@ def maxsim(
     try:
         return torch.ops.espnx.maxsim(query, buffer, offset_bytes, n_tokens, format, threads or 0, *tables)
     except IndexError as error:  # C++ looks at each record once; Python looks again only where it has found something
+        if buffer.device.type != "cpu":
+            raise
         found = error
     row_bytes = token.token_row_bytes(query.shape[-1])
     check_inside(buffer.numel(), offset_bytes, n_tokens, row_bytes)

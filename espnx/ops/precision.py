@@ -1,0 +1,52 @@
+"""float32 that stays float32: what a program allows for its own matrix products does not hold for ours."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_lock = threading.Lock()
+_users = 0
+_before: tuple[Any, ...] = ()
+
+
+@contextmanager
+def whole_float32() -> Iterator[None]:
+    """Within it, float32 matrix products of this process are not rounded to TF32 or bfloat16, whatever
+    `torch.set_float32_matmul_precision` or `torch.backends` allow; then what was set before holds again.
+
+    torch keeps one setting for all threads: the first to come sets it, the last to go restores it. Products of other threads are
+    meanwhile as exact as ours.
+    """
+    global _users, _before
+    with _lock:
+        if _users == 0:
+            _before = _settings()
+            torch.set_float32_matmul_precision("highest")
+        _users += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if _users == 0:
+                _restore(*_before)
+
+
+def _settings() -> tuple[Any, ...]:
+    try:
+        whole = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the program has set the backends one by one, and torch has no word for both
+        whole = None
+    return whole, torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+
+
+def _restore(whole: str | None, cuda: str, mkldnn: str) -> None:
+    if whole is not None:
+        torch.set_float32_matmul_precision(whole)
+    torch.backends.cuda.matmul.fp32_precision = cuda
+    torch.backends.mkldnn.matmul.fp32_precision = mkldnn
