@@ -12,14 +12,20 @@ import weakref
 from collections.abc import Sequence
 
 from .. import errors
+from ..storage import ownership
 from ..storage.lock import DirectoryLock
 from ..storage.manifest import NAME as MANIFEST
+from ..storage.parse import check_plain_file
 from ..storage.stream import write_error
 from .kept import ROWS_NAME
+from .kept_format import FIX, STATE_NAME
 from .spread import Storage, directories_of
 
 LOCK, USED = "LOCK", "LAST_USED"
 _PART = "PART"  # "1 of 3 <id>": which folder of one cache this is; the first of them has it before the others, and loses it last
+_MANIFESTS = re.compile(r"MANIFEST\.json(\.new)?")
+_FILES = re.compile(rf"{re.escape(ROWS_NAME)}|{USED}|{STATE_NAME.pattern}(\.new)?")
+_MARKS = re.compile(rf"{_PART}|{LOCK}|{re.escape(ownership.MARK)}(\.new)?")
 _NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _LOCK_ATTEMPTS, _LOCK_PAUSE_S = 50, 0.02  # whoever lists caches holds each lock for a moment
 
@@ -31,21 +37,23 @@ def check_name(name: str) -> None:
 
 def is_kept(directory: str) -> bool:
     """Is it the first folder of a kept cache? Folders of other stores have manifests, too."""
-    if not _NAMES.fullmatch(os.path.basename(directory)) or not os.path.isdir(directory):
-        return False
+    if not _NAMES.fullmatch(os.path.basename(directory)) or os.path.islink(directory) or not os.path.isdir(directory):
+        return False  # a link would lead to somebody else's
     try:
         names = os.listdir(directory)
     except FileNotFoundError:  # somebody has removed it since
         return False
-    return _words(_part(directory))[0] == 1 and any(name == ROWS_NAME or name.startswith("state-") for name in names)
+    return _words(_part(directory))[0] == 1 and any(name == ROWS_NAME or STATE_NAME.fullmatch(name) for name in names)
 
 
 def folders_of(roots: Sequence[str], name: str) -> tuple[list[str], int]:
-    """(those of one cache that lie in these directories, how many it has)."""
+    """(those of one cache that lie in these directories, how many it has there). Folders that a copy shares with the original, or that
+    were copied without the first, count and are not named: they are not this cache's to change."""
     first = os.path.join(roots[0], name)
     _, count, known = _words(_part(first))
-    others = [os.path.join(root, name) for root in roots[1:]]
-    return [first, *(other for other in others if known and _words(_part(other))[2] == known)], count
+    others = [other for other in (os.path.join(root, name) for root in roots[1:]) if known and _words(_part(other))[2] == known]
+    own = [other for other in others if ownership.belongs_to(other, known, first)]
+    return [first, *own], count - (len(others) - len(own))
 
 
 def _part(directory: str) -> str:
@@ -67,6 +75,11 @@ def lock(directory: str, stack: contextlib.ExitStack) -> None:
             stack.enter_context(DirectoryLock(directory))
             return
         except errors.WriteError as error:
+            if error.errno in (codes.EROFS, codes.EACCES, codes.EPERM):
+                raise errors.WriteError(
+                    "a kept cache is continued, verified and removed under a lock in its folder", path=directory, errno=error.errno,
+                    fix="copy it to a directory that you may write to, and open the copy",
+                ) from error  # fmt: skip
             if error.errno != codes.ENOENT:
                 raise
             raise errors.StoreNotFoundError("the kept cache was just removed", path=directory, fix="try again") from error
@@ -79,6 +92,8 @@ def lock(directory: str, stack: contextlib.ExitStack) -> None:
 
 
 def _make_and_lock(directory: str, stack: contextlib.ExitStack) -> None:
+    if os.path.islink(directory):
+        raise errors.FormatError("the folder of a kept cache is a link", path=directory, fix="remove the link, or choose another name")
     for attempt in range(_LOCK_ATTEMPTS):
         try:
             os.makedirs(directory, mode=0o700, exist_ok=True)
@@ -98,25 +113,31 @@ def remove_files(folders: Sequence[str], *, marks: bool = True) -> None:
     Args:
         marks: also the lock files, and what says that the folders belong together.
     """
-    _unlink(os.path.join(folders[0], MANIFEST))
+    _remove(folders[0], _MANIFESTS)
     for directory in reversed(folders):
-        for name in os.listdir(directory):
-            if name in (ROWS_NAME, USED) or name.startswith(("state-", MANIFEST)):
-                _unlink(os.path.join(directory, name))
+        _remove(directory, _FILES)
         if marks:
-            _unlink(os.path.join(directory, _PART))
-            _unlink(os.path.join(directory, LOCK))
+            _remove(directory, _MARKS)
             with contextlib.suppress(OSError):  # somebody's own files lie in it
                 os.rmdir(directory)
 
 
-def _unlink(path: str) -> None:
+def _remove(directory: str, names: re.Pattern[str]) -> None:
     try:
-        os.unlink(path)
-    except FileNotFoundError:
-        pass
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            ownership.remove_files(fd, names)
+        finally:
+            os.close(fd)
     except OSError as error:
-        raise write_error("cannot remove a file of a kept cache", path, error) from error
+        raise write_error("cannot remove the files of a kept cache", directory, error) from error
+
+
+def _check_plain(directory: str) -> None:
+    """Raises FormatError for a link in place of a file: what is written there would go elsewhere."""
+    for name in os.listdir(directory):
+        if any(names.fullmatch(name) for names in (_MANIFESTS, _FILES, _MARKS)):
+            check_plain_file(os.path.join(directory, name))
 
 
 class KeptName:
@@ -132,18 +153,22 @@ class KeptName:
         check_name(name)
         self.roots = directories_of(storage)
         self.directories = [os.path.join(root, name) for root in self.roots]
+        if len({os.path.realpath(directory) for directory in self.directories}) < len(self.directories):
+            raise errors.InvalidInputError("directories of a kept cache", got=self.roots, expected="each of them once")
         with contextlib.ExitStack() as stack:
             locked = list[str]()
             try:
                 for directory in self.directories:
                     _make_and_lock(directory, stack)
                     locked.append(directory)
+                for directory in self.directories:
+                    _check_plain(directory)
                 self._mark()
                 if not self.exists:  # what a process left that was killed before it saved anything
                     remove_files(self.directories, marks=False)
             except BaseException:
                 for directory in locked:
-                    if set(os.listdir(directory)) <= {LOCK, _PART}:  # nothing was ever kept there
+                    if all(_MARKS.fullmatch(entry) for entry in os.listdir(directory)):  # nothing was ever kept there
                         remove_files([directory])
                 raise
             # Whoever drops a cache without closing it does not keep its name.
@@ -161,6 +186,15 @@ class KeptName:
                     "the folder is of a cache with other directories, or in another order", path=directory, got=part or "1 of 1",
                     expected=expected[number] or "1 of 1", fix="name the directories as when the cache was made, or choose another name",
                 )  # fmt: skip
+        first = self.directories[0]
+        for directory, part in zip(self.directories[1:], parts[1:], strict=True):
+            if part and not ownership.belongs_to(directory, known, first):
+                raise errors.ForeignFileError(
+                    "the folder is of another cache: this one is a copy of it, or was moved to another file system", path=directory,
+                    expected=f"a folder that is marked as that of {first}", fix=FIX,
+                )  # fmt: skip
+            if not ownership.is_up_to_date(directory, first):
+                ownership.set_mark(directory, known, first)
         for directory, part, mark in zip(self.directories, parts, expected, strict=True):
             if mark and not part:
                 path = os.path.join(directory, _PART)

@@ -12,24 +12,34 @@ import os
 from typing import Any
 
 import numpy as np
-import safetensors
 import torch
-from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from .. import errors
 from ..device.interface import Segment
-from ..device.layout import DTYPES, RowLayout, format_of
+from ..device.layout import format_of
 from ..ops.crc32c import crc32c
-from ..storage.manifest import read_manifest, write_manifest
+from ..storage.manifest import write_manifest
+from ..storage.parse import check_plain_file
 from ..storage.stream import read_file, replace_file, write_error
+from ..storage.weights_files import read_tensors
 from .cache import SsdCache
+from .kept_format import (
+    FIX,
+    MAGIC,
+    SEGMENT_FIELDS,
+    STATE_NAME,
+    VERSION,
+    KeptRows,
+    KeptState,
+    KeptTables,
+    check_rest,
+    read_kept,
+    take_tables,
+)  # fmt: skip
 from .rows import LayerRows, Run
 
-MAGIC, VERSION = "espnx-kv", 1
 ROWS_NAME = "rows.bin"
-FIX = "remove the cache (`espnx cache rm`); it is made again from its prompt"
-_FIELDS = 8  # of a segment: run, sequence, device, place, first head, head step, heads, rows
 
 
 def save(cache: SsdCache, directory: str, fingerprint: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -68,7 +78,7 @@ def save(cache: SsdCache, directory: str, fingerprint: dict[str, Any], tensors: 
     for device, new in zip(cache.spread.devices, places, strict=True):
         device.pin(new)
     for name in os.listdir(directory):
-        if name.startswith("state-") and name != state:
+        if STATE_NAME.fullmatch(name) and name != state:
             with contextlib.suppress(OSError):  # then the next save removes it
                 os.unlink(os.path.join(directory, name))
 
@@ -94,7 +104,7 @@ def _describe(rows: LayerRows, name: str, kept: dict[str, torch.Tensor]) -> dict
                 table.append([number, sequence, device, segment.place, heads.start, heads.step, len(heads), segment.n_rows])
                 sums.append(segment.sums.reshape(-1))
     k, v, first = rows.in_memory()
-    kept[f"{name}.segments"] = torch.tensor(table, dtype=torch.int64).reshape(-1, _FIELDS)
+    kept[f"{name}.segments"] = torch.tensor(table, dtype=torch.int64).reshape(-1, SEGMENT_FIELDS)
     kept[f"{name}.sums"] = torch.from_numpy(np.concatenate(sums) if sums else np.empty(0, np.uint32)).view(torch.int32)
     kept[f"{name}.runs"] = torch.tensor([[run.first_position, run.n_rows] for run in rows.runs], dtype=torch.int64).reshape(-1, 2)
     kept[f"{name}.k"] = k
@@ -118,75 +128,64 @@ def load(cache: SsdCache, directory: str) -> tuple[dict[str, Any], dict[str, tor
         FormatError, ChecksumError, TruncatedFileError: damaged, or of another number of layers or devices.
     """
     engine = cache.spread.devices[0].engine
-    fields = read_manifest(engine, directory, MAGIC, VERSION)
+    kept = read_kept(engine, directory)
     for name, got, expected in (
-        ("layers", fields["n_layers"], len(cache.kv)),
-        ("directories", fields["devices"], len(cache.spread.devices)),
+        ("layers", kept.n_layers, len(cache.kv)),
+        ("directories", kept.devices, len(cache.spread.devices)),
     ):
         if got != expected:
             raise errors.ForeignFileError(f"a cache with another number of {name}", path=directory, got=got, expected=expected)
-    tensors = _read_state(engine, os.path.join(directory, fields["state"]["file"]), fields["state"])
-    for described in fields["layers"]:
-        name = f"{described['kind']}.{described['layer']}"
-        rows = _restore(
-            cache, described, {part: tensors.pop(f"{name}.{part}", None) for part in ("segments", "sums", "runs", "k", "v")}, directory
-        )
-        (cache.x if described["kind"] == "x" else cache.kv)[described["layer"]] = rows
-    cache.x_rows = fields["x_rows"]
+    path = os.path.join(directory, kept.file)
+    tensors = _read_state(engine, path, kept)
+    data = [(device.path, os.path.getsize(device.path)) for device in cache.spread.devices]
+    for rows in kept.rows:
+        tables = take_tables(tensors, rows, data, path)
+        (cache.x if rows.kind == "x" else cache.kv)[rows.layer] = _restore(cache, rows, tables)
+    check_rest(tensors, kept.sequences, kept.tokens, path)
+    cache.x_rows = kept.x_rows
     for number, device in enumerate(cache.spread.devices):
         places = {segment.place: segment.size_bytes for segment in _segments(cache, number)}
         for place, size_bytes in places.items():
             device.extents.claim(place, size_bytes)
         device.pin(places)
         _cut(device.path, device.extents.size_bytes)
-    return fields["fingerprint"], tensors
+    return dict(kept.fingerprint), tensors
 
 
 def _cut(path: str, size_bytes: int) -> None:
-    """Takes away what a process that was killed wrote behind the last state that it saved. Raises TruncatedFileError, WriteError."""
-    found = os.path.getsize(path)
-    if found < size_bytes:
-        raise errors.TruncatedFileError(
-            "the rows of a kept cache end too soon", path=path, got=f"{found} bytes", expected=f"at least {size_bytes} bytes", fix=FIX
-        )
-    if found > size_bytes:
+    """Takes away what a process that was killed wrote behind the last state that it saved. Raises WriteError."""
+    if os.path.getsize(path) > size_bytes:
         try:
             os.truncate(path, size_bytes)
         except OSError as error:
             raise write_error("cannot cut the rows of a kept cache", path, error) from error
 
 
-def _read_state(engine: Any, path: str, expected: dict[str, Any]) -> dict[str, torch.Tensor]:
-    payload = read_file(engine, path)
-    if len(payload) != expected["size_bytes"] or crc32c(payload) != expected["crc32c"]:
-        raise errors.ChecksumError(
-            "the state of a kept cache is damaged", path=path, got=f"{len(payload)} bytes", expected=f"{expected['size_bytes']} bytes",
-            fix=FIX,
-        )  # fmt: skip
+def _read_state(engine: Any, path: str, kept: KeptState) -> dict[str, torch.Tensor]:
     try:
-        return load_tensors(bytes(payload))
-    except safetensors.SafetensorError as error:
-        raise errors.FormatError("the state of a kept cache is damaged", path=path, got=str(error)) from error
+        size_bytes = check_plain_file(path)
+    except FileNotFoundError as error:
+        raise errors.FormatError("the state of a kept cache is missing", path=path, expected=f"{kept.size_bytes} bytes", fix=FIX) from error
+    payload = read_file(engine, path) if size_bytes == kept.size_bytes else b""
+    if size_bytes != kept.size_bytes or crc32c(payload) != kept.crc32c:
+        raise errors.ChecksumError(
+            "the state of a kept cache is damaged", path=path, got=f"{size_bytes} bytes", expected=f"{kept.size_bytes} bytes", fix=FIX
+        )
+    return read_tensors(payload, path)
 
 
-def _restore(cache: SsdCache, described: dict[str, Any], parts: dict[str, torch.Tensor | None], path: str) -> LayerRows:
-    missing = [name for name in ("segments", "sums", "runs", "k") if parts[name] is None]
-    if missing:
-        raise errors.FormatError("the state of a kept cache lacks tensors", path=path, got=", ".join(missing))
-    layout = RowLayout(described["format"], described["d"], described["dv"], described["is_shared"])
-    rows = cache.make_rows(layout, described["heads"], DTYPES[described["dtype"]])
-    runs = [Run(first, n, [[] for _ in range(described["sequences"])]) for first, n in parts["runs"].tolist()]  # type: ignore[union-attr]
-    sums, begin = parts["sums"].view(torch.uint32).numpy(), 0  # type: ignore[union-attr]
-    known: dict[tuple[int, int], Segment] = {}
-    for number, sequence, device, place, first, step, heads, n_rows in parts["segments"].tolist():  # type: ignore[union-attr]
-        size = heads * layout.blocks(n_rows)
+def _restore(cache: SsdCache, kept: KeptRows, tables: KeptTables) -> LayerRows:
+    rows = cache.make_rows(kept.layout, kept.heads, kept.dtype)
+    runs = [Run(first, n, [[] for _ in range(kept.sequences)]) for first, n in tables.runs.tolist()]
+    begin, known = 0, dict[tuple[int, int], Segment]()
+    for number, sequence, device, place, first, step, heads, n_rows in tables.segments.tolist():
+        size = heads * kept.layout.blocks(n_rows)
         if (device, place) in known:  # beams share it
             known[device, place].references += 1
         else:
             own = range(first, first + heads * step, step)
-            known[device, place] = Segment(layout, own, n_rows, place, sums[begin : begin + size].reshape(heads, -1))
+            known[device, place] = Segment(kept.layout, own, n_rows, place, tables.sums[begin : begin + size].reshape(heads, -1))
         runs[number].parts[sequence].append((device, known[device, place]))
         begin += size
-    k, v = parts["k"], parts["v"]
-    rows.restore(runs, described["count"], described["stored"], described["first"], k, k if v is None else v)
+    rows.restore(runs, kept.count, kept.stored, kept.first, tables.k, tables.v)
     return rows

@@ -12,10 +12,10 @@ import torch
 from .. import errors
 from ..storage import NativeEngine
 from ..storage.manifest import NAME as MANIFEST
-from ..storage.manifest import read_manifest
 from .cache import SsdCache
 from .folders import LOCK, USED, KeptName, check_name, folders_of, is_kept, lock, remove_files
-from .kept import FIX, MAGIC, ROWS_NAME, VERSION, load
+from .kept import ROWS_NAME, load
+from .kept_format import FIX, read_kept
 from .spread import Storage, directories_of
 
 
@@ -65,14 +65,11 @@ def _entry(engine: NativeEngine, roots: list[str], name: str) -> Entry:
     model, sequences, tokens = "unsaved", 0, 0
     if os.path.exists(os.path.join(directory, MANIFEST)):
         try:
-            fields = read_manifest(engine, directory, MAGIC, VERSION)
-            layers = fields["layers"]
-            model = str(fields["fingerprint"].get("model", ""))
-            tokens = max((layer["count"] for layer in layers), default=0)
-            sequences = max((sum(each["sequences"] for each in layers if each["layer"] == layer["layer"]) for layer in layers), default=0)
+            kept = read_kept(engine, directory)
+            model, sequences, tokens = str(kept.fingerprint.get("model", "")), kept.sequences, kept.tokens
         except FileNotFoundError:
             raise
-        except (errors.StorageError, KeyError, TypeError, AttributeError):
+        except errors.StorageError:
             model = "damaged"
     return Entry(name, model, sequences, tokens, directories, sum(map(_size, folders)), _last_used(directory), _is_open(directory))
 
@@ -135,8 +132,8 @@ def verify(storage: Storage, name: str) -> int:
     kept = KeptName(storage, name)
     try:
         with NativeEngine(pool_bytes=1 << 20) as engine:
-            fields = read_manifest(engine, directory, MAGIC, VERSION)
-        cache = SsdCache(kept.directories, fields["n_layers"], names=[ROWS_NAME] * len(kept.directories))
+            n_layers = read_kept(engine, directory).n_layers
+        cache = SsdCache(kept.directories, n_layers, names=[ROWS_NAME] * len(kept.directories))
         try:
             load(cache, directory)
             return sum(_verify_rows(cache, number) for number in range(len(cache.kv)))
