@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .integrations.streamed import load_streamed
     from .integrations.transformers import KVCache, enable
     from .retrieval.build import BuildReport, build
+    from .retrieval.detaching import DetachReport, detach
     from .retrieval.documents import Document
     from .retrieval.encoder import Encoded, FunctionEncoder
     from .retrieval.evaluate import evaluate
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _HOME = {
     "BuildReport": ("retrieval.build", "BuildReport"),
     "CompactReport": ("retrieval.mutate", "CompactReport"),
+    "DetachReport": ("retrieval.detaching", "DetachReport"),
     "Document": ("retrieval.documents", "Document"),
     "Encoded": ("retrieval.encoder", "Encoded"),
     "FunctionEncoder": ("retrieval.encoder", "FunctionEncoder"),
@@ -50,6 +52,7 @@ _HOME = {
     "build": ("retrieval.build", "build"),
     "compact": ("retrieval.mutate", "compact"),
     "delete": ("retrieval.mutate", "delete"),
+    "detach": ("retrieval.detaching", "detach"),
     "enable": ("integrations.transformers", "enable"),
     "evaluate": ("retrieval.evaluate", "evaluate"),
     "load_encoder": ("integrations", "load_encoder"),
@@ -61,6 +64,7 @@ _HOME = {
 __all__ = [
     "BuildReport",
     "CompactReport",
+    "DetachReport",
     "Document",
     "Encoded",
     "FunctionEncoder",
@@ -73,6 +77,7 @@ __all__ = [
     "build",
     "compact",
     "delete",
+    "detach",
     "enable",
     "errors",
     "evaluate",

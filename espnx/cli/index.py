@@ -1,4 +1,4 @@
-"""``espnx index build | add | delete | compact | verify | info``."""
+"""``espnx index build | add | delete | compact | detach | verify | info``."""
 
 from __future__ import annotations
 
@@ -184,6 +184,25 @@ def run_compact(args: argparse.Namespace) -> int:
     return 0
 
 
+def configure_detach(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("store", help="directory of the store")
+    parser.add_argument("--directories", nargs="+", default=(), metavar="DIR", help="where the copies go (default: into the store)")
+    parser.add_argument("--adopt", action="store_true", help="copy nothing: the original is gone, and its data are this store's now")
+    add_json_option(parser)
+
+
+def run_detach(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from .. import detach
+    from ..sizes import format_size
+
+    report = detach(args.store, directories=args.directories, adopt=args.adopt)
+    done = "the data directories are its own" if args.adopt else f"{report.files} data files copied, {format_size(report.size_bytes)}"
+    emit(args, f"{args.store}: {done}", json_document("index detach", report=asdict(report)))
+    return 0
+
+
 def configure_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", help="directory of the store")
     add_json_option(parser)
@@ -233,10 +252,12 @@ def run_info(args: argparse.Namespace) -> int:
             ("in memory: first stage", format_size(stage_bytes)),
             ("compact tier", compact),
             ("generation", f"{manifest['generation']}, {len(store.parts)} parts"),
+            *(("shares data", f"{home}: `espnx index detach` before it can be changed") for home in store.shared_homes),
         ]
         document = json_document(
             "index info",
             manifest=manifest,
+            shared_homes=store.shared_homes,
             data_bytes=data_bytes,
             resident_bytes=store.resident_bytes,
             resident_bytes_per_document=per_document,

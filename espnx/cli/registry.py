@@ -44,6 +44,7 @@ COMMANDS = {
     "index add": Command("espnx.cli.index:add", "add documents to an index"),
     "index delete": Command("espnx.cli.index:delete", "delete documents of an index by id"),
     "index compact": Command("espnx.cli.index:compact", "write an index anew: without what was deleted, in list order"),
+    "index detach": Command("espnx.cli.index:detach", "give a copy of an index that shares data with the original data of its own"),
     "index import": Command("espnx.cli.import_", "make a store of an index of ColBERT, fast-plaid or PyLate"),
     "index verify": Command("espnx.cli.index:verify", "read a whole index and check every record's checksum"),
     "index info": Command("espnx.cli.index:info", "show what an index holds, and its sizes on disk and in memory"),

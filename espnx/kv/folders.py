@@ -47,13 +47,19 @@ def is_kept(directory: str) -> bool:
 
 
 def folders_of(roots: Sequence[str], name: str) -> tuple[list[str], int]:
-    """(those of one cache that lie in these directories, how many it has there). Folders that a copy shares with the original, or that
-    were copied without the first, count and are not named: they are not this cache's to change."""
+    """(those of one cache that lie in these directories, how many it has there). Folders that a copy shares with the original
+    do not count: they are not this cache's to change."""
     first = os.path.join(roots[0], name)
     _, count, known = _words(_part(first))
     others = [other for other in (os.path.join(root, name) for root in roots[1:]) if known and _words(_part(other))[2] == known]
-    own = [other for other in others if ownership.belongs_to(other, known, first)]
+    own = [other for other in others if _is_own(other, known, first)]
     return [first, *own], count - (len(others) - len(own))
+
+
+def _is_own(directory: str, known: str, first: str) -> bool:
+    """Whether a later folder is that of this cache, and not of another that this one was copied from. Of a cache that was copied with all
+    its folders each is a copy, and nobody else's."""
+    return ownership.belongs_to(directory, known, first) or ownership.is_copy(directory)
 
 
 def _part(directory: str) -> str:
@@ -188,9 +194,9 @@ class KeptName:
                 )  # fmt: skip
         first = self.directories[0]
         for directory, part in zip(self.directories[1:], parts[1:], strict=True):
-            if part and not ownership.belongs_to(directory, known, first):
+            if part and not _is_own(directory, known, first):
                 raise errors.ForeignFileError(
-                    "the folder is of another cache: this one is a copy of it, or was moved to another file system", path=directory,
+                    "the folder is of another cache, which this one is a copy of", path=directory,
                     expected=f"a folder that is marked as that of {first}", fix=FIX,
                 )  # fmt: skip
             if not ownership.is_up_to_date(directory, first):

@@ -139,9 +139,9 @@ def check_own(root: str, manifest: Mapping[str, Any], *, replacing: bool = False
     else:
         foreign += [directory for directory in manifest["directories"] if own_home(root, directory, manifest["store_id"]) is None]
     if foreign:
-        owner = ownership.marked_owner(foreign[0])
+        mark = ownership.read_mark(foreign[0])
         raise errors.SharedDataError(
-            "a store that shares the data of another", path=root, got=f"{foreign[0]}, marked as {owner[1].path if owner else 'nobody'}'s",
+            "a store that shares the data of another", path=root, got=f"{foreign[0]}, marked as {mark.owner.path if mark else 'nobody'}'s",
             expected="data directories that are marked as this store's", fix=DETACH,
         )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from .filters import Filters
 from .first_stage import IvfFirstStage
 from .gpu_first_stage import GpuIvfFirstStage
 from .hot import HotDocuments
+from .places import DETACH
 from .rerank import QueryVectors
 from .resident import ResidentTier
 from .store import EmbeddingStore
@@ -177,6 +179,8 @@ def _open_current(path: str, engine: NativeEngine, records: Engine) -> tuple[Emb
 def _open(path: str | os.PathLike[str], engine: NativeEngine, records: Engine) -> tuple[EmbeddingStore, Any]:
     store = EmbeddingStore(path, engine, records)
     try:
+        if store.shared_homes:
+            warnings.warn(f"{store.path} shares data with another store ({store.shared_homes[0]}): {DETACH}", stacklevel=4)
         return store, store.load_index()
     except BaseException:
         store.close()

@@ -50,7 +50,8 @@ def set_mark(directory: str, name: str, owner: str) -> None:
     Raises WriteError, DiskFullError.
     """
     path = os.path.join(directory, MARK)
-    text = json.dumps({"magic": "espnx-owner", "name": name, "owner": asdict(Identity.of(owner))}, indent=1) + "\n"
+    fields = {"name": name, "owner": asdict(Identity.of(owner)), "directory": asdict(Identity.of(directory))}
+    text = json.dumps(fields, indent=1) + "\n"
     temporary = f"{path}.new"
     try:
         if os.path.lexists(temporary):  # of a process that was killed
@@ -75,15 +76,24 @@ def _flush(directory: str) -> None:
         os.close(fd)
 
 
-def marked_owner(directory: str) -> tuple[str, Identity] | None:
-    """(name, owner) that a directory's mark says; None where it has none that can be read."""
+@dataclass(frozen=True)
+class Mark:
+    """What a mark says: what is kept in the directory, which directory owns it, and which directory it is itself."""
+
+    name: str
+    owner: Identity
+    directory: Identity
+
+
+def read_mark(directory: str) -> Mark | None:
+    """None where a directory has no mark that can be read."""
     path = os.path.join(directory, MARK)
     try:
-        if check_plain_file(path) > _MARK_BYTES_MAX:
+        if os.path.islink(directory) or check_plain_file(path) > _MARK_BYTES_MAX:
             return None
         with open(path, "rb") as file:
             fields = parse_object(file.read(), path)
-        return fields.text("name"), _identity(fields.inner("owner"))
+        return Mark(fields.text("name"), _identity(fields.inner("owner")), _identity(fields.inner("directory")))
     except OSError:  # FormatError too
         return None
 
@@ -93,17 +103,21 @@ def _identity(fields: Fields) -> Identity:
 
 
 def belongs_to(directory: str, name: str, owner: str) -> bool:
-    """Whether a directory is a real one whose mark says that it holds `name` and is the directory `owner`'s."""
-    if os.path.islink(directory):
-        return False
-    found = marked_owner(directory)
-    return found is not None and found[0] == name and found[1].is_same(Identity.of(owner))
+    """Whether a directory's mark says that it holds `name` and is the directory `owner`'s."""
+    mark = read_mark(directory)
+    return mark is not None and mark.name == name and mark.owner.is_same(Identity.of(owner))
+
+
+def is_copy(directory: str) -> bool:
+    """Whether a marked directory was copied, or moved to another file system, mark and all: it is nobody's then."""
+    mark = read_mark(directory)
+    return mark is not None and not mark.directory.is_same(Identity.of(directory))
 
 
 def is_up_to_date(directory: str, owner: str) -> bool:
     """Whether a mark says where its owner is now; if not, the owner was renamed, or its file system has another number."""
-    found = marked_owner(directory)
-    return found is not None and found[1] == Identity.of(owner)
+    mark = read_mark(directory)
+    return mark is not None and mark.owner == Identity.of(owner) and mark.directory == Identity.of(directory)
 
 
 def remove_directory(directory: str, names: re.Pattern[str]) -> None:

@@ -151,9 +151,8 @@ def test_a_copy_that_shares_data(folder: Path, name: str) -> None:
     build(folder / "s", DOCUMENTS, directories=[folder / "x", folder / "y"])
     shutil.copytree(folder / "s", folder / "copy")
     before = contents(folder / "x") | contents(folder / "y")
-    with espnx.open(folder / "copy") as index:
-        assert index.store.shared_homes
-    check_store(folder / "copy", DOCUMENTS)
+    with pytest.warns(UserWarning, match="shares data with another store"):
+        check_store(folder / "copy", DOCUMENTS)
     with pytest.raises(errors.SharedDataError, match="index detach"):
         CHANGES[name](folder / "copy")
     assert contents(folder / "x") | contents(folder / "y") == before
@@ -190,7 +189,48 @@ def test_a_mark_that_says_nothing(folder: Path, mark: str | None) -> None:
         with pytest.raises(errors.SharedDataError):
             change(folder / "s")
     assert contents(folder / "x") == before
+    with pytest.warns(UserWarning, match="shares data"):
+        check_store(folder / "s", DOCUMENTS)
+    espnx.detach(folder / "s", adopt=True)
+    espnx.compact(folder / "s")
     check_store(folder / "s", DOCUMENTS)
+
+
+@pytest.mark.parametrize("into", [[], ["y", "z"]], ids=["the store", "directories"])
+@pytest.mark.parametrize("damaged", [False, True])
+def test_detach(folder: Path, into: list[str], damaged: bool) -> None:
+    """A copy gets data of its own; the original keeps its, byte for byte."""
+    build(folder / "s", DOCUMENTS, directories=[folder / "x", folder / "y"])
+    espnx.add(folder / "s", corpus(50)[40:])
+    espnx.delete(folder / "s", ["doc-3"])
+    left = [document for document in corpus(50) if document.id != "doc-3"]
+    shutil.copytree(folder / "s", folder / "copy")
+    data = next((folder / "x").rglob("segment-*.bin"))
+    whole = data.read_bytes()
+    if damaged:
+        data.write_bytes(whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:])
+    before, copy = contents(folder / "x") | contents(folder / "y"), contents(folder / "copy")
+    if damaged:
+        with pytest.raises(errors.ChecksumError):
+            espnx.detach(folder / "copy", directories=[folder / name for name in into])
+        assert contents(folder / "copy").keys() - copy.keys() <= {"LOCK"}
+        assert contents(folder / "copy")["MANIFEST.json"] == copy["MANIFEST.json"]
+        return
+    report = espnx.detach(folder / "copy", directories=[folder / name for name in into])
+    assert (report.files, report.directories) == (2, [str(folder / name) for name in into])
+    after = contents(folder / "x") | contents(folder / "y")
+    assert {name: after[name] for name in before} == before
+    for change in (lambda: espnx.add(folder / "copy", corpus(60)[50:]), lambda: espnx.compact(folder / "copy")):
+        change()
+        after = contents(folder / "x") | contents(folder / "y")
+        assert {name: after[name] for name in before} == before
+    check_store(folder / "copy", left + corpus(60)[50:])
+    check_store(folder / "s", left)
+    espnx.compact(folder / "s")
+    check_store(folder / "copy", left + corpus(60)[50:])
+    build(folder / "s", DOCUMENTS[:5], replace=True)
+    check_store(folder / "copy", left + corpus(60)[50:])
+    assert espnx.detach(folder / "s").files == 0
 
 
 def test_a_backup_without_other_directories(folder: Path) -> None:
