@@ -189,7 +189,7 @@ def rewrite(storage: list[Path], change: Callable[[dict[str, Any]], None]) -> No
         ({"version": 0}, "version"),
         ({"byte_order": "big"}, "byte order"),
         ({"magic": "espnx-store"}, "kind"),
-        ({"n_layers": 3}, "number of layers"),
+        ({"n_layers": 3}, "rows of all 3 layers"),
         ({"devices": 3}, "number of directories"),
     ],
 )
@@ -198,7 +198,7 @@ def test_another_format(storage: list[Path], change: dict[str, Any], match: str)
     with pytest.raises(errors.FormatError, match=match) as caught:
         KVCache(enabled("llama").config, storage, name="c")
     assert str(storage[0] / "c") in str(caught.value.path)
-    assert main(["cache", "verify", "c", *(word for path in storage for word in ("--storage", str(path)))]) == (match != "number of layers")
+    assert main(["cache", "verify", "c", *(word for path in storage for word in ("--storage", str(path)))]) == 1
 
 
 def changed(*, name: str = "model.layers.1.self_attn.k_proj.weight", **options: Any) -> Any:
@@ -260,3 +260,53 @@ def test_the_same_model_elsewhere(storage: list[Path], tmp_path: Path) -> None:
     said = inputs(wanted("llama")[:, : LONGEST + 9])
     with KVCache(again.config, storage, name="c") as cache:
         assert torch.equal(generate(again, said, cache, max_new_tokens=9), wanted("llama")[:, : LONGEST + 18])
+
+
+def test_a_link_in_place_of_a_file(storage: list[Path], folder: Path) -> None:
+    """An archive may hold links: what is written must not go where they lead, nor what they lead to be removed."""
+    (folder / "victim").write_text("mine")
+    for name in ("rows.bin", "LOCK", "LAST_USED", "PART", "MANIFEST.json.new"):
+        path = storage[0] / "c" / name
+        aside = path.read_bytes() if path.exists() else None
+        path.unlink(missing_ok=True)
+        path.symlink_to(folder / "victim")
+        for call in (lambda: verify(storage, "c"), lambda: KVCache(enabled("llama").config, storage, name="c")):
+            with pytest.raises((errors.FormatError, errors.WriteError)):
+                call()
+        path.unlink()
+        if aside is not None:
+            path.write_bytes(aside)
+    shutil.move(storage[0] / "c", folder / "elsewhere")
+    (storage[0] / "c").symlink_to(folder / "elsewhere")
+    for call in (lambda: remove(storage, "c"), lambda: KVCache(enabled("llama").config, storage, name="c")):
+        with pytest.raises(errors.StorageError):
+            call()
+    assert (folder / "victim").read_text() == "mine"
+    assert (folder / "elsewhere" / "MANIFEST.json").exists()
+
+
+def test_a_copy_of_the_first_folder_alone(storage: list[Path], folder: Path) -> None:
+    """It names rows that are the original's: it is refused, and removing it removes nothing of the original."""
+    with KVCache(enabled("llama").config, storage, name="c") as cache:
+        go_on("llama", cache, until=10)
+    shutil.copytree(storage[0], folder / "copy")
+    with pytest.raises(errors.ForeignFileError, match="copy"):
+        KVCache(enabled("llama").config, [folder / "copy", storage[1]], name="c")
+    remove([folder / "copy", storage[1]], "c")
+    assert not (folder / "copy" / "c").exists()
+    assert found(storage) is None
+
+
+def test_one_directory_named_twice(folder: Path) -> None:
+    with pytest.raises(errors.InvalidInputError, match="each of them once"):
+        KVCache(enabled("llama").config, [folder / "a", folder / "x" / ".." / "a"], name="c")
+
+
+def test_somebodys_files_beside(storage: list[Path]) -> None:
+    """Also files whose names begin as ours do."""
+    for name in ("state-of-the-art.pdf", "MANIFEST.jsonl", "thesis.tex"):
+        (storage[0] / "c" / name).write_text("mine")
+    with KVCache(enabled("llama").config, storage, name="c") as cache:
+        go_on("llama", cache, until=10)
+    remove(storage, "c")
+    assert sorted(path.name for path in (storage[0] / "c").iterdir()) == ["MANIFEST.jsonl", "state-of-the-art.pdf", "thesis.tex"]
