@@ -141,6 +141,7 @@ def configure_delete(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", nargs="*", help="ids of documents")
     parser.add_argument("--ids", metavar="FILE", help="more of them, one a line")
     parser.add_argument("--int", action="store_true", help="the ids are numbers (default: text)")
+    parser.add_argument("--missing-ok", action="store_true", help="ids that the index does not hold are no error")
     add_json_option(parser)
 
 
@@ -158,7 +159,7 @@ def run_delete(args: argparse.Namespace) -> int:
         ids: list[int | str] = [int(word) for word in words] if args.int else list(words)
     except ValueError as error:
         raise InvalidInputError("an id", got=str(error), expected="a number (--int)") from None
-    count = delete(args.store, ids)
+    count = delete(args.store, ids, missing_ok=args.missing_ok)
     text = f"{args.store}: {count:,} documents deleted; `espnx index compact` frees their space"
     emit(args, text, json_document("index delete", store=args.store, deleted=count))
     return 0

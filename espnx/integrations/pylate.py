@@ -107,11 +107,9 @@ class EspnxIndex:
     def remove_documents(self, documents_ids: DocumentId | Iterable[DocumentId]) -> EspnxIndex:
         """Removes documents; ids of others stay as they are. Unknown ids have no effect. Raises InvalidInputError for an empty index."""
         ids = _ids(documents_ids)
-        numbers = self.index.store.texts.numbers(ids)
-        known = [identifier for identifier, number in zip(ids, numbers.tolist(), strict=True) if number >= 0]
-        if known:
-            self.close()
-            delete(self.path, known)
+        self._check_indexed()
+        self.close()
+        delete(self.path, ids, missing_ok=True)
         return self
 
     def update_documents(self, documents_ids: DocumentId | Iterable[DocumentId], documents_embeddings: Sequence[Any]) -> EspnxIndex:

@@ -171,34 +171,39 @@ def _checked_new(store: EmbeddingStore, batch: list[Document], replaced: Deletio
     return batch
 
 
-def delete(path: str | os.PathLike[str], ids: Iterable[DocumentId], *, engine: NativeEngine | None = None) -> int:
+def delete(path: str | os.PathLike[str], ids: Iterable[DocumentId], *, missing_ok: bool = False, engine: NativeEngine | None = None) -> int:
     """Deletes documents by id; their bytes stay until `compact`. Returns how many there were.
 
+    Args:
+        missing_ok: ids that the store does not hold have no effect.
+
     Raises:
-        InvalidInputError: an id that the store does not hold (then nothing is deleted), or one that none can have, or no collection.
+        InvalidInputError: without `missing_ok`, an id that the store does not hold (then nothing is deleted); one that none can have, or
+            no collection.
         StoreNotFoundError, StoreBusyError, DiskFullError, WriteError, ReadError, ...: the store stays as it is, unless a WriteError says
             "published": then they are deleted, and only the last flush failed.
     """
     wanted = list(dict.fromkeys(document_ids(ids)))
     with _writing(path, engine) as (where, owned, store):
         numbers = store.texts.numbers(wanted)
-        if (numbers < 0).any():
+        if (numbers < 0).any() and not missing_ok:
             missing = wanted[int(np.flatnonzero(numbers < 0)[0])]
             is_digits = isinstance(missing, str) and missing.removeprefix("-").isdecimal()
             raise errors.InvalidInputError(
                 "no such document", got=repr(missing), expected="ids that the store holds",
                 fix=f"if its id is a number, give it as one: {missing} (--int)" if is_digits else None,
             )  # fmt: skip
-        if not wanted:
+        found = numbers[numbers >= 0]
+        if not len(found):
             return 0
         deletion = Deletion(store)
-        deletion.add(numbers)
+        deletion.add(found)
         contents = contents_of(store.manifest)
         contents["generation"] = generations.following(where, contents["generation"])
         make_directory(os.path.join(where, generations.name(contents["generation"])))
         deletion.write(owned, where, contents)
         publish(owned, where, contents, store.manifest)
-        return len(wanted)
+        return len(found)
 
 
 def compact(

@@ -169,7 +169,9 @@ def score(records: Records, memory: torch.Tensor, positions: torch.Tensor, numbe
     # Like positions on the CPU, where bounds are checked without a wait.
     n_tokens = torch.from_numpy(records.n_tokens[numbers].astype(np.int64))
     total = maxsim(query.tokens, memory, positions + schema.fixed_bytes, n_tokens, format=schema.format, codebook=records.codebook)
-    total = total.masked_fill((n_tokens == 0).to(total.device), 0.0)
+    is_empty = n_tokens == 0
+    if bool(is_empty.any()):
+        total = total.masked_fill(is_empty.to(total.device), 0.0)
     if query.cls_weight and schema.d_cls:
         # A CLS vector is a document of one token, scored by the same kernel.
         ones = torch.ones_like(n_tokens)
