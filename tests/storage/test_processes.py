@@ -54,6 +54,28 @@ def test_ctrl_c_during_a_long_wait(path: str, tmp_path: Path) -> None:
     assert in_child(work, meanwhile=interrupt) == [True, True]
 
 
+def test_descriptors_closed_under_the_engine(tmp_path: Path) -> None:
+    """As a program that becomes a daemon does: the I/O thread cannot be woken, but looks for itself; nothing aborts, nothing hangs."""
+    if (refusal := uring_refusal()) is not None:
+        pytest.skip(f"[kernel] {refusal}")
+    data = make_file(tmp_path / "a", BLOCK)
+
+    def work() -> list[bool]:
+        before = set(os.listdir("/proc/self/fd"))
+        engine = NativeEngine("uring")
+        file = engine.open(tmp_path / "a")
+        closed = 0
+        for name in set(os.listdir("/proc/self/fd")) - before:
+            if os.path.lexists(f"/proc/self/fd/{name}") and "eventfd" in os.readlink(f"/proc/self/fd/{name}"):
+                os.close(int(name))
+                closed += 1
+        right = read_bytes(engine, file, 0, BLOCK) == data
+        engine.close()
+        return [closed == 1, right]
+
+    assert in_child(work) == [True, True]
+
+
 def test_a_forked_child_is_told(path: str, tmp_path: Path) -> None:
     """The child has the engine's memory and not its thread: every call is refused at once, and letting go of it does not hang."""
     data = make_file(tmp_path / "a", 4 * BLOCK)
