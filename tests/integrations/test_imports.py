@@ -139,7 +139,6 @@ def test_texts_and_ids(tmp_path):
         ({"pooling": "cls"}, "mean or muvera"),
         ({"fromat": 1}, "unknown build option"),
     ],
-    ids=str,
 )
 def test_wrong_arguments(tmp_path, options, says):
     with pytest.raises(InvalidInputError, match=says):

@@ -230,7 +230,6 @@ def edit(path, **changes):
         ("pylate", lambda f: (f / "modules.json").write_text('[{"path": ""}]'), "list of modules"),
         ("pylate", lambda f: (f / "modules.json").write_text("[]"), "at least one Dense"),
     ],
-    ids=str,
 )
 def test_damaged_folders(copy, name, damage, says):
     folder = copy(name)
