@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from espnx.retrieval.part_file import HEADER_BYTES
 from espnx.retrieval.search import Index
-from espnx.retrieval.store import SEGMENT_HEADER_BYTES
 from espnx.storage import Plan
 
 LIST_ORDER, ID_ORDER = "list-order", "id-order"
@@ -32,7 +32,7 @@ class LayoutReplay:
         self._files = [index.engine.open(os.path.join(store.path, segment.path)) for segment in store.segments]
         self._ends = np.cumsum([file.size_bytes for file in self._files])
         numbers = store.texts.numbers(list(range(store.count)))  # record number by id
-        offsets, _ = store.schema.lay_out(store.n_tokens[numbers], SEGMENT_HEADER_BYTES)
+        offsets, _ = store.schema.lay_out(store.n_tokens[numbers], HEADER_BYTES)
         self._offset_bytes = np.empty(store.end_number, dtype=np.int64)
         self._offset_bytes[numbers] = offsets
 

@@ -226,7 +226,7 @@ def configure_info(parser: argparse.ArgumentParser) -> None:
 
 
 def run_info(args: argparse.Namespace) -> int:
-    from ..retrieval.store import FIRST_STAGE_NAME, EmbeddingStore
+    from ..retrieval.store import EmbeddingStore
     from ..sizes import format_size
     from ..storage import NativeEngine
 
@@ -234,7 +234,7 @@ def run_info(args: argparse.Namespace) -> int:
         manifest = store.manifest
         records, stage = manifest["records"], manifest["first_stage"]
         data_bytes = sum(segment.size_bytes for segment in store.segments)
-        stage_bytes = sum(part.files.get(FIRST_STAGE_NAME, {}).get("size_bytes", 0) for part in store.parts)
+        stage_bytes = store.first_stage_bytes
         compact = "none" if store.compact is None else f"{store.compact.schema.format}, {format_size(store.compact.size_bytes)}"
         deleted = sum(part.count for part in store.parts) - store.count
         per_document = store.resident_bytes / max(1, store.count)

@@ -1,68 +1,165 @@
-"""What an addition takes from the store that it adds to: lists, codebooks, projection, and the place after the last record."""
+"""Adds documents to a store: encoded in batches that fit the memory limit, each batch a part, all of them one version.
+
+Nothing is trained again. New documents go into the lists that are there, with the store's own projection and codebooks.
+"""
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
-from .deleting import Deletion
-from .first_stage import load_faiss
+from .. import errors
+from ..ops.maxsim import Codebook, token_format
+from .budget import MemoryBudget
+from .build import Progress
+from .documents import Document, batches, decode_rows, encode
+from .draft import Draft
+from .encoder import Encoder
+from .encoding import Target, fills
+from .lists import encode_vectors, runs_of
+from .part_file import FileWriter
+from .part_writer import PartContents, finish_part
 from .pooling import Pooling
-from .projection import Projection
-from .store import GROUP_RECORDS, EmbeddingStore
+from .record import RecordSchema, check_document, pack
+from .segments import Layout, pieces
+from .store import Version
+from .texts import DocumentId
+
+_DOCUMENTS_AT_ONCE = 256
 
 
-@dataclass(frozen=True)
-class Base:
-    """A published store, as the start of an addition. Nothing is trained again: new documents go into the lists that are there.
+class Batch:
+    """Documents as a spool would hold them, in memory: vectors packed as records, in arrival order. What `encoding.fills` reads.
 
     Attributes:
-        manifest: of the store.
-        first_number: of the new part.
-        tensors: codebooks, as a base part's metadata names them.
-        replaced: what the added documents take the place of; goes in the version that they come in.
+        n_tokens: uint16 [m]. vectors: float32 [m, dim], of the first stage. size_bytes: of the vectors held.
     """
 
-    manifest: dict[str, Any]
-    first_number: int
-    projection: Projection | None
-    pooling: Pooling | None
-    tensors: dict[str, np.ndarray]
-    replaced: Deletion
-    _index: Any
+    codebook: Codebook | None = None
 
-    @classmethod
-    def of(cls, store: EmbeddingStore, replaced: Deletion) -> Base:
-        """Raises what reading the store's index raises."""
-        tensors = {name: tensor for name, tensor in store.parts[0].meta.items() if name.startswith(("full.", "compact."))}
-        first_number = -(-store.end_number // GROUP_RECORDS) * GROUP_RECORDS
-        return cls(store.manifest, first_number, store.projection, store.pooling, tensors, replaced, store.load_index())
+    def __init__(self, schema: RecordSchema, pooling: Pooling | None):
+        self.schema, self._pooling = schema, pooling
+        self.rows: list[tuple[DocumentId, str]] = []
+        self.ids = set[tuple[type, DocumentId]]()
+        self.size_bytes = 0
+        self._blocks: list[np.ndarray] = []
+        self._offsets: list[np.ndarray] = []
+        self._counts: list[np.ndarray] = []
+        self._vectors: list[np.ndarray] = []
 
-    @property
-    def generation(self) -> int:
-        """Of the base part: it seeds the checksums of all parts."""
-        return int(self.manifest["base_generation"])
+    def append(self, documents: list[Document], encoder: Encoder | None) -> None:
+        """Raises InvalidInputError for vectors that do not fit, or an encoder's exception."""
+        encoded = encode(documents, encoder)
+        for document, vectors in zip(documents, encoded, strict=True):
+            check_document(vectors, self.schema, document.id)
+        counts = np.array([len(vectors.tokens) for vectors in encoded], dtype=np.uint16)
+        offsets, end = self.schema.lay_out(counts, 0)
+        block = np.zeros(end, dtype=np.uint8)
+        pack(encoded, self.schema, block, offsets, rows=[document.rows for document in documents])
+        made = [vectors.cls if self._pooling is None else self._pooling.documents(vectors.tokens) for vectors in encoded]
+        self._vectors.append(torch.stack(made).numpy().astype(np.float32))
+        self._blocks.append(block)
+        self._offsets.append(offsets + sum(len(each) for each in self._blocks[:-1]))
+        self._counts.append(counts)
+        self.rows += [(document.id, document.text) for document in documents]
+        self.size_bytes += len(block) + self._vectors[-1].nbytes + sum(len(document.text) for document in documents)
 
-    def empty_index(self) -> Any:
-        """The store's index, trained, without entries."""
-        index = load_faiss().clone_index(self._index)
-        index.reset()
-        return index
+    def seal(self) -> None:
+        """No more documents."""
+        self._block = np.concatenate(self._blocks)
+        self._offset = np.concatenate(self._offsets)
+        self.n_tokens, self.vectors = np.concatenate(self._counts), np.concatenate(self._vectors)
+        self._blocks, self._vectors = [], []
 
-    def extended(self, entry: dict[str, Any], tokens: int) -> dict[str, Any]:
-        """The store's manifest with one more part."""
-        contents = contents_of(self.manifest)
-        contents["generation"] = entry["generation"]
-        contents["records"]["count"] += entry["count"]
-        contents["records"]["tokens"] += tokens
-        contents["parts"].append(entry)
-        return contents
+    def read(self, arrivals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where the records of some documents lie: memory, uint8, and offsets."""
+        return self._block, self._offset[arrivals]
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
 
-def contents_of(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a manifest that its writer does not add itself, as a copy."""
-    own = ("magic", "version", "byte_order", "checksum")
-    return {key: copy.deepcopy(value) for key, value in manifest.items() if key not in own}
+@dataclass
+class Addition:
+    """One call of `add`, under way."""
+
+    version: Version
+    draft: Draft
+    encoder: Encoder | None
+    replace: bool
+    budget: MemoryBudget
+    progress: Progress
+    tokens: int = 0
+
+    def __post_init__(self) -> None:
+        built = self.version.manifest["encoder"]
+        stored = self.version.schema_of("full")
+        spooled = stored.format if token_format(stored.format).is_lossless_float else "fp16"  # as a build's
+        self._schema = RecordSchema(spooled, built["d_cls"], built["dim"])
+        self._targets = {tier: Target(self.version.schema_of(tier), self.version.codebook(tier)) for tier in self.version.tiers}
+        self._index = self.version.empty_index()
+        self._limit_bytes = self.budget.record_bytes()
+
+    def run(self, documents: Iterable[Any]) -> None:
+        """Writes parts of the documents, and merges what has to be merged. Raises InvalidInputError, ..."""
+        limit = self.budget.left() // 12
+        batch, seen = self._new_batch(), 0
+        for some in batches(documents, _DOCUMENTS_AT_ONCE, limit, self._schema.dim):
+            self._check_new(some, batch)
+            batch.append(decode_rows(some, self._targets["full"].schema.format, self._schema.dim, None), self.encoder)
+            seen += len(some)
+            self.progress("add", seen, None)
+            if batch.size_bytes > limit // 2:
+                self._write(batch)
+                batch = self._new_batch()
+        if len(batch):
+            self._write(batch)
+        if self.draft.added:
+            self.draft.settle(self._limit_bytes)
+
+    def _check_new(self, documents: list[Document], batch: Batch) -> None:
+        """Raises InvalidInputError for an id that came before, or that the store holds; with `replace`, what it holds goes."""
+        known = self.draft.numbers([document.id for document in documents])
+        old = known[(known >= 0) & (known < self.version.end_number)]
+        for document, number in zip(documents, known.tolist(), strict=True):
+            key = type(document.id), document.id
+            if key in batch.ids or number >= self.version.end_number:
+                raise errors.InvalidInputError(
+                    f"document id {document.id!r} occurs twice", expected="unique ids", fix="rename or drop one of the two"
+                )
+            if number >= 0 and not self.replace:
+                raise errors.InvalidInputError(
+                    f"document id {document.id!r} is in the store", expected="new ids",
+                    fix="replace it (replace=True, --replace), or drop it from the addition",
+                )  # fmt: skip
+            batch.ids.add(key)
+        self.draft.delete(old)
+
+    def _new_batch(self) -> Batch:
+        return Batch(self._schema, self.version.pooling)
+
+    def _write(self, batch: Batch) -> None:
+        batch.seal()
+        lists, codes = encode_vectors(self._index, batch.vectors)
+        order = np.argsort(lists, kind="stable")
+        place, path = self.draft.place()
+        file, layouts = FileWriter(self.version.engine, path), {tier: Layout(each.schema) for tier, each in self._targets.items()}
+        try:
+            for tier, layout in layouts.items():
+                for run in self._runs(batch, order):
+                    fill = fills(batch, run, self.version.projection, [self._targets[tier]])[0]
+                    layout.append(file, batch.n_tokens[run], fill, place.first_number, place.salt)
+        except BaseException:
+            file.abandon()
+            raise
+        rows = (batch.rows[arrival] for arrival in order.tolist())
+        entry = finish_part(file, place, layouts, PartContents(rows, runs_of(lists[order]), [codes[order]]))
+        self.tokens += entry.tokens
+        self.draft.append(entry, self._limit_bytes)
+
+    def _runs(self, batch: Batch, order: np.ndarray) -> Iterator[np.ndarray]:
+        return pieces(iter([order]), lambda some: batch.schema.sizes(batch.n_tokens[some]), self._limit_bytes, lambda: 1 << 62)

@@ -16,7 +16,7 @@ from ..storage import NativeEngine
 from ..storage.stream import StreamWriter, regroup
 from .first_stage import IvfFirstStage, choose_nlist, load_faiss, train_index
 from .probing import CANDIDATES, RECALL, distinct_sample, measure
-from .spool import LISTS, Spool, spool_windows
+from .spool import CODES, LISTS, Spool, spool_windows
 
 _ROWS = 8192  # per window: small beside any budget, large enough for BLAS
 
@@ -33,9 +33,8 @@ def train(spool: Spool, code: str, nlist: int | None, work_bytes: int) -> Any:
     return train_index(spool.vector_sample(chosen), lists, code)
 
 
-def assign(engine: NativeEngine, directory: str, spool: Spool, index: Any, work_bytes: int, first_number: int = 0) -> list[int]:
-    """Fills the index; ids are record numbers, from `first_number` on. Writes every document's list, in arrival order,
-    to `directory`/lists.i32.
+def assign(engine: NativeEngine, directory: str, spool: Spool, index: Any, work_bytes: int) -> list[int]:
+    """Fills the index; ids are record numbers. Writes every document's list, in arrival order, to `directory`/lists.i32.
 
     Returns the checksums of that file's windows, which `record_order` needs.
     Raises InvalidInputError where the filled index cannot fit the memory budget.
@@ -66,9 +65,21 @@ def assign(engine: NativeEngine, directory: str, spool: Spool, index: Any, work_
         numbers[order] = free[sorted_lists] + rank
         free += np.bincount(lists, minlength=index.nlist)
         listed = lists.astype(np.int64)
-        numbers += first_number
         index.add_core(len(lists), pointer(np.ascontiguousarray(vectors)), pointer(numbers), pointer(listed))
     return sums
+
+
+def save_codes(engine: NativeEngine, directory: str, index: Any) -> list[int]:
+    """Writes the codes of a filled index, in record order, to `directory`/codes.bin. Returns the checksums of that file's windows."""
+    lists, pointer = index.invlists, load_faiss().rev_swig_ptr
+    with StreamWriter(engine, os.path.join(directory, CODES), sums=()) as writer:
+        for number in range(index.nlist):
+            size = lists.list_size(number)
+            if size:
+                order = np.argsort(pointer(lists.get_ids(number), size), kind="stable")
+                writer.write(pointer(lists.get_codes(number), size * index.code_size).reshape(size, -1)[order].reshape(-1))
+        writer.sync()
+    return writer.sums or []
 
 
 def _list_windows(engine: NativeEngine, path: str, rows: int, sums: Sequence[int]) -> Iterator[np.ndarray]:

@@ -50,6 +50,10 @@ class MemoryBudget:
             )
         return left
 
+    def record_bytes(self) -> int:
+        """Of records that are held at a time while they are copied or encoded. Raises what `left` does."""
+        return min(32 << 20, max(1 << 20, self.left() // 8))
+
     def trim(self) -> None:
         """Returns freed memory to the system. glibc would keep the gaps that batches of changing size leave, hundreds of MB in an hour."""
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # absent from other C libraries

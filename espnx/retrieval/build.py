@@ -26,26 +26,29 @@ from ..ops.maxsim import Codebook, token_format
 from ..storage import NativeEngine
 from ..storage.lock import DirectoryLock
 from ..storage.native import load_native
-from ..storage.stream import StreamWriter, crc32c, make_directory, read_file, write_file
+from ..storage.stream import crc32c, make_directory, read_file, write_file
 from . import arrange, generations
-from .adding import Base
 from .budget import MemoryBudget
 from .build_state import Arranged, BuildSettings, BuildState, in_words, write_state
 from .codebooks import TokenSource, codebook_sum, codebook_tensors, train_codebooks
 from .documents import Document, batches, check_documents, decode_rows, encode
+from .draft import place_of_base
 from .encoder import Encoder
 from .encoding import Target, fills, tokens_of
-from .first_stage import load_faiss
+from .lists import trained_arrays
 from .options import BuildOptions, build_options
+from .part import PartEntry, Segment
+from .part_file import FileWriter
+from .part_writer import PartContents, PartPlace, finish_part
 from .pooling import make_pooling
 from .projection import Projection
-from .publish import Written, finish_part, publish
+from .publish import publish
 from .record import RecordSchema
 from .resuming import confirm
-from .segments import SegmentWriter, copy_texts, pieces, resident_bytes
-from .spool import CODEBOOKS, DISCARD, PROJECTION, Spool, SpoolWriter, cut, digests, spool_salt, trim
-from .store import FIRST_STAGE_NAME, TEXTS_NAME, Segment, codebook_of, store_salt
-from .texts import TextReader, TextWriter
+from .segments import SegmentWriter, pieces, resident_bytes
+from .spool import CODEBOOKS, CODES, DISCARD, PROJECTION, TEXTS, TRAINED, Spool, SpoolWriter, cut, digests, spool_salt, spool_windows, trim
+from .store import codebook_of
+from .texts import TextReader
 
 CHECKPOINT_S = 5.0
 BATCH_DOCUMENTS = 256  # encoded together, at most
@@ -94,9 +97,9 @@ class Builder:
         dims: tuple[int, int],
         progress: Progress,
         codebook: Codebook | None = None,
-        base: Base | None = None,
+        kind: str = "build",
     ):
-        self.base, self.first_number = base, 0 if base is None else base.first_number
+        self.kind = kind
         self.path, self.encoder, self.options, self.engine, self.progress = path, encoder, options, engine, progress
         self.codebook = codebook  # of rows that documents bring
         spooled = options.format if codebook is not None or token_format(options.format).is_lossless_float else "fp16"
@@ -110,7 +113,7 @@ class Builder:
         vector = options.pooling or ("cls" if dims[0] else "mean")
         if vector == "cls" and not dims[0]:
             raise errors.InvalidInputError("pooling", got="'cls'", expected="mean or muvera, for an encoder without a CLS vector")
-        self.pooling = None if vector == "cls" else make_pooling(vector, dims[1]) if base is None else base.pooling
+        self.pooling = None if vector == "cls" else make_pooling(vector, dims[1])
         if self.schema.dim > self.spool_schema.dim:
             raise errors.InvalidInputError("dimensions to project to", got=self.schema.dim, expected=f"at most {self.spool_schema.dim}")
         self.budget = MemoryBudget(options.memory)
@@ -118,6 +121,7 @@ class Builder:
         self.state: BuildState
         self.restarted_because: str | None = None
         self._encoder_failed = False
+        self._work_bytes = 0  # of what may be held, once records are written
 
     def _settings(self) -> BuildSettings:
         options = asdict(self.options)
@@ -130,12 +134,11 @@ class Builder:
             "codebook": None if self.codebook is None else codebook_sum(self.codebook),
             "pooling": options.pop("pooling"),
         }
-        later = {"kind": "build" if self.base is None else "add", **options}
-        return BuildSettings(in_words(spooled), in_words(later), list(directories))
+        return BuildSettings(in_words(spooled), in_words({"kind": self.kind, **options}), list(directories))
 
     def run(self, documents: Iterable[Any], restart: bool, replace: bool) -> BuildReport:
         published = generations.published(self.engine, self.path, replace)
-        store_id = None if self.base is None else self.base.manifest["store_id"]
+        store_id = published["store_id"] if published is not None and self.kind == "add" else None
         self.state, changed = generations.begin(self.engine, self.path, self._settings(), published, restart, store_id)
         if changed:
             self._restarted(changed)
@@ -151,19 +154,20 @@ class Builder:
             writers = self._write(spool, arranged)
         finally:
             spool.close()
-        extra = self._extra()
-        self._publish(writers, extra, arranged, published)
+        model = self._model(arranged) if writers[0].count else {}
+        entry = self._finish(writers, arranged, model) if model else None
+        for directory in (self.path, *self.options.directories):
+            self.engine.sync_directory(directory)
+        publish(self.engine, self.path, self._contents(entry, arranged), published)
         written = time.perf_counter()
-        writer = writers[0]
-        meta = writer.metadata()
         return BuildReport(
             path=self.path,
-            documents=writer.count,
-            tokens=int(meta["n_tokens"].sum(dtype=np.int64)),
+            documents=writers[0].count,
+            tokens=writers[0].layout.tokens,
             generation=self.state.generation,
             resumed_documents=resumed,
             record_bytes=sum(segment.size_bytes for each in writers for segment in each.segments),
-            resident_bytes_per_document=resident_bytes(writers, extra) / max(writer.count, 1),
+            resident_bytes_per_document=resident_bytes(writers, model) / max(writers[0].count, 1),
             nlist=len(arranged.sizes),
             nprobe=arranged.nprobe,
             spool_s=spooled - begun,
@@ -252,28 +256,20 @@ class Builder:
         if self.state.arranged is not None:
             return self.state.arranged
         self.progress("arrange", 0, len(spool))
-        if self.base is None:
-            index = arrange.train(spool, self.options.first_stage, self.options.nlist, self.budget.left())
-        else:
-            index = self.base.empty_index()
+        index = arrange.train(spool, self.options.first_stage, self.options.nlist, self.budget.left())
         sizes: list[int] = []
         sums: list[int] = []
-        nprobe, steps, first_stage = 0, dict[str, float](), None
+        nprobe, steps, trained, codes = 0, dict[str, float](), 0, list[int]()
         if index is not None:
-            sums = arrange.assign(self.engine, self.building, spool, index, self.budget.left(), self.first_number)
+            sums = arrange.assign(self.engine, self.building, spool, index, self.budget.left())
             sizes = [index.invlists.list_size(i) for i in range(index.nlist)]
-            if self.base is None:
-                nprobe, steps = arrange.measure_probing(index, spool)
-            faiss = load_faiss()
-            with StreamWriter(self.engine, os.path.join(self.directory, FIRST_STAGE_NAME)) as writer:
-                faiss.write_index(index, faiss.PyCallbackIOWriter(writer.write))
-                writer.sync()
-            first_stage = writer.size_bytes, writer.crc32c
-        if self.base is None:
-            self._save_projection(spool)
-            self._save_codebooks(spool)
+            nprobe, steps = arrange.measure_probing(index, spool)
+            _, trained = write_file(self.engine, os.path.join(self.building, TRAINED), save_safetensors(trained_arrays(index)))
+            codes = arrange.save_codes(self.engine, self.building, index)
+        self._save_projection(spool)
+        self._save_codebooks(spool)
         self.progress("arrange", len(spool), len(spool))
-        self.state.phase, self.state.arranged = "write", Arranged(sums, sizes, nprobe, steps, first_stage)
+        self.state.phase, self.state.arranged = "write", Arranged(sums, sizes, nprobe, steps, trained, codes)
         write_state(self.engine, self.building, self.state)
         return self.state.arranged
 
@@ -306,36 +302,28 @@ class Builder:
 
     def _codebook_tensors(self) -> dict[str, np.ndarray]:
         """Of every tier that has one: ``full.centroids``, ..."""
-        if self.base is not None:
-            return self.base.tensors
         tensors = {} if self.codebook is None else codebook_tensors("full", self.codebook)
         if self.state.codebooks is not None:
-            path = os.path.join(self.building, CODEBOOKS)
-            data = read_file(self.engine, path)
-            if crc32c(data) != self.state.codebooks:
-                raise errors.ChecksumError("the build's codebooks are damaged", path=path, fix=DISCARD)
-            tensors |= load_safetensors(data)
+            tensors |= load_safetensors(self._kept(CODEBOOKS, self.state.codebooks))
         return tensors
 
+    def _kept(self, name: str, crc: int) -> bytes:
+        """A file that the second pass left for the third."""
+        path = os.path.join(self.building, name)
+        data = read_file(self.engine, path)
+        if crc32c(data) != crc:
+            raise errors.ChecksumError("a file of the build is damaged", path=path, fix=DISCARD)
+        return data
+
     def _projection(self) -> Projection | None:
-        if self.base is not None:
-            return self.base.projection
         if self.state.projection is None:
             return None
-        path = os.path.join(self.building, PROJECTION)
-        data = read_file(self.engine, path)
-        if crc32c(data) != self.state.projection:
-            raise errors.ChecksumError("the build's projection is damaged", path=path, fix=DISCARD)
-        values = np.frombuffer(bytearray(data), dtype=np.float32)
+        values = np.frombuffer(bytearray(self._kept(PROJECTION, self.state.projection)), dtype=np.float32)
         return Projection(torch.from_numpy(values.reshape(self.spool_schema.dim, self.schema.dim)))
 
     @property
     def directory(self) -> str:
         return os.path.join(self.path, generations.name(self.state.generation))
-
-    def _salt(self) -> int:
-        """Of the records and texts: every part has that of the base."""
-        return store_salt(self.state.store_id, self.state.generation if self.base is None else self.base.generation)
 
     def _writers(self, spool: Spool, directories: list[str]) -> list[SegmentWriter]:
         """One for each tier. Their segments cover the same records, so that they end, and a build resumes, together."""
@@ -344,7 +332,7 @@ class Builder:
         return [
             SegmentWriter(
                 self.engine, self.path, directories, schema, self.state.store_id, self.state.generation, limit,
-                self._finished(name, directories), salt=self._salt(), first_number=self.first_number,
+                self._finished(name, directories), salt=self._place()[0].salt,
                 name="segment" if name == "full" else name,
             )
             for (name, schema), limit in zip(self._tiers(), limits, strict=False)
@@ -363,34 +351,54 @@ class Builder:
     def _data_directories(self) -> list[str]:
         return generations.data_directories(self.path, self.options.directories, self.state.store_id, self.state.generation)
 
+    def _place(self) -> tuple[PartPlace, str]:
+        return place_of_base(self.path, self.state.store_id, self.state.generation)
+
     def _write(self, spool: Spool, arranged: Arranged) -> list[SegmentWriter]:
-        directories = self._data_directories()
-        writers = self._writers(spool, directories)
-        work_bytes = self.budget.left()
-        kept = sum(segment.records for segment in writers[0].segments)
-        target = TextWriter(os.path.join(self.directory, TEXTS_NAME), self._salt(), keep=kept)
-        source = TextReader(os.path.join(self.building, TEXTS_NAME), spool_salt(self.state))
+        writers = self._writers(spool, self._data_directories())
+        limit_bytes, self._work_bytes = self.budget.record_bytes(), self.budget.left()
         try:
-            list_sizes = np.array(arranged.sizes, dtype=np.int64)
-            order = arrange.record_order(self.engine, self.building, arranged.sums, list_sizes, max(65536, work_bytes // 4 // 32))
-            limit_bytes = min(32 << 20, max(1 << 20, work_bytes // 8))
-            runs = pieces(order, lambda a: self.spool_schema.sizes(spool.n_tokens[a]), limit_bytes, writers[0].room)
-            self._skip_and_write(spool, writers, runs, source, target)
+            runs = pieces(self._order(arranged), lambda a: self.spool_schema.sizes(spool.n_tokens[a]), limit_bytes, writers[0].room)
+            self._skip_and_write(spool, writers, runs)
             for writer in writers:
                 writer.finish_segment()
-            target.commit()
         except BaseException:
             for writer in writers:
                 writer.abandon()
             raise
-        finally:
-            target.close()
-            source.close()
         return writers
 
-    def _skip_and_write(
-        self, spool: Spool, writers: list[SegmentWriter], runs: Iterable[np.ndarray], source: TextReader, target: TextWriter
-    ) -> None:
+    def _order(self, arranged: Arranged) -> Iterator[np.ndarray]:
+        """Arrival numbers in record order."""
+        sizes = np.array(arranged.sizes, dtype=np.int64)
+        return arrange.record_order(self.engine, self.building, arranged.sums, sizes, max(65536, self._work_bytes // 4 // 32))
+
+    def _model(self, arranged: Arranged) -> dict[str, np.ndarray]:
+        """Everything that was trained: what a base's file holds of it."""
+        model = {**load_safetensors(self._kept(TRAINED, arranged.trained)), **self._codebook_tensors()}
+        projection = self._projection()
+        return model if projection is None else {**model, "projection": projection.components.numpy()}
+
+    def _finish(self, writers: list[SegmentWriter], arranged: Arranged, model: dict[str, np.ndarray]) -> PartEntry:
+        """Writes the file that holds all but the records: ids and texts, lists and codes, metadata, and what was trained."""
+        place, path = self._place()
+        lists = np.flatnonzero(arranged.sizes)
+        source = TextReader(os.path.join(self.building, TEXTS), spool_salt(self.state))
+        try:
+            contents = PartContents(
+                rows=(row for arrivals in self._order(arranged) for row in source.rows(arrivals)),
+                lists=(lists, np.array(arranged.sizes, dtype=np.int64)[lists]),
+                codes=spool_windows(self.engine, os.path.join(self.building, CODES), arranged.codes),
+                model=model,
+            )
+            names = [name for name, _ in self._tiers()]
+            layouts = {name: writer.layout for name, writer in zip(names, writers, strict=True)}
+            segments = {name: writer.segments for name, writer in zip(names, writers, strict=True)}
+            return finish_part(FileWriter(self.engine, path), place, layouts, contents, segments)
+        finally:
+            source.close()
+
+    def _skip_and_write(self, spool: Spool, writers: list[SegmentWriter], runs: Iterable[np.ndarray]) -> None:
         first = writers[0]
         projection, tensors = self._projection(), self._codebook_tensors()
         targets = [Target(schema, codebook_of(tensors, name, schema, self.building)) for name, schema in self._tiers()]
@@ -405,59 +413,28 @@ class Builder:
                     left, free_at = again.pop(0), [4096] * len(writers)
             if not len(run):
                 continue
-            copy_texts(source, target, run, self.first_number + first.count)
             for writer, fill in zip(writers, fills(spool, run, projection, targets), strict=True):
                 writer.append(spool.n_tokens[run], fill)
             self.progress("write", first.count, len(spool))
             if first.full():
                 for writer in writers:
                     writer.finish_segment()
-                target.commit()
                 self.state.segments = {name: list(writer.segments) for (name, _), writer in zip(self._tiers(), writers, strict=True)}
                 write_state(self.engine, self.building, self.state)
 
-    def _extra(self) -> dict[str, np.ndarray]:
-        """Tensors of a base part beside those of its records: codebooks and projection."""
-        if self.base is not None:
-            return {}
-        extra = self._codebook_tensors()
-        projection = self._projection()
-        if projection is not None:
-            extra["projection"] = projection.components.numpy()
-        return extra
-
-    def _publish(
-        self, writers: list[SegmentWriter], extra: dict[str, np.ndarray], arranged: Arranged, published: dict[str, Any] | None
-    ) -> None:
-        names = [name for name, _ in self._tiers()]
-        written = Written(
-            generation=self.state.generation,
-            first_number=self.first_number,
-            writers=dict(zip(names, writers, strict=True)),
-            first_stage=arranged.first_stage,
-            extra=extra,
-        )
-        entry = finish_part(self.engine, self.path, written, self.options.directories)
-        if self.base is None:
-            contents = self._contents(entry, written.tokens, arranged)
-        else:
-            contents = self.base.extended(entry, written.tokens)
-            self.base.replaced.write(self.engine, self.path, contents)
-        publish(self.engine, self.path, contents, published)
-
-    def _contents(self, entry: dict[str, Any], tokens: int, arranged: Arranged) -> dict[str, Any]:
-        """The manifest of a store of one part."""
+    def _contents(self, entry: PartEntry | None, arranged: Arranged) -> dict[str, Any]:
+        """The manifest of a store of one part, or of none."""
         pooling = self.pooling
         return {
             "store_id": self.state.store_id,
             "generation": self.state.generation,
             "base_generation": self.state.generation,
             "records": {
-                "count": entry["count"],
+                "count": entry.count if entry else 0,
                 "format": self.schema.format,
                 "d_cls": self.schema.d_cls,
                 "dim": self.schema.dim,
-                "tokens": tokens,
+                "tokens": entry.tokens if entry else 0,
             },
             "compact": None if self.compact is None else {"format": self.compact.format, "dim": self.compact.dim},
             "encoder": {
@@ -477,7 +454,7 @@ class Builder:
             },
             "cls_weight": self.options.cls_weight if self.schema.d_cls else 0.0,
             "directories": list(self.options.directories),
-            "parts": [entry] if entry["count"] else [],
+            "parts": [entry.fields()] if entry else [],
             "deleted": None,
         }
 

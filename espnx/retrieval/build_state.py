@@ -11,7 +11,7 @@ from .. import errors
 from ..storage import NativeEngine
 from ..storage.parse import Fields, check_plain_file, parse_object
 from ..storage.stream import crc32c, read_file, replace_file
-from .store import Segment
+from .part import Segment
 
 STATE_NAME = "STATE.json"
 PHASES = ("spool", "arrange", "write")
@@ -62,14 +62,15 @@ class Arranged:
     Attributes:
         sums: of the file of list numbers. sizes: documents of each list.
         nprobe, steps: see `probing.measure`.
-        first_stage: size and CRC32C of its file; None for a store without documents.
+        trained: CRC32C of the file of what was trained. codes: of each window of the file of codes. Both are of no use without documents.
     """
 
     sums: list[int]
     sizes: list[int]
     nprobe: int
     steps: dict[str, float]
-    first_stage: tuple[int, int] | None
+    trained: int
+    codes: list[int]
 
 
 @dataclass
@@ -167,18 +168,14 @@ def _spool_file(found: Fields) -> SpoolFile:
 
 
 def _arranged(found: Fields) -> Arranged:
-    steps, stage = found.inner("steps"), None
-    if "first_stage" in found:
-        size_bytes, crc32c = (*found.wholes("first_stage", count=2), -1, -1)[:2]
-        if crc32c < 0:
-            found.refuse("first_stage", "size and checksum")
-        stage = size_bytes, crc32c
+    steps = found.inner("steps")
     return Arranged(
         sums=found.wholes("sums", 0, 2**32 - 1, count=_COUNT_MAX),
         sizes=found.wholes("sizes", count=_COUNT_MAX),
         nprobe=found.whole("nprobe"),
         steps={name: steps.real(name) for name in steps},
-        first_stage=stage,
+        trained=found.whole("trained", 0, 2**32 - 1),
+        codes=found.wholes("codes", 0, 2**32 - 1, count=_COUNT_MAX),
     )
 
 

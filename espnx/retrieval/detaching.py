@@ -14,7 +14,7 @@ from ..storage.lock import DirectoryLock
 from ..storage.manifest import read_manifest, write_manifest
 from ..storage.stream import StreamWriter, file_sums, make_directory, read_windows
 from . import generations
-from .adding import contents_of
+from .contents import contents_of
 from .options import BuildOptions
 from .places import check_paths, data_paths, make_home, own_home, shared_homes, tidy
 from .store import MAGIC, VERSION, EmbeddingStore
@@ -85,13 +85,14 @@ def _copy(engine: NativeEngine, where: str, manifest: dict[str, Any], into: list
     try:
         for part in contents["parts"]:
             targets = generations.data_directories(where, into, manifest["store_id"], part["generation"])
-            outside = [each for tier in part["segments"].values() for each in tier if os.path.isabs(each["path"])]
-            for number, segment in enumerate(outside):
-                source, target = segment["path"], os.path.join(targets[number % len(targets)], os.path.basename(segment["path"]))
+            entries = [part, *(each for tier in part["segments"].values() for each in tier)]  # of one file or more
+            for number, source in enumerate(sorted({each["path"] for each in entries if os.path.isabs(each["path"])})):
+                target = os.path.join(targets[number % len(targets)], os.path.basename(source))
                 if source != target:
                     made.append(os.path.join(where, target))
                     size_bytes += _copy_file(engine, source, made[-1])
-                    segment["path"] = target
+                    for each in entries:
+                        each["path"] = target if each["path"] == source else each["path"]
         for directory in {os.path.dirname(file) for file in made}:
             engine.sync_directory(directory)
         if contents["parts"] != manifest["parts"] or into != manifest["directories"]:

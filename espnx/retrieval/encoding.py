@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -11,7 +12,6 @@ import torch
 from ..ops.maxsim import Codebook, token_format
 from .projection import Projection
 from .record import HEADER_BYTES, RecordSchema
-from .spool import Spool
 
 _ROWS_AT_ONCE = 4096  # decoded, projected and encoded: a document of any length takes no more memory than that
 
@@ -27,14 +27,28 @@ class Target:
     codebook: Codebook | None = None
 
 
-def tokens_of(spool: Spool, arrivals: np.ndarray, projection: Projection | None) -> Iterator[torch.Tensor]:
+class Spooled(Protocol):
+    """Vectors of documents as records in arrival order: a `Spool`, or a batch in memory."""
+
+    schema: RecordSchema
+    n_tokens: np.ndarray
+
+    @property
+    def codebook(self) -> Codebook | None: ...
+
+    def read(self, arrivals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Memory, uint8, and where in it the record of each document lies."""
+        ...
+
+
+def tokens_of(spool: Spooled, arrivals: np.ndarray, projection: Projection | None) -> Iterator[torch.Tensor]:
     """Token vectors of some documents as records will hold them, float32 [n, dim], a few thousand rows at a time."""
     memory, positions = spool.read(arrivals)
     rows, counts = _rows(spool, memory, positions, arrivals)
     yield from _values(spool, rows, counts, projection)
 
 
-def fills(spool: Spool, arrivals: np.ndarray, projection: Projection | None, targets: list[Target]) -> list[Fill]:
+def fills(spool: Spooled, arrivals: np.ndarray, projection: Projection | None, targets: list[Target]) -> list[Fill]:
     """Reads the spooled records now; returns for each tier the function that fills a block with their vectors."""
     memory, positions = spool.read(arrivals)
     rows, counts = _rows(spool, memory, positions, arrivals)
@@ -62,7 +76,7 @@ def fills(spool: Spool, arrivals: np.ndarray, projection: Projection | None, tar
     return [lambda block, offsets, target=target: fill(target, block, offsets) for target in targets]  # type: ignore[misc]
 
 
-def _rows(spool: Spool, memory: np.ndarray, positions: np.ndarray, arrivals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _rows(spool: Spooled, memory: np.ndarray, positions: np.ndarray, arrivals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(token rows of all documents one after another, uint8; int64: tokens of each)."""
     counts = spool.n_tokens[arrivals].astype(np.int64)
     sizes = counts * spool.schema.row_bytes
@@ -74,7 +88,7 @@ def _rows(spool: Spool, memory: np.ndarray, positions: np.ndarray, arrivals: np.
     return rows, counts
 
 
-def _values(spool: Spool, rows: np.ndarray, counts: np.ndarray, projection: Projection | None) -> Iterator[torch.Tensor]:
+def _values(spool: Spooled, rows: np.ndarray, counts: np.ndarray, projection: Projection | None) -> Iterator[torch.Tensor]:
     """The rows decoded, and projected if asked, float32 [m, dim] at a time."""
     schema, begin = spool.schema, 0
     for lengths in _groups(counts):

@@ -21,9 +21,10 @@ from ..storage.manifest import NAME as MANIFEST_NAME
 from ..storage.manifest import read_manifest
 from ..storage.stream import make_directory
 from .build_state import STATE_NAME, BuildSettings, BuildState, read_state, write_state
+from .contents import MAGIC
+from .part_file import VERSION
 from .places import GENERATION, check_own, check_paths, data_paths, leave, make_home, remove_generation, tidy
 from .spool import SPOOLED
-from .store import MAGIC, VERSION
 
 BUILDING = "building"
 _SPOOLED = {*SPOOLED, ownership.MARK, f"{ownership.MARK}.new"}
@@ -199,6 +200,11 @@ def data_directories(root: str, directories: Sequence[str], store_id: str, gener
         make_directory(target)
         result.append(target)
     return result
+
+
+def discard_part(path: str, file: str) -> None:
+    """Removes a part that was written and is not needed after all. `file`: its path as a manifest would have it."""
+    remove_generation(os.path.dirname(os.path.join(path, file)))
 
 
 def directories_of(manifest: Mapping[str, Any]) -> set[str]:

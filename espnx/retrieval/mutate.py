@@ -15,23 +15,46 @@ import numpy as np
 from .. import errors
 from ..storage import NativeEngine
 from ..storage.lock import DirectoryLock
-from ..storage.manifest import read_manifest
-from ..storage.stream import make_directory
 from . import generations
-from .adding import Base, contents_of
-from .build import Builder, BuildReport, Progress
+from .adding import Addition
+from .budget import MemoryBudget
+from .build import Builder, Progress
 from .build_state import read_state
 from .compacting import write_compacted
-from .deleting import Deletion
-from .documents import Document, check_documents, to_document
+from .contents import parse_contents, read_contents
+from .documents import check_documents
+from .draft import Draft
 from .encoder import Encoder
 from .options import BuildOptions
 from .places import claim
-from .publish import finish_part, publish
-from .store import MAGIC, VERSION, EmbeddingStore
+from .store import Version
 from .texts import DocumentId, document_ids
 
-_IDS_AT_ONCE = 256
+
+@dataclass(frozen=True)
+class AddReport:
+    """What an addition did.
+
+    Attributes:
+        documents: added. replaced: of them, those that took another's place.
+        generation: the store's version; with no document, the one that it had.
+        record_bytes: of the new parts' files, merged ones included.
+        parts: of the store now. merged: that became one in this call.
+        dead_share, added_share: of the records; see `compacting_pays`.
+        compacting_pays: whether `compact` is advised.
+    """
+
+    path: str
+    documents: int
+    replaced: int
+    tokens: int
+    generation: int
+    record_bytes: int
+    parts: int
+    merged: int
+    dead_share: float
+    added_share: float
+    compacting_pays: bool
 
 
 @dataclass(frozen=True)
@@ -52,24 +75,25 @@ def _ignore(phase: str, done: int, total: int | None) -> None:
 
 
 @contextmanager
-def _writing(path: str | os.PathLike[str], engine: NativeEngine | None) -> Iterator[tuple[str, NativeEngine, EmbeddingStore]]:
+def _writing(path: str | os.PathLike[str], engine: NativeEngine | None) -> Iterator[Version]:
     """The store, locked for writing. What a change leaves that fails, or that was killed before, is removed."""
     where = os.fspath(path)
     owned = NativeEngine(pool_bytes=64 << 20) if engine is None else engine
     try:
-        read_manifest(owned, where, MAGIC, VERSION)  # before a lock would be made in a directory that is no store
-        with DirectoryLock(where), EmbeddingStore(where, owned) as store:
-            _refuse_interrupted_build(where, owned, store.manifest["generation"])
-            claim(where, store.manifest)
+        read_contents(owned, where)  # before a lock would be made in a directory that is no store
+        with DirectoryLock(where):
+            version = Version(where, owned)
+            _refuse_interrupted_build(where, owned, version.contents.generation)
+            claim(where, version.manifest)
             owned.sync_directory(where)  # the change before may have failed at just this
-            generations.clean(where, store.manifest)
+            generations.clean(where, version.manifest)
             live = generations.manifest_file(where)
             try:
-                yield where, owned, store
+                yield version
             except BaseException:
                 if generations.manifest_file(where) == live:
                     with suppress(OSError):  # the first error is the one to tell
-                        generations.clean(where, store.manifest)
+                        generations.clean(where, version.manifest)
                 raise
     finally:
         if engine is None:
@@ -95,7 +119,7 @@ def add(
     memory: int | str | None = None,
     engine: NativeEngine | None = None,
     progress: Progress = _ignore,
-) -> BuildReport:
+) -> AddReport:
     """Adds documents to a store. Nothing is trained again: they go into the lists that are there, with the store's own settings.
 
     Args:
@@ -113,23 +137,47 @@ def add(
             in it, and only the last flush failed.
     """
     check_documents(documents)
-    with _writing(path, engine) as (where, owned, store):
-        manifest = store.manifest
-        built, stage = manifest["encoder"], manifest["first_stage"]
+    with _writing(path, engine) as version:
+        built = version.manifest["encoder"]
         if encoder is not None and built["name"] is not None and encoder.name != built["name"]:
             raise errors.InvalidInputError("the store was built with another encoder", got=encoder.name, expected=built["name"])
-        if not store.parts:
-            raise errors.InvalidInputError(
-                "an empty store has no lists to add to", fix="build it again, with documents (replace=True, --replace)"
-            )
-        options = BuildOptions(**settings_of(manifest), nlist=stage["nlist"], memory=memory)
-        replaced = Deletion(store)
-        builder = Builder(where, encoder, options, owned, (built["d_cls"], built["dim"]), progress, base=Base.of(store, replaced))
-        new = _new_documents(store, documents, replaced if replace else None)
-        first = next(new, None)
-        if first is None:
-            return BuildReport(where, 0, 0, manifest["generation"], 0, 0, 0.0, stage["nlist"], 0, 0.0, 0.0, 0.0)
-        return builder.run(itertools.chain([first], new), restart=True, replace=True)
+        if not version.parts:
+            return _add_to_empty(version, documents, encoder, memory, progress)
+        draft = Draft(version)
+        addition = Addition(version, draft, encoder, replace, MemoryBudget(memory), progress)
+        addition.run(documents)
+        if not draft.added:
+            return _report(version, version.manifest, 0)
+        contents = draft.publish()
+        return _report(version, contents, draft.added, addition.tokens, draft)
+
+
+def _report(version: Version, manifest: Mapping[str, Any], documents: int, tokens: int = 0, draft: Draft | None = None) -> AddReport:
+    contents = parse_contents(manifest, version.path)
+    return AddReport(
+        path=version.path, documents=documents, replaced=draft.replaced if draft else 0, tokens=tokens, generation=contents.generation,
+        record_bytes=draft.written_bytes if draft else 0, parts=len(contents.parts), merged=draft.merged if draft else 0,
+        dead_share=contents.dead_share, added_share=contents.added_share, compacting_pays=contents.compacting_pays,
+    )  # fmt: skip
+
+
+def _add_to_empty(
+    version: Version, documents: Iterable[Any], encoder: Encoder | None, memory: int | str | None, progress: Progress
+) -> AddReport:
+    """An empty store has no lists: they are trained with what is added, as a build does, with the store's own settings."""
+    items = iter(documents)
+    first = next(items, None)
+    if first is None:
+        return _report(version, version.manifest, 0)
+    built = version.manifest["encoder"]
+    options = BuildOptions(**settings_of(version.manifest), memory=memory)
+    builder = Builder(version.path, encoder, options, version.engine, (built["d_cls"], built["dim"]), progress, kind="add")
+    report = builder.run(itertools.chain([first], items), restart=True, replace=True)
+    contents = read_contents(version.engine, version.path)
+    return AddReport(
+        path=version.path, documents=report.documents, replaced=0, tokens=report.tokens, generation=report.generation,
+        record_bytes=report.record_bytes, parts=len(contents.parts), merged=0, dead_share=0.0, added_share=0.0, compacting_pays=False,
+    )  # fmt: skip
 
 
 def settings_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,31 +194,6 @@ def settings_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _new_documents(store: EmbeddingStore, documents: Iterable[Any], replaced: Deletion | None) -> Iterator[Document]:
-    """The documents, in the order given. One whose id is taken adds to what is replaced; without that, raises InvalidInputError."""
-    batch: list[Document] = []
-    for number, item in enumerate(documents):
-        batch.append(to_document(item, number))
-        if len(batch) == _IDS_AT_ONCE:
-            yield from _checked_new(store, batch, replaced)
-            batch = []
-    yield from _checked_new(store, batch, replaced)
-
-
-def _checked_new(store: EmbeddingStore, batch: list[Document], replaced: Deletion | None) -> list[Document]:
-    known = store.texts.numbers([document.id for document in batch])
-    if replaced is not None:
-        replaced.add(np.unique(known[known >= 0]))  # an id that comes twice is refused where the documents are spooled
-    elif (known >= 0).any():
-        taken = batch[int(np.flatnonzero(known >= 0)[0])].id
-        raise errors.InvalidInputError(
-            f"document id {taken!r} is in the store",
-            expected="new ids",
-            fix="replace it (replace=True, --replace), or drop it from the addition",
-        )
-    return batch
-
-
 def delete(path: str | os.PathLike[str], ids: Iterable[DocumentId], *, missing_ok: bool = False, engine: NativeEngine | None = None) -> int:
     """Deletes documents by id; their bytes stay until `compact`. Returns how many there were.
 
@@ -184,8 +207,8 @@ def delete(path: str | os.PathLike[str], ids: Iterable[DocumentId], *, missing_o
             "published": then they are deleted, and only the last flush failed.
     """
     wanted = list(dict.fromkeys(document_ids(ids)))
-    with _writing(path, engine) as (where, owned, store):
-        numbers = store.texts.numbers(wanted)
+    with _writing(path, engine) as version:
+        numbers = version.texts.numbers(wanted)
         if (numbers < 0).any() and not missing_ok:
             missing = wanted[int(np.flatnonzero(numbers < 0)[0])]
             is_digits = isinstance(missing, str) and missing.removeprefix("-").isdecimal()
@@ -194,15 +217,10 @@ def delete(path: str | os.PathLike[str], ids: Iterable[DocumentId], *, missing_o
                 fix=f"if its id is a number, give it as one: {missing} (--int)" if is_digits else None,
             )  # fmt: skip
         found = numbers[numbers >= 0]
-        if not len(found):
-            return 0
-        deletion = Deletion(store)
-        deletion.add(found)
-        contents = contents_of(store.manifest)
-        contents["generation"] = generations.following(where, contents["generation"])
-        make_directory(os.path.join(where, generations.name(contents["generation"])))
-        deletion.write(owned, where, contents)
-        publish(owned, where, contents, store.manifest)
+        if len(found):
+            draft = Draft(version)
+            draft.delete(found)
+            draft.publish()
         return len(found)
 
 
@@ -216,27 +234,15 @@ def compact(
         StoreNotFoundError, StoreBusyError, DiskFullError, WriteError, ReadError, ...: the store stays as it is, unless a WriteError says
             "published": then it is compacted, and only the last flush failed.
     """
-    with _writing(path, engine) as (where, owned, store):
-        manifest = store.manifest
-        before = sum(tier.size_bytes for tier in (store.full, store.compact) if tier is not None)
-        total = sum(part.count for part in store.parts)
-        contents = contents_of(manifest)
-        contents["generation"] = contents["base_generation"] = generations.following(where, manifest["generation"])
-        contents["deleted"], contents["parts"] = None, []
-        if store.count:
-            directories = manifest["directories"]
-            written, lists = write_compacted(owned, store, contents["generation"], directories, memory, progress)
-            contents["first_stage"] |= lists
-            contents["records"]["tokens"] = written.tokens
-            contents["parts"] = [finish_part(owned, where, written, directories)]
-        publish(owned, where, contents, manifest)
-        segments = [segment for part in contents["parts"] for tier in part["segments"].values() for segment in tier]
+    with _writing(path, engine) as version:
+        total = sum(part.count for part in version.parts)
+        contents = write_compacted(version, MemoryBudget(memory), progress)
         return CompactReport(
-            path=where,
-            documents=store.count,
-            dropped=total - store.count,
-            parts=len(store.parts),
-            generation=contents["generation"],
-            size_bytes_before=before,
-            size_bytes=sum(segment["size_bytes"] for segment in segments),
+            path=version.path,
+            documents=version.count,
+            dropped=total - version.count,
+            parts=len(version.parts),
+            generation=contents.generation,
+            size_bytes_before=version.data_bytes,
+            size_bytes=sum(part.data_bytes for part in contents.parts),
         )

@@ -23,9 +23,7 @@ from ..storage.parse import Fields
 from ..storage.stream import make_directory
 
 GENERATION = re.compile(r"gen-([0-9]{6,})")  # a directory; what has any other name is not ours
-_FILES = re.compile(
-    r"(segment|compact)-[0-9]{5,}\.bin|part\.bin|deleted\.bin|meta\.safetensors|first_stage\.faiss|texts\.sqlite(-journal)?"
-)
+_FILES = re.compile(r"(segment|compact)-[0-9]{5,}\.bin|part\.bin|deleted\.bin")
 _MARKS = re.compile(re.escape(ownership.MARK) + r"(\.new)?")
 _DIRECTORIES_MAX, _PARTS_MAX, _SEGMENTS_MAX = 4096, 1 << 16, 1 << 20
 DETACH = "give it data of its own: `espnx index detach`"
@@ -72,6 +70,7 @@ def make_home(root: str, directory: str, store_id: str) -> str:
 def data_files(manifest: Mapping[str, Any]) -> Iterator[str]:
     """Paths of all files of a store's parts, as the manifest has them."""
     for part in manifest["parts"]:
+        yield part["path"]
         for tier in part["segments"].values():
             for segment in tier:
                 yield segment["path"]
@@ -93,8 +92,7 @@ def check_paths(manifest: Mapping[str, Any], root: str) -> None:
     for part in fields.each("parts", count=_PARTS_MAX):
         if GENERATION.fullmatch(part.file_name("directory")) is None:
             part.refuse("directory", "gen- and a number")
-        if "path" in part:
-            _check_path(part, "path", set(), home)
+        _check_path(part, "path", declared, home)
         tiers = part.inner("segments")
         for tier in tiers:
             for segment in tiers.each(tier, count=_SEGMENTS_MAX):

@@ -25,7 +25,7 @@ from .hot import HotDocuments
 from .places import DETACH
 from .rerank import QueryVectors
 from .resident import ResidentTier
-from .store import EmbeddingStore
+from .store import EmbeddingStore, open_current
 from .tier import Tier
 from .wave import Means
 
@@ -63,7 +63,7 @@ class Searchable:
         self._device = places.device
         self._users, self._retired, self._lock = 0, False, threading.Lock()
         with ExitStack() as opened:
-            self.store, index = _open_current(path, native, records)
+            self.store, index = open_current(path, lambda: _open(path, native, records))
             opened.callback(self.store.close)
             self.first_stage: IvfFirstStage = _first_stage(index, places)
             opened.callback(self.first_stage.close)
@@ -163,17 +163,6 @@ def _first_stage(index: Any, places: Places) -> IvfFirstStage:
         return IvfFirstStage(index, places.threads)
     gpu = places.device.index if places.device.type == "cuda" else torch.cuda.current_device() if torch.cuda.is_available() else 0
     return GpuIvfFirstStage(index, places.threads, gpu)
-
-
-def _open_current(path: str, engine: NativeEngine, records: Engine) -> tuple[EmbeddingStore, Any]:
-    """Opens store and IVF index; again, once, if a new generation was published (and the old one removed) between manifest and files."""
-    try:
-        return _open(path, engine, records)
-    except errors.StorageError as error:
-        try:
-            return _open(path, engine, records)
-        except errors.StorageError:
-            raise error from None
 
 
 def _open(path: str | os.PathLike[str], engine: NativeEngine, records: Engine) -> tuple[EmbeddingStore, Any]:

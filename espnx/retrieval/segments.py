@@ -1,4 +1,4 @@
-"""The build's third pass: records from arrival order into list order, projected, numbered, sealed, segment by segment."""
+"""Data files of records: laid out, numbered, sealed, a file at a time; and what a part's metadata says of them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,54 @@ from dataclasses import asdict
 
 import numpy as np
 
-from ..storage import NativeEngine, Plan
-from ..storage.stream import StreamWriter, aligned_empty
+from ..storage import NativeEngine
+from .part import GROUP_RECORDS, Segment
+from .part_file import FileWriter
 from .record import RecordSchema, seal
-from .store import GROUP_RECORDS, SEGMENT_HEADER_BYTES, Segment, segment_header
-from .texts import TextReader, TextWriter
+
+
+class Layout:
+    """What a part's metadata says of the records of a tier: token counts, and the offset of every 64th."""
+
+    def __init__(self, schema: RecordSchema):
+        self.schema, self.count = schema, 0
+        self.n_tokens: list[np.ndarray] = []
+        self.group_offset_bytes: list[int] = []
+
+    def lay_out(self, n_tokens: np.ndarray, begin_bytes: int) -> tuple[np.ndarray, int]:
+        """Notes further records. Returns where each begins in its file, and the first free byte after them."""
+        offsets, end = self.schema.lay_out(n_tokens, begin_bytes)
+        self.group_offset_bytes.extend(offsets[-self.count % GROUP_RECORDS :: GROUP_RECORDS].tolist())
+        self.n_tokens.append(n_tokens)
+        self.count += len(n_tokens)
+        return offsets, end
+
+    def append(
+        self, file: FileWriter, n_tokens: np.ndarray, fill: Callable[[np.ndarray, np.ndarray], None], first_number: int, salt: int
+    ) -> None:
+        """Writes records. `fill(block, offsets)` puts their vectors into a zeroed block; headers are added here."""
+        begin, number = file.stream.size_bytes, first_number + self.count
+        offsets, end = self.lay_out(n_tokens, begin)
+        block = np.zeros(end - begin, dtype=np.uint8)
+        fill(block, offsets - begin)
+        seal(block, self.schema, offsets - begin, n_tokens, number, salt)
+        file.stream.write(block)
+
+    @property
+    def tokens(self) -> int:
+        return sum(int(counts.sum(dtype=np.int64)) for counts in self.n_tokens)
+
+    def all_tokens(self) -> np.ndarray:
+        """uint16 [count]: token counts."""
+        return np.concatenate(self.n_tokens) if self.n_tokens else np.empty(0, np.uint16)
+
+    def offsets(self) -> np.ndarray:
+        """int64 [groups]: `group_offset_bytes` as an array."""
+        return np.array(self.group_offset_bytes, dtype=np.int64)
 
 
 class SegmentWriter:
-    """Writes the records of a store, and keeps what the store's metadata needs: token counts and the offset of every 64th record.
+    """Writes the records of a base, which may be many files on several devices.
 
     Args:
         directories: where segments go, in turn; relative ones are inside `root`.
@@ -47,90 +86,58 @@ class SegmentWriter:
         self._segment_bytes, self._name = segment_bytes, name
         self._salt, self._first_number = salt, first_number
         self.segments = list(done)
-        self.count = 0
-        self.n_tokens: list[np.ndarray] = []
-        self.group_offset_bytes: list[int] = []
-        self._writer: StreamWriter | None = None
+        self.layout = Layout(schema)
+        self._file: FileWriter | None = None
         self._first_record = 0
         self._path = ""
 
+    @property
+    def count(self) -> int:
+        """Records so far."""
+        return self.layout.count
+
     def count_again(self, n_tokens: np.ndarray, begin_bytes: int) -> int:
         """Lays out records that are on disk already; returns the first free byte after them."""
-        offsets, end = self.schema.lay_out(n_tokens, begin_bytes)
-        self._note(n_tokens, offsets)
-        return end
-
-    def _note(self, n_tokens: np.ndarray, offsets: np.ndarray) -> None:
-        self.group_offset_bytes.extend(offsets[-self.count % GROUP_RECORDS :: GROUP_RECORDS].tolist())
-        self.n_tokens.append(n_tokens)
-        self.count += len(n_tokens)
+        return self.layout.lay_out(n_tokens, begin_bytes)[1]
 
     def append(self, n_tokens: np.ndarray, fill: Callable[[np.ndarray, np.ndarray], None]) -> None:
         """Appends records. `fill(block, offsets)` puts their vectors into a zeroed block; headers are added here."""
-        writer = self._writer or self._open()
-        begin = writer.size_bytes
-        offsets, end = self.schema.lay_out(n_tokens, begin)
-        block = np.zeros(end - begin, dtype=np.uint8)
-        fill(block, offsets - begin)
-        seal(block, self.schema, offsets - begin, n_tokens, self._first_number + self.count, self._salt)
-        writer.write(block)
-        self._note(n_tokens, offsets)
+        self.layout.append(self._file or self._open(), n_tokens, fill, self._first_number, self._salt)
 
     def full(self) -> bool:
         """Whether the segment may and should be closed now."""
-        return self._writer is not None and self.count % GROUP_RECORDS == 0 and self._writer.size_bytes >= self._segment_bytes
+        return self._file is not None and self.count % GROUP_RECORDS == 0 and self._file.stream.size_bytes >= self._segment_bytes
 
     def room(self) -> int:
         """Records until the next place where a segment may end."""
         return GROUP_RECORDS - self.count % GROUP_RECORDS
 
-    def _open(self) -> StreamWriter:
+    def _open(self) -> FileWriter:
         number = len(self.segments)
         self._path = os.path.join(self._directories[number % len(self._directories)], f"{self._name}-{number:05d}.bin")
-        self._writer = StreamWriter(self._engine, os.path.join(self._root, self._path))
-        self._writer.write(bytes(SEGMENT_HEADER_BYTES))
+        self._file = FileWriter(self._engine, os.path.join(self._root, self._path), buffer_bytes=4 << 20)
         self._first_record = self.count
-        return self._writer
+        return self._file
 
     def finish_segment(self) -> None:
         """Flushes the open segment, header last, so that a torn segment never looks whole."""
-        writer, self._writer = self._writer, None
-        if writer is None:
+        file, self._file = self._file, None
+        if file is None:
             return
-        with writer:
-            writer.pad(SEGMENT_HEADER_BYTES)
-            writer.sync()
-        segment = Segment(self._path, self._first_number + self._first_record, self.count - self._first_record, writer.size_bytes)
-        header = aligned_empty(SEGMENT_HEADER_BYTES)
-        header.numpy()[:] = np.frombuffer(segment_header(self._store_id, self._generation, len(self.segments), segment), dtype=np.uint8)
-        path = os.path.join(self._root, self._path)
-        file = self._engine.open(path, "r+")
-        try:
-            self._engine.write(Plan.of(file, [0], [SEGMENT_HEADER_BYTES], [0]), header).wait()
-            self._engine.sync(file)
-        finally:
-            self._engine.close_file(file)
-        self._engine.sync_directory(os.path.dirname(path))
-        self.segments.append(segment)
+        first, records = self._first_number + self._first_record, self.count - self._first_record
+        size = file.finish(self._store_id, self._generation, len(self.segments), first, records)
+        self.segments.append(Segment(self._path, first, records, size))
 
     def abandon(self) -> None:
         """Closes the open file after a failure."""
-        if self._writer is not None:
-            self._writer.__exit__(RuntimeError, None, None)
-            self._writer = None
-
-    def metadata(self) -> dict[str, np.ndarray]:
-        """The arrays of meta.safetensors."""
-        return {
-            "n_tokens": np.concatenate(self.n_tokens) if self.n_tokens else np.empty(0, np.uint16),
-            "group_offset_bytes": np.array(self.group_offset_bytes, dtype=np.int64),
-            "segment_begin": np.array([segment.first_record for segment in self.segments], dtype=np.int64),
-        }
+        if self._file is not None:
+            self._file.abandon()
+            self._file = None
 
     @property
     def resident_bytes(self) -> int:
         """What an open store holds of this tier, beside token counts and codebook (`Tier.resident_bytes`)."""
-        return 8 * len(self.group_offset_bytes) + 16 * len(self.segments)
+        return 8 * len(self.layout.group_offset_bytes) + 16 * len(self.segments)
 
     def state(self) -> list[dict[str, object]]:
         """The finished segments, for the build's state file."""
@@ -139,15 +146,9 @@ class SegmentWriter:
 
 def resident_bytes(writers: Sequence[SegmentWriter], extra: Mapping[str, np.ndarray]) -> int:
     """What an open store of this part holds (`EmbeddingStore.resident_bytes`). `extra`: codebooks and projection."""
-    counts = sum(array.nbytes for array in writers[0].n_tokens)
-    shared = sum(array.nbytes for name, array in extra.items() if name.endswith((".centroids", "projection")))
+    counts = sum(array.nbytes for array in writers[0].layout.n_tokens)
+    shared = sum(array.nbytes for name, array in extra.items() if name in ("full.centroids", "compact.centroids", "projection"))
     return counts + sum(writer.resident_bytes for writer in writers) + (shared if counts else 0)
-
-
-def copy_texts(source: TextReader, target: TextWriter, arrivals: np.ndarray, first_number: int) -> None:
-    """Ids and texts, from arrival number to record number."""
-    rows = source.get(arrivals.tolist())
-    target.add([(first_number + i, identifier, text) for i, (identifier, text) in enumerate(rows)])
 
 
 def pieces(

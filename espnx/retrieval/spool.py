@@ -26,17 +26,18 @@ from ..storage.stream import WINDOW_BYTES, StreamWriter, crc32c, read_range, rea
 from .build_state import STATE_NAME, BuildState, SpoolFile, write_state
 from .documents import DIGEST_BYTES, Document, digest
 from .encoder import Encoded
+from .part import GROUP_RECORDS
 from .pooling import Pooling
 from .record import RecordSchema, check_document, damage, pack, seal
-from .store import GROUP_RECORDS
 from .texts import TextWriter
 
 RECORDS, VECTORS, N_TOKENS, TEXTS, DIGESTS = "records.bin", "vectors.f32", "n_tokens.u16", "texts.sqlite", "documents.b16"
 LISTS, PROJECTION, CODEBOOKS = "lists.i32", "projection.f32", "codebooks.safetensors"  # of the passes after it
+TRAINED, CODES = "first_stage.safetensors", "codes.bin"
 DISCARD = "check the device; run the same build again, and if that does not help, discard it with restart"
 #: Everything that may lie in the directory of a build under way: the above, and what the passes after the spool write beside it.
 SPOOLED = {STATE_NAME, f"{STATE_NAME}.new", RECORDS, VECTORS, N_TOKENS, TEXTS, f"{TEXTS}-journal"} | {
-    DIGESTS, LISTS, PROJECTION, CODEBOOKS,
+    DIGESTS, LISTS, PROJECTION, CODEBOOKS, TRAINED, CODES,
 }  # fmt: skip
 _SUMMED = (VECTORS, N_TOKENS, DIGESTS)  # records and texts carry their own checksums
 _BUFFER_BYTES = {RECORDS: 4 << 20, VECTORS: 1 << 20, N_TOKENS: 64 << 10, DIGESTS: 64 << 10}

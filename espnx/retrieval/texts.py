@@ -1,8 +1,7 @@
-"""External ids and texts, in SQLite, looked up for the k hits only. Nothing of them stays in memory."""
+"""Ids of documents, and the database (SQLite) in which a build under way keeps ids and texts in the order in which they came."""
 
 from __future__ import annotations
 
-import bisect
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ from ..storage.stream import crc32c
 
 DocumentId = int | str
 _ROWS_AT_ONCE = 500  # SQLite takes so many parameters, whatever its version
-_REBUILD = "restore the store from a copy, or build it again"
+_REBUILD = "check the device; build again, discarding what is there (restart=True, --restart)"
 
 
 def document_id(value: Any, what: str = "document id") -> DocumentId:
@@ -133,7 +132,7 @@ class TextReader:
     def __init__(self, path: str, salt: int):
         self.path, self._salt = path, salt
         if not os.path.exists(path):
-            raise errors.StoreNotFoundError("text database missing", path=path, fix=_REBUILD)
+            raise errors.FileMissingError("text database missing", path=path, fix=_REBUILD)
         uri = "file:" + path.replace("%", "%25").replace("?", "%3f").replace("#", "%23") + "?mode=ro&immutable=1"
         with _typed(path, "cannot open text database"):
             self._db = sqlite3.connect(uri, uri=True, check_same_thread=False)
@@ -149,80 +148,17 @@ class TextReader:
                 rows.update((number, row) for number, *row in found)
         return [self._checked(number, rows.get(number)) for number in wanted]
 
-    def numbers(self, ids: Sequence[DocumentId]) -> np.ndarray:
-        """int64 [m]: the record number of each id, -1 where there is none."""
-        found: dict[DocumentId, int] = {}
-        with _typed(self.path, "cannot read ids"):
-            for first in range(0, len(ids), _ROWS_AT_ONCE):
-                part = [i for i in ids[first : first + _ROWS_AT_ONCE] if isinstance(i, str) or -(2**63) <= i < 2**63]
-                marks = ",".join("?" * len(part))
-                found.update(self._db.execute(f"SELECT id, number FROM docs WHERE id IN ({marks})", part))
-        return np.array([found.get(identifier, -1) for identifier in ids], dtype=np.int64)
+    def rows(self, numbers: np.ndarray) -> Iterator[tuple[DocumentId, str]]:
+        """(id, text) of each number, in order. Holds a few hundred at a time."""
+        for begin in range(0, len(numbers), _ROWS_AT_ONCE):
+            yield from self.get(numbers[begin : begin + _ROWS_AT_ONCE].tolist())
 
     def _checked(self, number: int, row: Sequence[Any] | None) -> tuple[DocumentId, str]:
         if row is None:
-            raise errors.FormatError(
-                f"text of record {number} missing", path=self.path, fix="run `espnx index verify`; build the store again"
-            )
+            raise errors.FormatError(f"text of document {number} missing", path=self.path, fix=_REBUILD)
         if not isinstance(row[0], (int, str)) or not isinstance(row[1], str) or row[2] != _checksum(number, row[0], row[1], self._salt):
-            raise errors.ChecksumError(f"damaged text of record {number}", path=self.path, fix=_REBUILD)
+            raise errors.ChecksumError(f"damaged text of document {number}", path=self.path, fix=_REBUILD)
         return row[0], row[1]
-
-    def scan(self, first: int, count: int) -> Iterator[tuple[int, DocumentId, str]]:
-        """(number, id, text) of a range of numbers, in order, checked."""
-        numbers = range(first, first + count)
-        for number, (identifier, text) in zip(numbers, self.get(numbers), strict=True):
-            yield number, identifier, text
-
-    def count(self) -> int:
-        with _typed(self.path, "cannot read texts"):
-            return self._db.execute("SELECT COUNT(*) FROM docs").fetchone()[0]
 
     def close(self) -> None:
         self._db.close()
-
-
-class TextReaders:
-    """The text databases of a store's parts as one. What was deleted is not found by id.
-
-    Args:
-        parts: (first record number, reader) of each part, ascending.
-        deleted: bitmap of deleted records, or None.
-    """
-
-    def __init__(self, parts: Sequence[tuple[int, TextReader]], deleted: np.ndarray | None = None):
-        self._parts, self._deleted = list(parts), deleted
-        self._begins = [first for first, _ in self._parts]
-
-    def get(self, numbers: Sequence[int]) -> list[tuple[DocumentId, str]]:
-        """See `TextReader.get`."""
-        if len(self._parts) == 1:
-            return self._parts[0][1].get(numbers)
-        of_part = [bisect.bisect_right(self._begins, number) - 1 for number in numbers]
-        found: dict[int, tuple[DocumentId, str]] = {}
-        for part in set(of_part):
-            mine = [number for number, which in zip(numbers, of_part, strict=True) if which == part]
-            found.update(zip(mine, self._parts[part][1].get(mine), strict=True))
-        return [found[number] for number in numbers]
-
-    def numbers(self, ids: Sequence[DocumentId]) -> np.ndarray:
-        """int64 [m]: the record number of each id, -1 where there is none alive."""
-        result = np.full(len(ids), -1, dtype=np.int64)
-        for _, reader in self._parts:
-            found = reader.numbers(ids)
-            if self._deleted is not None:
-                known = np.maximum(found, 0)
-                found[(self._deleted[known >> 3] >> (known & 7).astype(np.uint8)) & 1 == 1] = -1
-            result = np.where(found >= 0, found, result)
-        return result
-
-    def any_id(self) -> DocumentId | None:
-        """The id of some document, for messages; None where there is none."""
-        return self._parts[0][1].get([self._begins[0]])[0][0] if self._parts else None
-
-    def count(self) -> int:
-        return sum(reader.count() for _, reader in self._parts)
-
-    def close(self) -> None:
-        for _, reader in self._parts:
-            reader.close()

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
+import struct
 import tempfile
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.numpy import load
 
 import espnx
 from espnx import errors
 from espnx.retrieval.result import Hit
 from espnx.retrieval.search import Index
-from espnx.storage import NativeEngine
+from espnx.storage import NativeEngine, manifest
+from espnx.storage.stream import crc32c
 from tests.ops.tolerances import gamma
 
 D_CLS, DIM = 16, 8
@@ -110,6 +115,61 @@ def check_store(path: Path | str, documents: Sequence[espnx.Document], *, engine
 def leftovers(path: Path | str) -> set[str]:
     """What lies in a store's directory beside the published generation."""
     return {entry.name for entry in Path(path).iterdir()} - {"MANIFEST.json", "LOCK"}
+
+
+@dataclass(frozen=True)
+class SectionPlace:
+    """Where a section of a part's file lies."""
+
+    path: Path
+    offset_bytes: int
+    size_bytes: int
+
+
+def section_places(path: Path) -> dict[str, SectionPlace]:
+    """The sections that a data file names, read here as the written format says."""
+    header = path.read_bytes()[:4096]
+    count = struct.unpack_from("<I", header, 44)[0]
+    found = {}
+    for number in range(count):
+        name, offset, size, _ = struct.unpack_from("<16sQQQ", header, 72 + 40 * number)
+        found[name.rstrip(b"\0").decode()] = SectionPlace(path, offset, size)
+    return found
+
+
+def section_tensors(path: Path, name: str) -> dict[str, np.ndarray]:
+    """A section of a part's file that holds tensors."""
+    place = section_places(path)[name]
+    return dict(load(path.read_bytes()[place.offset_bytes : place.offset_bytes + place.size_bytes]))
+
+
+def replace_section(store: Path, file: Path, name: str, data: bytes) -> None:
+    """Puts other bytes in the place of a section of a part's file; every checksum is made right again, the manifest's too."""
+    whole, places = file.read_bytes(), section_places(file)
+    at = len(whole)
+    body = bytearray(whole + data.ljust(-(-len(data) // 4096) * 4096, b"\0"))
+    number = list(places).index(name)
+    struct.pack_into("<16sQQQ", body, 72 + 40 * number, name.encode(), at, len(data), crc32c(data))
+    struct.pack_into("<Q", body, 64, len(body))
+    struct.pack_into("<I", body, 4092, crc32c(bytes(body[:4092])))
+    file.write_bytes(body)
+    inside = str(file.relative_to(store))
+
+    def change(fields: dict[str, Any]) -> None:
+        for part in fields["parts"]:
+            for each in [part, *(segment for tier in part["segments"].values() for segment in tier)]:
+                each["size_bytes"] = len(body) if each["path"] == inside else each["size_bytes"]
+
+    sign_manifest(store, change)
+
+
+def sign_manifest(store: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Changes a manifest and makes its checksum right again."""
+    path = store / "MANIFEST.json"
+    fields = json.loads(path.read_text())
+    del fields["checksum"]
+    change(fields)
+    path.write_text(json.dumps(fields | {"checksum": manifest._digest(fields)}))
 
 
 @contextmanager

@@ -66,7 +66,7 @@ def without(found: Ranking, gone: Iterable[Any]) -> Ranking:
 def assert_tidy(path: Path) -> None:
     """Every file in the store's directory is one that the manifest names, and the other way round."""
     manifest = json.loads((path / "MANIFEST.json").read_text())
-    named = {f"{part['directory']}/{name}" for part in manifest["parts"] for name in part["files"]}
+    named = {part["path"] for part in manifest["parts"]}
     named |= {segment["path"] for part in manifest["parts"] for tier in part["segments"].values() for segment in tier}
     named |= {manifest["deleted"]["path"]} if manifest["deleted"] else set()
     found = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} - {"MANIFEST.json", "LOCK"}
@@ -110,7 +110,7 @@ def test_every_step_ranks_as_the_documents_say(folder: Path, fmt: str, sizes: tu
         assert index.search(queries(1, dim=DIM)[0], include=gone).hits == []
     compacted = espnx.compact(path)
     assert (compacted.documents, compacted.dropped, compacted.parts, compacted.generation) == (len(alive), len(gone), 3, 5)
-    assert compacted.size_bytes == sum(file.stat().st_size for file in path.rglob("segment*"))
+    assert compacted.size_bytes == sum(file.stat().st_size for file in path.rglob("*.bin"))
     assert check(path, alive, fmt) == left
     build(folder / "fresh", alive, format=fmt)
     assert ranking(folder / "fresh") == left
@@ -257,7 +257,7 @@ def test_nothing_to_delete_or_compact(folder: Path) -> None:
 
 @pytest.mark.parametrize("tier", [None, "bit1"])
 def test_deleting_everything(folder: Path, tier: str | None) -> None:
-    """Nothing is found, and what is added then is; compacted away, there are no lists left to add to, and it is said."""
+    """Nothing is found, and what is added then is; compacted away too, though there are no lists left: they are trained anew."""
     path, query = folder / "s", queries(1, dim=DIM)[0]
     build(path, DOCUMENTS[:70], compact=tier)
     assert espnx.delete(path, ids_of(DOCUMENTS[:70])) == 70
@@ -273,9 +273,15 @@ def test_deleting_everything(folder: Path, tier: str | None) -> None:
     report = espnx.compact(path)
     assert (report.documents, report.dropped, report.size_bytes) == (0, 15, 0)
     assert ranking(path) == [{}] * 6
-    with pytest.raises(errors.InvalidInputError, match="empty store"):
-        espnx.add(path, DOCUMENTS[:1])
     assert espnx.compact(path).parts == 0
+    assert espnx.add(path, []).documents == 0
+    store_id = json.loads((path / "MANIFEST.json").read_text())["store_id"]
+    assert espnx.add(path, iter(DOCUMENTS[:70])).documents == 70
+    check(path, DOCUMENTS[:70])
+    espnx.add(path, DOCUMENTS[70:72])
+    check(path, DOCUMENTS[:72])
+    manifest = json.loads((path / "MANIFEST.json").read_text())
+    assert (manifest["store_id"], manifest["compact"] and manifest["compact"]["format"]) == (store_id, tier)
     build(path, DOCUMENTS[:3], replace=True)
     check(path, DOCUMENTS[:3])
 

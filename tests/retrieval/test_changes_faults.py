@@ -21,16 +21,15 @@ import pytest
 
 import espnx
 from espnx import errors
-from espnx.retrieval import arrange, compacting, mutate, publish
-from espnx.retrieval import build as building
+from espnx.retrieval import adding, compacting, publish
 from espnx.storage import NativeEngine
 from tests.forks import Forks
-from tests.retrieval.common import EVERYTHING, assert_ranking, exact_scores, memory_folder, toy_encoder
+from tests.retrieval.common import EVERYTHING, assert_ranking, exact_scores, memory_folder, section_places, toy_encoder
 from tests.retrieval.test_changes import assert_tidy
 from tests.retrieval.test_damage import BLUNT, assert_names
 from tests.retrieval.test_faults import KINDS, Impatient, Kind, check_error
 from tests.storage.common import open_descriptors, until
-from tests.storage.machine import MIB, fill, mounted
+from tests.storage.machine import fill, mounted
 
 ENCODER = toy_encoder()
 ALL = [(f"doc-{n}", " ".join(f"word{n * k % 23}" for k in range(1, 2 + n % 6))) for n in range(50)]
@@ -134,12 +133,13 @@ EACH: list[tuple[str, str, int]] = [
 ]
 PLACES: dict[str, list[tuple[str, str, int]]] = {
     "add": [
-        *[("engine", "rename", nth) for nth in (1, 3, 4)],
-        *[("engine", "sync", nth) for nth in (2, 12)],
-        *[("engine", "sync_directory", nth) for nth in (1, 9)],
-        *[("texts", "commit", nth) for nth in (1, 2)],
-        ("writer", "append", 1),
-        ("writer", "finish_segment", 1),
+        ("engine", "rename", 1),
+        *[("engine", "sync", nth) for nth in (1, 2, 3)],
+        *[("engine", "sync_directory", nth) for nth in (1, 2, 3, 4)],
+        ("layout", "append", 1),
+        *[("file", "section", nth) for nth in (1, 6)],
+        ("file", "finish", 1),
+        ("part", "write_texts", 1),
     ],
     "delete": [
         ("engine", "rename", 1),
@@ -151,9 +151,10 @@ PLACES: dict[str, list[tuple[str, str, int]]] = {
         ("engine", "rename", 1),
         *[("engine", "sync", nth) for nth in (1, 3, 5)],
         *[("engine", "sync_directory", nth) for nth in (1, 2, 4)],
-        ("texts", "commit", 1),
-        ("writer", "append", 1),
-        ("writer", "finish_segment", 1),
+        ("layout", "append", 1),
+        ("file", "finish", 1),
+        ("file", "finish", 2),
+        ("part", "write_texts", 1),
     ],
 }
 
@@ -299,7 +300,7 @@ def disk_is_full(where: Path, name: str, before: dict[str, float]) -> None:
 
 @pytest.mark.root
 @pytest.mark.parametrize(
-    ("name", "room"), [("add", 0), ("add", 40 << 10), ("add", 6 * MIB), ("delete", 0), ("compact", 0), ("compact", 60 << 10)]
+    ("name", "room"), [("add", 0), ("add", 40 << 10), ("add", 200 << 10), ("delete", 0), ("compact", 0), ("compact", 60 << 10)]
 )
 def test_a_full_disk(tmp_path: Path, name: str, room: int) -> None:
     with small_disk(tmp_path) as (where, before):
@@ -308,10 +309,10 @@ def test_a_full_disk(tmp_path: Path, name: str, room: int) -> None:
 
 
 LATER = [
-    ("add", arrange, "assign"),
-    ("add", building, "finish_part"),
-    ("compact", compacting, "TextWriter"),
-    ("compact", mutate, "finish_part"),
+    ("add", adding, "encode_vectors"),
+    ("add", adding, "finish_part"),
+    ("compact", compacting, "measure"),
+    ("compact", compacting, "finish_part"),
     *[(name, publish, "write_manifest") for name in CHANGES],
 ]
 
@@ -396,8 +397,11 @@ def test_damage_is_not_compacted(victim: Path, sound: NativeEngine) -> None:
     with espnx.open(victim, engine=sound) as index:
         numbers = index.store.texts.numbers(["doc-2", "doc-27", "doc-8"])
         segment, offset, size = index.store.full.locate(numbers)
-        places = [(Path(index.store._files[int(s)].path), int(o) + int(n) - 20) for s, o, n in zip(segment, offset, size, strict=True)]
-    for path, at in [*places[:2], (victim / "gen-000002" / "first_stage.faiss", 300), (victim / "gen-000001" / "meta.safetensors", 200)]:
+        files = index.store.full._placement.files
+        places = [(Path(files[int(s)].path), int(o) + int(n) - 20) for s, o, n in zip(segment, offset, size, strict=True)]
+    added, base = (section_places(victim / name / "part.bin") for name in ("gen-000002", "gen-000001"))
+    sections = [added["codes"], added["rows"], added["meta"], base["meta"], base["model"], base["codes"]]
+    for path, at in [*places[:2], *((each.path, each.offset_bytes + each.size_bytes - 1) for each in sections)]:
         whole = path.read_bytes()
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
         manifest = (victim / "MANIFEST.json").read_bytes()

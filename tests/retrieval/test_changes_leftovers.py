@@ -15,10 +15,9 @@ import pytest
 
 import espnx
 from espnx import errors
-from espnx.retrieval import build as building
-from espnx.retrieval import generations, mutate
+from espnx.retrieval import adding, compacting, draft, generations
 from espnx.storage import NativeEngine, ownership
-from tests.retrieval.common import leftovers
+from tests.retrieval.common import leftovers, section_places
 from tests.retrieval.test_changes import DOCUMENTS, assert_tidy, build, check, refused
 
 CHANGES: dict[str, Callable[..., object]] = {
@@ -51,7 +50,7 @@ def test_nothing_to_add(folder: Path) -> None:
     check(path, DOCUMENTS[:42])
 
 
-PLACES = {"add": (building, "finish_part"), "delete": (mutate, "publish"), "compact": (mutate, "finish_part")}
+PLACES = {"add": (adding, "finish_part"), "delete": (draft, "publish"), "compact": (compacting, "finish_part")}
 
 
 @each_change
@@ -86,7 +85,7 @@ def test_a_killed_ones_files(folder: Path, monkeypatch: pytest.MonkeyPatch, name
     assert live(path)["generation"] == (2 if removable else 3)
     directory = path / generations.name(live(path)["generation"])
     deleted = {Path(live(path)["deleted"]["path"]).name} if name == "delete" else set()
-    own = {"meta.safetensors", "first_stage.faiss", "texts.sqlite", "segment-00000.bin"}
+    own = {"part.bin", "segment-00000.bin"} if name == "compact" else {"part.bin"}
     assert {file.name for file in directory.iterdir()} == (deleted or own)
     espnx.add(path, DOCUMENTS[60:61])
     check(path, [*AFTER[name], DOCUMENTS[60]])
@@ -139,9 +138,9 @@ def test_damaged_lists_of_a_later_part(folder: Path) -> None:
     path = folder / "s"
     build(path, DOCUMENTS[:40])
     espnx.add(path, DOCUMENTS[40:50])
-    lists = path / "gen-000002" / "first_stage.faiss"
-    whole = lists.read_bytes()
-    lists.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    lists = path / "gen-000002" / "part.bin"
+    whole, place = lists.read_bytes(), section_places(lists)["codes"]
+    lists.write_bytes(whole[: place.offset_bytes] + bytes([whole[place.offset_bytes] ^ 1]) + whole[place.offset_bytes + 1 :])
     with pytest.raises(errors.ChecksumError) as caught:
         espnx.open(path)
     assert caught.value.path == str(lists)
@@ -162,7 +161,7 @@ def test_no_id_beside_one(folder: Path) -> None:
     refused(folder / "s", lambda: espnx.delete(folder / "s", ["doc-1", None]), "document id")  # type: ignore[list-item]
 
 
-def test_a_directory_that_was_not_needed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_was_not_needed(folder: Path) -> None:
     """It stays the store's: what grows later goes there too; nothing empty lies about."""
     path, places = folder / "s", [folder / "x", folder / "y"]
 
@@ -175,13 +174,8 @@ def test_a_directory_that_was_not_needed(folder: Path, monkeypatch: pytest.Monke
 
     build(path, DOCUMENTS[:40], directories=places)
     assert used() == {places[0]}
-    small = {"segment_bytes": lambda total_bytes, devices: 4096, "pieces": None}
-    whole = building.pieces
-    small["pieces"] = lambda order, sizes, limit_bytes, room: whole(order, sizes, 4096, room)
-    with monkeypatch.context() as patch:
-        for name, changed in small.items():
-            patch.setattr(building, name, changed)
-        espnx.add(path, DOCUMENTS[40:])
+    espnx.add(path, DOCUMENTS[40:140])
+    espnx.add(path, DOCUMENTS[140:])
     assert used() == set(places)
     espnx.compact(path)
     assert used() == {places[0]}

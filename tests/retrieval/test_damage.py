@@ -6,7 +6,7 @@ import json
 import os
 import random
 import shutil
-import sqlite3
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,15 @@ import pytest
 
 import espnx
 from espnx import errors
-from espnx.retrieval import publish
-from espnx.retrieval import store as module
+from espnx.retrieval import part_file, part_texts
 from espnx.retrieval.store import EmbeddingStore
 from espnx.storage import NativeEngine, manifest
-from tests.retrieval.common import D_CLS, EVERYTHING, build, corpus, memory_folder, queries
+from tests.retrieval.common import D_CLS, EVERYTHING, build, corpus, memory_folder, queries, replace_section, section_places
 
 DIM = 16
 FILES = [
     "MANIFEST.json",
-    "meta.safetensors",
-    "first_stage.faiss",
-    "texts.sqlite",
+    "part.bin",
     "segment-00000.bin",
     "segment-00001.bin",
     "segment-00002.bin",
@@ -118,8 +115,6 @@ def test_blunt_damage(victim: Path, engine: NativeEngine, right: Ranking, name: 
         assert ranking(victim, engine) == right
         return
     for attempt in (ranking, verify):
-        if damage == "zeroed" and name == "texts.sqlite" and attempt is ranking:
-            continue  # the texts are looked at when hits need them; see below
         with pytest.raises(errors.StorageError) as caught:
             attempt(victim, engine)
         if (damage, name) == ("missing", "MANIFEST.json"):
@@ -133,7 +128,11 @@ def positions(path: Path, store: Path, engine: NativeEngine) -> list[int]:
     """About 64 places of a file; in a data file every region has its share."""
     rng, size = random.Random(path.name), path.stat().st_size
     chosen = {0, size - 1, *(rng.randrange(size) for _ in range(40)), *range(0, min(size, 100), 5)}
-    if path.suffix == ".bin":
+    if path.name == "part.bin":
+        for place in section_places(path).values():
+            last = place.offset_bytes + place.size_bytes - 1
+            chosen |= {place.offset_bytes, last, *(rng.randrange(place.offset_bytes, last + 1) for _ in range(6))}
+    elif path.suffix == ".bin":
         inside, between = regions(path, store, engine)
         for begin, _, cls_end, end in rng.sample(inside, 5):
             chosen |= {
@@ -148,6 +147,14 @@ def positions(path: Path, store: Path, engine: NativeEngine) -> list[int]:
             }
         chosen |= set(between[:4])
     return sorted(chosen)
+
+
+def between_sections(path: Path) -> set[int]:
+    """The bytes of a part's file that mean nothing."""
+    dead = set(range(4096, path.stat().st_size))
+    for place in section_places(path).values():
+        dead -= set(range(place.offset_bytes, place.offset_bytes + place.size_bytes))
+    return dead
 
 
 def regions(path: Path, store: Path, engine: NativeEngine) -> tuple[list[tuple[int, int, int, int]], list[int]]:
@@ -166,7 +173,13 @@ def regions(path: Path, store: Path, engine: NativeEngine) -> tuple[list[tuple[i
 @pytest.mark.parametrize("name", FILES)
 def test_a_bit_anywhere(victim: Path, engine: NativeEngine, right: Ranking, name: str) -> None:
     path = find(victim, name)
-    dead = set(regions(path, victim, engine)[1]) if path.suffix == ".bin" else set()
+    lookups = set[int]()  # what a search does not look at
+    if name == "part.bin":
+        dead = between_sections(path)
+        for place in [section_places(path)[each] for each in ("ids", "fences")]:
+            lookups |= set(range(place.offset_bytes, place.offset_bytes + place.size_bytes))
+    else:
+        dead = set(regions(path, victim, engine)[1]) if path.suffix == ".bin" else set()
     original = path.read_bytes()
     for number, at in enumerate(positions(path, victim, engine)):
         with open(path, "r+b") as file:
@@ -174,7 +187,7 @@ def test_a_bit_anywhere(victim: Path, engine: NativeEngine, right: Ranking, name
             file.write(bytes([original[at] ^ 1 << number % 8]))
         try:
             assert ranking(victim, engine) == right, f"wrong hits after a flip at byte {at}"
-            assert at in dead or name == "texts.sqlite", f"byte {at} was not missed"
+            assert at in dead | lookups, f"byte {at} was not missed"
         except errors.StorageError as error:
             assert_names(error, path)
             assert at not in dead
@@ -190,72 +203,87 @@ def test_a_bit_anywhere(victim: Path, engine: NativeEngine, right: Ranking, name
     assert ranking(victim, engine) == right
 
 
-def test_texts_page_by_page(victim: Path, engine: NativeEngine, right: Ranking) -> None:
-    """SQLite itself reads damaged pages; whatever it makes of them, no hit has a wrong id or text."""
-    path = find(victim, "texts.sqlite")
+def test_texts_and_ids_piece_by_piece(victim: Path, engine: NativeEngine, right: Ranking) -> None:
+    """Whatever is made of damaged rows and tables, no hit has a wrong id or text, and no id is found under a wrong number, or is not."""
+    path = find(victim, "part.bin")
     original = path.read_bytes()
     rng = random.Random(1)
+    places = [section_places(path)[name] for name in ("rows", "row_ends", "ids", "fences")]
     noticed = 0
-    for _ in range(150):
-        bent = bytearray(original)
-        at = rng.randrange(len(bent))
+    for turn in range(150):
+        bent, place = bytearray(original), places[turn % 4]
         length = rng.choice([1, 2, 16, 300, 4096])
-        bent[at : at + length] = rng.choice([rng.randbytes(length), bytes(length), original[:length]])[: len(bent) - at]
+        at = place.offset_bytes + rng.randrange(place.size_bytes)
+        end = min(at + length, place.offset_bytes + place.size_bytes)
+        bent[at:end] = rng.choice([rng.randbytes(end - at), bytes(end - at), original[4096 : 4096 + end - at]])
         path.write_bytes(bent)
         try:
             assert ranking(victim, engine) == right
+            with EmbeddingStore(victim, engine) as opened:
+                numbers = opened.texts.numbers([f"doc-{n}" for n in range(150)] + ["nobody"]).tolist()
+                assert sorted(numbers) == [-1, *range(150)]
+                assert [f"doc-{n}" for n in range(150)] == [identifier for identifier, _ in opened.texts.get(numbers[:-1])]
         except errors.StorageError as error:
             assert_names(error, path)
             noticed += 1
-    assert noticed > 50
+    assert noticed > 100
 
 
-@pytest.mark.parametrize("name", ["meta.safetensors", "first_stage.faiss", "texts.sqlite", "segment-00001.bin"])
+@pytest.mark.parametrize("name", ["part.bin", "segment-00001.bin"])
 @pytest.mark.parametrize("origin", ["other", "older"])
-def test_a_file_of_another_store(victim: Path, whole: Path, engine: NativeEngine, right: Ranking, name: str, origin: str) -> None:
+def test_a_file_of_another_store(victim: Path, whole: Path, engine: NativeEngine, name: str, origin: str) -> None:
     """Same documents, same sizes, all checksums intact: it still is not this store's file."""
     path = find(victim, name)
     foreign = find(whole / origin, name)
-    same = name in ("meta.safetensors", "first_stage.faiss") and foreign.read_bytes() == path.read_bytes()
     shutil.copyfile(foreign, path)
-    if same:  # nothing in this file depends on the store
-        assert ranking(victim, engine) == right
-        return
-    with pytest.raises(errors.ForeignFileError if name.endswith(".bin") else errors.StorageError) as caught:
+    with pytest.raises(errors.ForeignFileError) as caught:
         ranking(victim, engine)
     assert_names(caught.value, path)
 
 
 def test_two_rows_exchanged(victim: Path, engine: NativeEngine) -> None:
-    """Ids, texts and their checksums intact, under another number: as a bit in a row's key would leave them."""
-    path = find(victim, "texts.sqlite")
-    database = sqlite3.connect(path)
-    database.executescript(
-        "UPDATE docs SET number = -1 WHERE number = 3; UPDATE docs SET number = 3 WHERE number = 4;"
-        "UPDATE docs SET number = 4 WHERE number = -1;"
-    )
-    database.close()
-    with pytest.raises(errors.ChecksumError, match=r"damaged text of record [34]") as caught:
+    """Ids, texts and their checksums intact, under another number: as a bit in the table of rows would leave them."""
+    path = find(victim, "part.bin")
+    place, table = (section_places(path)[name] for name in ("rows", "row_ends"))
+    whole = path.read_bytes()
+    ends = struct.unpack_from("<150q", whole, table.offset_bytes)
+    sizes = [end - begin for begin, end in zip((0, *ends), ends, strict=False)]
+    first, second = next((a, b) for a in range(150) for b in range(a + 1, 150) if sizes[a] == sizes[b])
+    bent = bytearray(whole)
+    for source, target in ((first, second), (second, first)):
+        begin, at = (place.offset_bytes + ends[number] - sizes[number] for number in (source, target))
+        bent[at : at + sizes[target]] = whole[begin : begin + sizes[source]]
+    path.write_bytes(bent)
+    with pytest.raises(errors.ChecksumError, match=rf"damaged text of record ({first}|{second})") as caught:
         ranking(victim, engine)
     assert_names(caught.value, path)
 
 
-def test_a_row_bent_before_its_file_was_summed(folder: Path, engine: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sum of the whole file was taken of damaged bytes and says nothing: verifying looks at every row."""
+def test_a_row_bent_before_its_section_was_summed(victim: Path, engine: NativeEngine) -> None:
+    """The sum of the section was taken of damaged bytes and says nothing: every row is looked at, by verify too."""
+    path = find(victim, "part.bin")
+    place = section_places(path)["rows"]
+    rows = bytearray(path.read_bytes()[place.offset_bytes : place.offset_bytes + place.size_bytes])
+    rows[-1] ^= 1
+    replace_section(victim, path, "rows", bytes(rows))
+    for attempt in (verify, ranking):
+        with pytest.raises(errors.ChecksumError, match="damaged text of record 149") as caught:
+            attempt(victim, engine)
+        assert_names(caught.value, path)
 
-    def bend(meta: Any) -> bytes:
-        database = sqlite3.connect(find(folder / "s", "texts.sqlite"))
-        with database:
-            database.execute("UPDATE docs SET text = text || '.' WHERE number = 7")
-        database.close()
-        return save(meta)
 
-    save = publish.save_safetensors
-    monkeypatch.setattr(publish, "save_safetensors", bend)
-    build(folder / "s", corpus(20))
-    with pytest.raises(errors.ChecksumError, match="damaged text of record 7") as caught:
-        verify(folder / "s", engine)
-    assert_names(caught.value, find(folder / "s", "texts.sqlite"))
+def test_an_id_that_is_not_found(victim: Path, engine: NativeEngine) -> None:
+    """A table of ids that is whole in itself and lacks one: verify says so."""
+    path = find(victim, "part.bin")
+    salt = EmbeddingStore(victim, engine)
+    salt.close()
+    place = section_places(path)["ids"]
+    block = bytearray(path.read_bytes()[place.offset_bytes : place.offset_bytes + place.size_bytes])
+    block[0] ^= 1  # of the first hash
+    data = bytes(block[:4080])
+    replace_section(victim, path, "ids", data + part_texts._TAIL.pack(part_texts._block_sum(0, data, 150, salt.salt), 150))
+    with pytest.raises(errors.FormatError, match=r"id of record \d+ is not found"):
+        verify(victim, engine)
 
 
 def test_two_data_files_exchanged(victim: Path, engine: NativeEngine) -> None:
@@ -275,7 +303,9 @@ def test_a_data_file_of_another_number(victim: Path, engine: NativeEngine) -> No
     """Header intact and of this very store and generation, but not the file that belongs here."""
     path = find(victim, "segment-00000.bin")
     with EmbeddingStore(victim, engine) as opened:
-        wrong = module.segment_header(opened.manifest["store_id"], opened.manifest["generation"], 1, opened.segments[0])
+        each, contents = opened.segments[0], opened.contents
+        facts = part_file.FileFacts(contents.store_id, contents.generation, 1, each.first_record, each.records, each.size_bytes)
+        wrong = part_file.file_header(facts, {})
     path.write_bytes(wrong + path.read_bytes()[4096:])
     with pytest.raises(errors.FormatError, match="does not fit the manifest") as caught:
         ranking(victim, engine)
@@ -324,7 +354,7 @@ def test_a_record_of_another_store(victim: Path, whole: Path, engine: NativeEngi
     [
         ("magic", "espnx-kv-cache", "not a manifest of this kind"),
         ("magic", None, "not a manifest of this kind"),
-        ("version", 3, "another version"),
+        ("version", 2, "another version"),
         ("version", "1", "another version"),
         ("byte_order", "big", "byte order"),
         ("store_id", "0" * 32, "another store"),

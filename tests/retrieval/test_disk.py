@@ -48,7 +48,7 @@ def test_a_full_disk(tmp_path: Path, kind: str, room: str) -> None:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("place", ["assign", "measure_probing", "copy_texts", "save_safetensors"])
+@pytest.mark.parametrize("place", ["assign", "measure_probing", "fills", "finish_part", "write_manifest"])
 def test_a_disk_that_fills_up_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_segments: Callable[[int, int], None], place: str
 ) -> None:
@@ -64,7 +64,7 @@ def test_a_disk_that_fills_up_later(
         def take(*args: object, **options: object) -> object:
             nonlocal calls
             calls += 1
-            if place != "copy_texts" or calls == 40:
+            if place != "fills" or calls == 40:
                 fill(where, 0)
             return original(*args, **options)
 

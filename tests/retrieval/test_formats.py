@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
 
 import espnx
 from espnx import errors
@@ -26,7 +25,7 @@ from espnx.retrieval.options import COMPACT_FORMATS
 from espnx.storage import manifest
 from tests.ops.records import Records, codebook_for
 from tests.ops.tolerances import gamma, maxsim_bound
-from tests.retrieval.common import D_CLS, EVERYTHING, assert_ranking, build, corpus, memory_folder, queries
+from tests.retrieval.common import D_CLS, EVERYTHING, assert_ranking, build, corpus, memory_folder, queries, section_tensors
 
 NUMBERS = {"fp32": 1, "fp16": 2, "bf16": 3, "int8": 4, "bit1": 5, "residual1": 6, "residual2": 7, "residual4": 8}
 FORMATS = list(NUMBERS)
@@ -159,7 +158,7 @@ def test_bytes_on_disk(folder: Path, fmt: str, d_cls: int) -> None:
     documents = corpus(128, d_cls=d_cls, dim=DIM, tokens=(0, 45))
     report = build(folder / "s", documents, dims=(d_cls, DIM), format=fmt, compact="int8")
     by_id = {document.id: document for document in documents}
-    tensors = load_file(folder / "s/gen-000001/meta.safetensors")
+    tensors = {**section_tensors(folder / "s/gen-000001/part.bin", "meta"), **section_tensors(folder / "s/gen-000001/part.bin", "model")}
     data = (folder / "s/gen-000001/segment-00000.bin").read_bytes()
     cls_bytes = d_cls * (4 if fmt == "fp32" else 2)
     with espnx.open(folder / "s") as index:
@@ -173,7 +172,7 @@ def test_bytes_on_disk(folder: Path, fmt: str, d_cls: int) -> None:
         if at // 4096 + -(-size // 4096) < (at + size - 1) // 4096 + 1:
             at = -(-at // 4096) * 4096
         if number % 64 == 0:
-            assert tensors["group_offset_bytes"][number // 64] == at
+            assert tensors["full_group_offset_bytes"][number // 64] == at
         record, end = data[at : at + size], 16 + cls_bytes + n * ROW_BYTES[fmt]
         assert record[4:16] == n.to_bytes(2, "little") + bytes([NUMBERS[fmt], 0xE5]) + number.to_bytes(8, "little")
         if d_cls:
@@ -187,7 +186,7 @@ def test_bytes_on_disk(folder: Path, fmt: str, d_cls: int) -> None:
     assert len(data) == -(-at // 4096) * 4096
     assert not any(byte for place, byte in enumerate(data) if place >= 4096 and place not in used)
     assert report.record_bytes == len(data) + (folder / "s/gen-000001/compact-00000.bin").stat().st_size
-    assert tensors["n_tokens"].nbytes + tensors["group_offset_bytes"].nbytes == 2.125 * 128
+    assert tensors["n_tokens"].nbytes + tensors["full_group_offset_bytes"].nbytes == 2.125 * 128
     assert tensors["compact_group_offset_bytes"].nbytes == 0.125 * 128
 
 
@@ -248,7 +247,7 @@ def test_two_folders(folder: Path, fmt: str, small_segments: Callable[[int, int]
         names = sorted(path.name for path in place.rglob("*.bin"))
         assert len(names) == 4
         assert [name.split("-")[0] for name in names] == ["compact"] * 2 + ["segment"] * 2
-    assert not list((folder / "s").rglob("*.bin"))
+    assert [path.name for path in (folder / "s").rglob("*.bin")] == ["part.bin"]
     assert_ranks(folder / "s", documents, queries(1, dim=DIM))
 
 
@@ -300,7 +299,7 @@ def test_rows_that_are_there_already_are_kept(folder: Path, fmt: str, d_cls: int
     if not d_cls:
         documents = [espnx.Document(document.id, document.text, None, document.rows) for document in documents]
     build(folder / "s", documents, dims=(d_cls, DIM), format=fmt, codebook=book, compact="bit1", nlist=1)
-    tensors = load_file(folder / "s/gen-000001/meta.safetensors")
+    tensors = section_tensors(folder / "s/gen-000001/part.bin", "model")
     for name in ("centroids", "bucket_cutoffs", "bucket_weights"):
         assert np.array_equal(tensors[f"full.{name}"], getattr(book, name).numpy())
     with espnx.open(folder / "s") as index:

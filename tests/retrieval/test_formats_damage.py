@@ -22,9 +22,9 @@ from espnx import errors
 from espnx.retrieval.result import Hit
 from espnx.retrieval.store import EmbeddingStore
 from espnx.retrieval.tier import Tier
-from espnx.storage import NativeEngine, manifest
+from espnx.storage import NativeEngine
 from espnx.storage.stream import crc32c
-from tests.retrieval.common import D_CLS, EVERYTHING, build, corpus, memory_folder, queries
+from tests.retrieval.common import D_CLS, EVERYTHING, build, corpus, memory_folder, queries, replace_section, section_places
 
 DIM, COUNT = 32, 24
 #: Each format of the records with one of the compact tier, so that all of both occur.
@@ -64,7 +64,7 @@ class Victim:
 
     @property
     def meta(self) -> Path:
-        return self.path / "gen-000001/meta.safetensors"
+        return self.path / "gen-000001/part.bin"
 
     def search(self, **options: Any) -> list[Hit]:
         """Reads every record of the tier, unless told otherwise."""
@@ -355,16 +355,11 @@ Tensors = dict[str, np.ndarray]
 @contextmanager
 def rewritten(store: Path, change: Callable[[Tensors], None]) -> Iterator[None]:
     """The store with other metadata tensors, all checksums made right again."""
-    meta, top = store / "gen-000001/meta.safetensors", store / "MANIFEST.json"
-    before = meta.read_bytes(), top.read_bytes()
-    tensors = dict(load(before[0]))
+    meta, top = store / "gen-000001/part.bin", store / "MANIFEST.json"
+    before, place = (meta.read_bytes(), top.read_bytes()), section_places(meta)["model"]
+    tensors = dict(load(before[0][place.offset_bytes : place.offset_bytes + place.size_bytes]))
     change(tensors)
-    data = save({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()})
-    fields = json.loads(before[1])
-    del fields["checksum"]
-    fields["parts"][0]["files"][meta.name] = {"size_bytes": len(data), "crc32c": crc32c(data)}
-    overwrite(meta, data)
-    overwrite(top, json.dumps(fields | {"checksum": manifest._digest(fields)}).encode())
+    replace_section(store, meta, "model", save({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}))
     try:
         yield
     finally:
@@ -458,8 +453,9 @@ def test_a_bit_of_a_codebook(residual: Victim, engine: NativeEngine) -> None:
     """Anywhere in the three tensors, and in what names them."""
     meta = residual.meta
     original = meta.read_bytes()
-    header_end = 8 + int.from_bytes(original[:8], "little")
-    header = json.loads(original[8:header_end])
+    start = section_places(meta)["model"].offset_bytes
+    header_end = start + 8 + int.from_bytes(original[start : start + 8], "little")
+    header = json.loads(original[start + 8 : header_end])
     places = [original.index(f"{residual.tier_name}.centroids".encode())]
     for name in ("centroids", "bucket_cutoffs", "bucket_weights"):
         begin, end = header[f"{residual.tier_name}.{name}"]["data_offsets"]

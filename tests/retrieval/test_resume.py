@@ -14,7 +14,7 @@ import pytest
 import espnx
 from espnx import errors
 from espnx.retrieval import build as module
-from espnx.retrieval import publish
+from espnx.retrieval import part_writer, publish
 from espnx.storage import ownership
 from espnx.storage.lock import DirectoryLock
 from tests.retrieval.common import EVERYTHING, assert_ranks_as_written, build, check_store, corpus, leftovers, queries
@@ -56,8 +56,8 @@ PLACES: dict[str, tuple[tuple[Any, str], int]] = {
     "some records": ((module.SegmentWriter, "append"), 30),
     "first data file": ((module.SegmentWriter, "finish_segment"), 1),
     "third data file": ((module.SegmentWriter, "finish_segment"), 3),
-    "texts": ((module.TextWriter, "commit"), 6),
-    "metadata": ((publish, "save_safetensors"), 1),
+    "texts": ((part_writer, "write_texts"), 1),
+    "metadata": ((part_writer, "save_safetensors"), 1),
     "manifest": ((publish, "write_manifest"), 1),
 }
 

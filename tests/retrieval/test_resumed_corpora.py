@@ -336,7 +336,7 @@ STATE_CHANGES: list[tuple[Sequence[Any], Any]] = [
     (["spool"], []), (["spool", "records.bin"], 5),
     (["spool", "records.bin", "size_bytes"], -4), (["spool", "n_tokens.u16", "sums"], ["x"]),
     (["arranged"], {}), (["arranged", "sizes"], [2**63]), (["arranged", "sizes", 0], 10**9), (["arranged", "steps"], {"0.1": "much"}),
-    (["arranged", "first_stage"], [1]), (["segments", "full", 0, "path"], 7), (["segments", "full", 0, "records"], 0),
+    (["arranged", "codes"], [2**32]), (["segments", "full", 0, "path"], 7), (["segments", "full", 0, "records"], 0),
     (["segments", "full", 0], {"path": "x"}), (["projection"], "x"), (["is_normalised"], 2),
     (["segments", "full", 0, "path"], "/etc/passwd"), (["segments", "full", 0, "path"], "gen-000001/../../x"),
 ]  # fmt: skip

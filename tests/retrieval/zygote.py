@@ -8,8 +8,9 @@ import faiss
 
 import espnx
 from espnx.retrieval import build as module
-from espnx.retrieval import generations, publish
-from espnx.retrieval.texts import TextWriter
+from espnx.retrieval import generations, part_writer, publish
+from espnx.retrieval.part_file import FileWriter
+from espnx.retrieval.segments import Layout
 from espnx.storage import NativeEngine, ownership
 from tests.forks import command_line, killed_at, serve
 from tests.retrieval.common import build, corpus, toy_encoder
@@ -17,7 +18,9 @@ from tests.retrieval.memory_child import measured
 
 OWNERS: dict[str, Any] = {
     "engine": NativeEngine,
-    "texts": TextWriter,
+    "layout": Layout,
+    "file": FileWriter,
+    "part": part_writer,
     "build": module,
     "generations": generations,
     "publish": publish,
