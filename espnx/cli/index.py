@@ -187,7 +187,7 @@ def run_compact(args: argparse.Namespace) -> int:
 
 def configure_detach(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", help="directory of the store")
-    parser.add_argument("--directories", nargs="+", default=(), metavar="DIR", help="where the copies go (default: into the store)")
+    parser.add_argument("--directory", action="append", default=[], metavar="DIR", help="where the copies go (default: into the store)")
     parser.add_argument("--adopt", action="store_true", help="copy nothing: the original is gone, and its data are this store's now")
     add_json_option(parser)
 
@@ -198,7 +198,7 @@ def run_detach(args: argparse.Namespace) -> int:
     from .. import detach
     from ..sizes import format_size
 
-    report = detach(args.store, directories=args.directories, adopt=args.adopt)
+    report = detach(args.store, directories=args.directory, adopt=args.adopt)
     done = "the data directories are its own" if args.adopt else f"{report.files} data files copied, {format_size(report.size_bytes)}"
     emit(args, f"{args.store}: {done}", json_document("index detach", report=asdict(report)))
     return 0

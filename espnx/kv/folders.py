@@ -104,6 +104,8 @@ def _make_and_lock(directory: str, stack: contextlib.ExitStack) -> None:
         try:
             os.makedirs(directory, mode=0o700, exist_ok=True)
         except OSError as error:
+            if isinstance(error, FileExistsError) and attempt < _LOCK_ATTEMPTS - 1:  # it was there, and was removed before it was looked at
+                continue
             raise write_error("cannot create the folder of a kept cache", directory, error) from error
         try:
             lock(directory, stack)
