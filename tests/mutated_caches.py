@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from espnx.integrations.transformers import KVCache
 from espnx.kv.library import entries, remove, verify
 from espnx.storage.stream import crc32c
 from tests.integrations.kv_models import enabled, generate, make, prompt
-from tests.mutations import Trial, join_safetensors, mutated, read_manifest, split_safetensors, write_manifest
+from tests.mutations import Trial, join_safetensors, manifest_bytes, mutated, put, read_manifest, split_safetensors
 
+MANIFEST = "a/c/MANIFEST.json"
 _NEW = 3
 _PROMPT = prompt([21, 20])
 
@@ -46,39 +48,38 @@ def use_cache(path: Path) -> Any:
 
 
 def cache_manifests(sound: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
-    fields = read_manifest(sound / "a" / "c" / "MANIFEST.json")
-    for what, changed in mutated(fields):
-        if what.startswith("fingerprint."):
-            continue
-        yield what, lambda path, changed=changed: write_manifest(path / "a" / "c" / "MANIFEST.json", changed)  # type: ignore[misc]
+    for what, changed in mutated(read_manifest(sound / MANIFEST)):
+        if not what.startswith("fingerprint."):
+            yield what, put(MANIFEST, manifest_bytes(changed))
 
 
-def _with_state(path: Path, data: bytes) -> None:
+def _with_state(data: bytes) -> Callable[[Path], None]:
     """Another state file, which the manifest names and knows the checksum of."""
-    manifest = path / "a" / "c" / "MANIFEST.json"
-    fields = read_manifest(manifest)
-    (path / "a" / "c" / fields["state"]["file"]).write_bytes(data)
-    fields["state"] |= {"size_bytes": len(data), "crc32c": crc32c(data)}
-    write_manifest(manifest, fields)
+
+    def change(path: Path) -> None:
+        fields = read_manifest(path / MANIFEST)
+        (path / "a" / "c" / fields["state"]["file"]).write_bytes(data)
+        fields["state"] |= {"size_bytes": len(data), "crc32c": crc32c(data)}
+        (path / MANIFEST).write_bytes(manifest_bytes(fields))
+
+    return change
 
 
 def cache_states(sound: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
     """Headers, and every number of the tables."""
-    data = next((sound / "a" / "c").glob("state-*")).read_bytes()
-    header, body = split_safetensors(data)
+    header, body = split_safetensors(next((sound / "a" / "c").glob("state-*")).read_bytes())
     for what, changed in mutated(header):
-        yield f"header {what}", lambda path, changed=changed: _with_state(path, join_safetensors(changed, body))  # type: ignore[misc]
+        yield f"header {what}", _with_state(join_safetensors(changed, body))
     for name, tensor in header.items():
-        if name.endswith((".runs", ".segments")):
-            begin, end = tensor["data_offsets"]
-            table = np.frombuffer(body[begin:end], dtype="<i8")
-            for at in range(len(table)):
-                for value in (0, 1, -1, int(table[at]) + 1, int(table[at]) - 1, 4096, 2**31, 2**62, 2**63 - 1, -(2**63)):
-                    new = table.copy()
-                    new[at] = value
-                    if value != table[at]:
-                        other = body[:begin] + new.tobytes() + body[end:]
-                        yield f"{name}[{at}] = {value}", lambda path, other=other: _with_state(path, join_safetensors(header, other))  # type: ignore[misc]
+        if not name.endswith((".runs", ".segments")):
+            continue
+        begin, end = tensor["data_offsets"]
+        table = np.frombuffer(body[begin:end], dtype="<i8")
+        for at, old in enumerate(table.tolist()):
+            for value in {0, 1, -1, old + 1, old - 1, 4096, 2**31, 2**62, 2**63 - 1, -(2**63)} - {old}:
+                new = table.copy()
+                new[at] = value
+                yield f"{name}[{at}] = {value}", _with_state(join_safetensors(header, body[:begin] + new.tobytes() + body[end:]))
 
 
 def make_weights(path: Path) -> None:
@@ -93,18 +94,13 @@ def use_weights(path: Path) -> Any:
 
 
 def weight_headers(sound: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
-    import json
-
-    index = json.loads((sound / "m" / "model.safetensors.index.json").read_text())
-    for what, changed in mutated({"weight_map": index["weight_map"]}):
-        text = json.dumps(changed)
-        yield f"index {what}", lambda path, text=text: (path / "m" / "model.safetensors.index.json").write_text(text)  # type: ignore[misc]
-    shard = sorted((sound / "m").glob("*.safetensors"))[0]
+    index = "m/model.safetensors.index.json"
+    for what, changed in mutated({"weight_map": json.loads((sound / index).read_text())["weight_map"]}):
+        yield f"index {what}", put(index, json.dumps(changed).encode())
+    shard = min((sound / "m").glob("*.safetensors"))
     header, body = split_safetensors(shard.read_bytes())
-    header = {name: value for name, value in header.items() if name != "__metadata__"}
-    for what, changed in mutated(header):
-        data = join_safetensors(changed, body)
-        yield f"header {what}", lambda path, data=data: (path / "m" / shard.name).write_bytes(data)  # type: ignore[misc]
+    for what, changed in mutated({name: value for name, value in header.items() if name != "__metadata__"}):
+        yield f"header {what}", put(f"m/{shard.name}", join_safetensors(changed, body))
 
 
 CACHES = {

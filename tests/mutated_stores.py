@@ -9,10 +9,12 @@ from typing import Any
 
 import espnx
 from espnx import errors
+from espnx.storage import ownership
 from espnx.storage.stream import crc32c
-from tests.mutations import Trial, mutated, read_manifest, write_manifest
+from tests.mutations import Trial, manifest_bytes, mutated, put, read_manifest
 from tests.retrieval.common import build, corpus, queries
 
+MANIFEST, STATE = "s/MANIFEST.json", "s/building/STATE.json"
 DOCUMENTS = corpus(40)
 
 
@@ -50,8 +52,8 @@ def use_store(path: Path) -> Any:
 
 
 def store_manifests(sound: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
-    for what, changed in mutated(read_manifest(sound / "s" / "MANIFEST.json")):
-        yield what, lambda path, changed=changed: write_manifest(path / "s" / "MANIFEST.json", changed)  # type: ignore[misc]
+    for what, changed in mutated(read_manifest(sound / MANIFEST)):
+        yield what, put(MANIFEST, manifest_bytes(changed))
 
 
 def make_interrupted(path: Path) -> None:
@@ -71,6 +73,9 @@ def use_interrupted(path: Path) -> Any:
     import warnings
 
     _engine_threads()
+    mark = ownership.read_mark(str(path / "s" / "building"))
+    assert mark is not None
+    ownership.set_mark(str(path / "s" / "building"), mark.name, str(path / "s"))  # as if it had been begun here
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         build(path / "s", DOCUMENTS)
@@ -78,12 +83,9 @@ def use_interrupted(path: Path) -> Any:
 
 
 def states(sound: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
-    fields = json.loads((sound / "s" / "building" / "STATE.json").read_text())
-    del fields["crc32c"]
-    for what, changed in mutated(fields):
-        whole = changed | {"crc32c": crc32c(json.dumps(changed, sort_keys=True).encode())}
-        text = json.dumps(whole, sort_keys=True)
-        yield what, lambda path, text=text: (path / "s" / "building" / "STATE.json").write_text(text)  # type: ignore[misc]
+    for what, changed in mutated(json.loads((sound / STATE).read_bytes().rpartition(b"\n")[0])):
+        text = json.dumps(changed, sort_keys=True).encode()
+        yield what, put(STATE, text + f"\ncrc32c {crc32c(text):08x}".encode())
 
 
 STORES = {

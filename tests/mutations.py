@@ -3,7 +3,7 @@ Nothing but a typed error may come of it, or the very results of the file as it 
 
 Mutations run in children with a limit on memory and one on processor time, many in each. Run as a program, every one is tried:
 
-    python -m tests.mutations [kind ...]
+    python -m tests.mutations all
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 from espnx import errors
 from espnx.storage.manifest import _digest
+from tests.forks import serve
 
 #: What a value may become.
 VALUES: list[Any] = [
@@ -69,9 +70,18 @@ def _changed(value: Any, path: tuple[Any, ...], change: Any) -> Any:
     return result
 
 
-def write_manifest(path: Path, fields: dict[str, Any]) -> None:
+def put(name: str, data: bytes) -> Callable[[Path], None]:
+    """Puts other bytes in place of a file."""
+
+    def change(path: Path) -> None:
+        (path / name).write_bytes(data)
+
+    return change
+
+
+def manifest_bytes(fields: dict[str, Any]) -> bytes:
     """With a checksum that is right."""
-    path.write_text(json.dumps(fields | {"checksum": _digest(fields)}))
+    return json.dumps(fields | {"checksum": _digest(fields)}).encode()
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -185,15 +195,30 @@ def _in_child(trial: Trial, path: Path, memory_bytes: int, seconds: int) -> str:
     return b"".join(parts).decode() if code == 0 else f"ended by {code}"
 
 
-def main(kinds: list[str]) -> int:
+def trials() -> dict[str, Trial]:
+    import faiss
+    import torch
+
     from tests.mutated_caches import CACHES
     from tests.mutated_stores import STORES
 
-    trials = {**STORES, **CACHES}
-    code = 0
-    for kind in kinds or list(trials):
+    torch.set_num_threads(1)  # a fork has no other threads
+    faiss.omp_set_num_threads(1)
+    return {**STORES, **CACHES}
+
+
+def job(options: dict[str, Any]) -> int:
+    """Of tests/forks.py: one mutation in `every` of a kind; what was found goes to the file `report`."""
+    outcome = run(trials()[options["kind"]], Path(options["folder"]), every=options["every"], shift=options["shift"])
+    Path(options["report"]).write_text("\n".join(outcome.faults) or f"{outcome.typed} typed, {outcome.equal} as it was")
+    return int(bool(outcome.faults) or outcome.typed == 0)
+
+
+def main(kinds: list[str]) -> int:
+    known, code = trials(), 0
+    for kind in known if kinds == ["all"] else kinds:
         with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
-            outcome = run(trials[kind], Path(folder))
+            outcome = run(known[kind], Path(folder))
         print(f"{kind}: {outcome.typed} typed, {outcome.equal} as it was, {len(outcome.faults)} faults", flush=True)
         print("\n".join(f"  {fault}" for fault in outcome.faults), flush=True)
         code |= bool(outcome.faults)
@@ -201,4 +226,7 @@ def main(kinds: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if sys.argv[1:]:
+        sys.exit(main(sys.argv[1:]))
+    trials()
+    serve(job)

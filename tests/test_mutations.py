@@ -1,0 +1,19 @@
+"""Some of the mutations of files from elsewhere; ``python -m tests.mutations all`` tries every one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.forks import Forks
+
+#: Kind of file: one mutation in so many.
+KINDS = {"interrupted builds": 97, "cache manifests": 211, "cache states": 997, "weights": 97}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mutations(folder: Path, open_forks: Callable[[str], Forks], kind: str) -> None:
+    code = open_forks("tests.mutations").run(kind=kind, every=KINDS[kind], shift=5, folder=folder, report=folder / "report")
+    assert code == 0, (folder / "report").read_text()
