@@ -189,6 +189,18 @@ io::Direct to_direct(const std::optional<bool>& direct) {
   return *direct ? io::Direct::yes : io::Direct::no;
 }
 
+// uint8 [size_bytes], uninitialised, page-aligned: it returns to the engine's pool when the last tensor over it goes.
+at::Tensor memory_of(io::Engine& engine, int64_t size_bytes) {
+  if (size_bytes < 0) invalid("a negative size");
+  std::shared_ptr<io::Buffer> buffer;
+  {
+    py::gil_scoped_release unlocked;
+    buffer = engine.memory(size_bytes);
+  }
+  return at::from_blob(
+      buffer->data, {size_bytes}, [buffer](void*) {}, at::TensorOptions().dtype(at::kByte));
+}
+
 void bind_engine(py::module_& m) {
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<io::Engine, std::shared_ptr<io::Engine>>(m, "Engine")
@@ -229,6 +241,8 @@ void bind_engine(py::module_& m) {
            py::arg("size_bytes"), py::arg("out_offset_bytes"), py::arg("crc32c"), py::arg("memory"),
            py::arg("gap_bytes"), py::arg("priority"), py::arg("deadline_s"))
       .def("stats", &stats_dict)
+      .def("memory", &memory_of)
+      .def_property_readonly("mapped_bytes", &io::Engine::mapped_bytes)
       .def("close", &io::Engine::close, Release());
 }
 

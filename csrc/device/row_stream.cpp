@@ -253,14 +253,17 @@ void RowStream::attend(int64_t ticket, const RowQueries& queries, int n_threads,
   n_threads = static_cast<int>(std::clamp<int64_t>(n_threads, 1, std::max<int64_t>(1, n_units)));
   const int64_t states = queries.n_sequences * queries.n_heads * queries.n;
   // Every thread but the first has states of its own, so that two may work on rows of one head.
-  std::vector<std::vector<float>> own(n_threads - 1);
-  for (auto& state : own) {
-    state.assign(states * (queries.dv + 2), 0.0F);
-    std::fill_n(state.begin() + states * queries.dv, states, -std::numeric_limits<float>::infinity());
+  const int64_t own_floats = states * (queries.dv + 2);
+  const auto memory = engine_->memory((n_threads - 1) * own_floats * static_cast<int64_t>(sizeof(float)));
+  auto* own = reinterpret_cast<float*>(memory->data);
+  for (int thread = 1; thread < n_threads; ++thread) {
+    float* state = own + (thread - 1) * own_floats;
+    std::fill_n(state, own_floats, 0.0F);
+    std::fill_n(state + states * queries.dv, states, -std::numeric_limits<float>::infinity());
   }
   const auto state_of = [&](int thread) -> AttentionState {
     if (thread == 0) return {queries.o, queries.m, queries.l};
-    float* base = own[thread - 1].data();
+    float* base = own + (thread - 1) * own_floats;
     return {base, base + states * queries.dv, base + states * (queries.dv + 1)};
   };
   const Arrived fold = [&](const Reading&, const RowUnit& unit, const char* memory, int thread) {

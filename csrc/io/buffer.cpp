@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
+#include <vector>
 
 #include "file.hpp"
 
@@ -56,6 +57,7 @@ std::shared_ptr<Buffer> BufferPool::take(int64_t size_bytes) {
   if (size_bytes > kLargestBytes) throw std::bad_alloc();
   const int64_t capacity = capacity_for(size_bytes);
   Buffer* buffer = nullptr;
+  std::vector<std::unique_ptr<Buffer>> unfit;
   {
     std::lock_guard lock(mutex_);
     const auto found = free_.lower_bound(capacity);
@@ -63,9 +65,27 @@ std::shared_ptr<Buffer> BufferPool::take(int64_t size_bytes) {
       buffer = found->second.release();
       free_.erase(found);
       free_bytes_ -= buffer->capacity_bytes;
+    } else {
+      // What is kept is of other sizes than are wanted now: as much of it goes as comes.
+      for (int64_t gone = 0; gone < capacity && !free_.empty(); gone += unfit.back()->capacity_bytes) {
+        unfit.push_back(std::move(free_.begin()->second));
+        free_.erase(free_.begin());
+        free_bytes_ -= unfit.back()->capacity_bytes;
+        mapped_bytes_ -= unfit.back()->capacity_bytes;
+      }
+      mapped_bytes_ += capacity;
     }
   }
-  if (buffer == nullptr) buffer = allocate(capacity);
+  for (auto& each : unfit) release(each.release());
+  if (buffer == nullptr) {
+    try {
+      buffer = allocate(capacity);
+    } catch (...) {
+      std::lock_guard lock(mutex_);
+      mapped_bytes_ -= capacity;
+      throw;
+    }
+  }
   if (poison_) std::memset(buffer->data, 0xA5, buffer->capacity_bytes);
   return std::shared_ptr<Buffer>(buffer, [pool = weak_from_this()](Buffer* used) {
     if (auto alive = pool.lock()) {
@@ -84,8 +104,14 @@ void BufferPool::give_back(Buffer* buffer) {
       free_.emplace(buffer->capacity_bytes, std::unique_ptr<Buffer>(buffer));
       return;
     }
+    mapped_bytes_ -= buffer->capacity_bytes;
   }
   release(buffer);
+}
+
+int64_t BufferPool::mapped_bytes() {
+  std::lock_guard lock(mutex_);
+  return mapped_bytes_;
 }
 
 }  // namespace espnx::io

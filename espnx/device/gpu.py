@@ -133,7 +133,7 @@ class GpuDevice(RowStore):
     ) -> tuple[np.ndarray, StagedWrite]:
         blocks = layout.pack(k.to(self.device), None if v is None else v.to(self.device)).view(-1)
         memory = host_memory(blocks.numel(), self.device)
-        sums, event = np.empty(shape, np.uint32), None
+        sums, event = self._sums.take(shape), None
         if self._copies is None:
             memory.copy_(blocks)
             found = block_sums(blocks, layout.block_bytes)

@@ -103,6 +103,7 @@ class DeviceStats:
     waiting_s: float = 0.0
     computing_s: float = 0.0
     stored_bytes: int = 0
+    buffer_bytes: int = 0  # mapped for reads, writes, rows that wait and checksums
     extra: dict[str, Any] = field(default_factory=dict)
 
 

@@ -122,21 +122,29 @@ class RowLayout:
         blocks = self.blocks(n)
         if out is None:
             out = torch.empty((*lead, blocks, self.block_bytes), dtype=torch.uint8, device=k.device)
-        parts: list[tuple[int, torch.Tensor]] = []
         if self.format == "int8" and v is not None:
-            parts = self._quantise(_whole(k, blocks, self.block_rows), _whole(v, blocks, self.block_rows))
+            for offset, part in self._quantise(_whole(k, blocks, self.block_rows), _whole(v, blocks, self.block_rows)):
+                values = part.reshape(*lead, blocks, -1)
+                end = offset + values.shape[-1] * values.element_size()
+                out[..., offset:end].view(part.dtype).copy_(values)
         else:
-            parts = [(0, _whole(k.to(self.dtype), blocks, self.block_rows))]
+            end = self._copy(k, out, 0)
             if v is not None:
-                parts.append((self.v_offset_bytes, _whole(v.to(self.dtype), blocks, self.block_rows)))
-        end = 0
-        for offset, part in parts:
-            values = part.reshape(*lead, blocks, -1)
-            width = values.shape[-1] * values.element_size()
-            out[..., offset : offset + width].view(part.dtype).copy_(values)
-            end = max(end, offset + width)
+                end = self._copy(v, out, self.v_offset_bytes)
         out[..., end:] = 0
         return out
+
+    def _copy(self, rows: torch.Tensor, out: torch.Tensor, offset_bytes: int) -> int:
+        """Rows [..., n, width] to their place in blocks, without another copy of them between. Returns where in a block they end."""
+        n, width = rows.shape[-2:]
+        end = offset_bytes + self.block_rows * width * self.dtype.itemsize
+        places = out[..., offset_bytes:end].view(self.dtype).unflatten(-1, (self.block_rows, width))
+        whole, rest = divmod(n, self.block_rows)
+        places[..., :whole, :, :].copy_(rows[..., : n - rest, :].unflatten(-2, (whole, self.block_rows)))
+        if rest:
+            places[..., whole, :rest, :].copy_(rows[..., n - rest :, :])
+            places[..., whole, rest:, :] = 0
+        return end
 
     def _quantise(self, k: torch.Tensor, v: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         k, v = k.float(), v.float()

@@ -12,7 +12,6 @@ from ..ops.crc32c import crc32c_ranges
 from ..storage import Plan
 from ..storage.engine import FileHandle
 from ..storage.native import load_native
-from ..storage.stream import aligned_empty
 from .interface import Queries, Tail
 from .layout import RowLayout
 from .store import UNIT_BYTES, RowStore
@@ -39,9 +38,10 @@ class SsdDevice(RowStore):
     def _begin_write(
         self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, shape: tuple[int, int, int], plan: Plan
     ) -> tuple[np.ndarray, Write]:
-        memory = aligned_empty(int(plan.size_bytes[0]))
+        memory = self.engine.memory(int(plan.size_bytes[0]))
         layout.pack(k, v, memory.view(*shape, layout.block_bytes))
-        sums = block_sums(memory, layout.block_bytes).numpy().astype(np.uint32).reshape(shape)
+        sums = self._sums.take(shape)
+        sums.reshape(-1)[:] = block_sums(memory, layout.block_bytes).numpy()
         return sums, Write(self.engine, plan, memory, self._deadline_s)
 
     def _push(self, layout: RowLayout, table: np.ndarray, sums: np.ndarray) -> int:

@@ -19,6 +19,7 @@ from ..storage.engine import FileHandle
 from .extents import Extents
 from .interface import DeviceStats, Queries, Segment, Tail, Use
 from .layout import RowLayout
+from .sums import SumsMemory
 from .writes import PutWrite, Writing
 
 #: One read. Requests of 1 MiB have more memory segments than many drives take; 960 KiB is as fast and is not split.
@@ -82,6 +83,7 @@ class RowStore(ABC):
         self._writing_bytes = 0
         self._counts = DeviceStats()
         self._pinned: dict[int, int] = {}
+        self._sums = SumsMemory(self.engine)
 
     # --- what subclasses bring ---
 
@@ -281,6 +283,7 @@ class RowStore(ABC):
             waiting_s=stream["waiting_s"],
             computing_s=stream["computing_s"],
             stored_bytes=self.extents.used_bytes,
+            buffer_bytes=self.engine.mapped_bytes,
         )
 
     def _check_open(self) -> None:

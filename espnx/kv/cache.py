@@ -16,7 +16,7 @@ import torch
 from .. import errors
 from ..checks import check_whole
 from ..device.gpu import GpuDevice
-from ..device.interface import Queries
+from ..device.interface import Queries, Tail
 from ..device.layout import DTYPES, RowLayout, format_of
 from ..device.readers import GDS_PATHS
 from ..device.ssd import SsdDevice
@@ -31,14 +31,40 @@ from .xrows import Projection, Recomputer, absorb, release
 
 #: From so many new tokens on, their attention over one another is left to the framework's fused kernels.
 CHUNK_TOKENS = 17
+#: The queries of so many bytes attend at a time, or those of one sequence: what attention holds in memory does not grow with the batch. Each
+#: thread has sums of its own, of that size, which together take at most `_SUMS_BYTES`.
+_PART_BYTES, _SUMS_BYTES = 4 << 20, 32 << 20
 
 
 @dataclass
 class _Ahead:
-    """Reads that are under way, and how many tokens they bring."""
+    """Reads that are under way: for each part of the batch its sequences and tickets; and how many tokens they bring."""
 
-    tickets: list[int]
+    parts: list[tuple[range, list[int]]]
     covered: int
+
+
+@dataclass(frozen=True)
+class _Arrived:
+    """What some sequences attend to.
+
+    Attributes:
+        tickets: of rows that are read, or None.
+        tail: rows in memory.
+    """
+
+    sequences: range
+    tickets: list[int] | None
+    whole_tail: Tail | None
+
+    @property
+    def tail(self) -> Tail | None:
+        tail = self.whole_tail
+        if tail is None:
+            return None
+        k = tail.k[self.sequences.start : self.sequences.stop]
+        v = k if tail.v is tail.k else tail.v[self.sequences.start : self.sequences.stop]
+        return Tail(k, v, tail.skip, tail.n_rows, tail.first_position)
 
 
 @dataclass(frozen=True)
@@ -123,6 +149,7 @@ class SsdCache:
         self.x: list[LayerRows | None] = [None] * n_layers
         self._ahead: dict[LayerRows, _Ahead] = {}
         self._begun = 0  # tokens when the forward pass under way began
+        self._together = 1  # sequences that attend at a time
 
     def _open_devices(self, device: torch.device | None) -> list[RowStore]:
         opened: list[RowStore] = []
@@ -202,6 +229,11 @@ class SsdCache:
             self._follow(step.k.device)
             if not self.every:
                 self._reserve(step, split)
+            heads, n, width = step.q.shape[1], step.k.shape[2], max(step.q.shape[-1], step.v.shape[-1])
+            if split and step.x is not None:
+                width = max(width, step.x.shape[-1])
+            threads = self._threads or torch.get_num_threads()
+            self._together = max(1, min(_PART_BYTES, _SUMS_BYTES // threads) // (4 * heads * n * width))
             parts = []
             if split:
                 parts.append(self._attend_x(layer, step.part(0, split)))
@@ -218,15 +250,14 @@ class SsdCache:
             rows = self.kv[layer] = self._new_rows(self._kv_layout(step), step.k)
         past, n = rows.count, step.k.shape[2]
         if n >= CHUNK_TOKENS:
-            o, lse = self._attend_new(step, past)
-            if past and lse is not None:
-                o, _ = merge(o.float(), lse, *self._attend_stored(rows, step, None))
+            o = self._attend_chunk(rows, step, past, self._attend_stored)
             rows.write(step.k, step.v)
-            return o.to(step.q.dtype)
+            return o
         rows.append(step.k, step.v)
-        o, _ = self._attend_stored(rows, step, past + torch.arange(n) if n > 1 else None)
+        last = past + torch.arange(n) if n > 1 else None
+        o = self._by_parts(rows, step, lambda part, arrived: self._attend_stored(rows, part, last, arrived)[0])
         self._after_step(rows)
-        return o.to(step.q.dtype)
+        return o
 
     def _attend_x(self, layer: int, step: Step) -> torch.Tensor:
         if step.x is None or step.projection is None:
@@ -238,16 +269,40 @@ class SsdCache:
             rows = self.x[layer] = self._new_rows(_x_layout(step.x), x)
         past, n = rows.count, x.shape[2]
         if n >= CHUNK_TOKENS:
-            o, lse = self._attend_new(step, past)
-            if past and lse is not None:
-                o, _ = merge(o.float(), lse, *self._recompute(rows, step, None))
+            o = self._attend_chunk(rows, step, past, self._recompute)
             rows.write(x, None)
-            return o.to(step.q.dtype)
+            return o
         rows.append(x, None)
-        last = past + torch.arange(n) if n > 1 else None
-        o = self._absorb(rows, step, last) if step.projection.finish is None else self._recompute(rows, step, last)[0]
+        last, attend = past + torch.arange(n) if n > 1 else None, self._absorb if step.projection.finish is None else self._recompute
+        o = self._by_parts(rows, step, lambda part, arrived: attend(rows, part, last, arrived)[0])
         self._after_step(rows)
-        return o.to(step.q.dtype)
+        return o
+
+    def _attend_chunk(self, rows: LayerRows, step: Step, past: int, attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """New tokens over one another, and (by `attend`) over what came before."""
+
+        def look(part: Step, arrived: _Arrived) -> torch.Tensor:
+            o, lse = self._attend_new(part, past)
+            return o if lse is None or not past else merge(o.float(), lse, *attend(rows, part, None, arrived))[0]
+
+        return self._by_parts(rows, step, look)
+
+    def _by_parts(self, rows: LayerRows, step: Step, look: Callable[[Step, _Arrived], torch.Tensor]) -> torch.Tensor:
+        """Attention of some sequences at a time: [sequences, heads, n, dv], in q's dtype."""
+        ahead = self._arriving(rows)
+        self._ahead.pop(rows, None)
+        if ahead is None:
+            everything = rows.tail(0)
+            parts = [(part, _Arrived(part, None, everything)) for part in self._parts(len(step.q))]
+        else:
+            parts = [(part, _Arrived(part, tickets, rows.tail(ahead.covered))) for part, tickets in ahead.parts]
+        if len(parts) == 1:
+            return look(step, parts[0][1]).to(step.q.dtype)
+        n_sequences, heads, n, _ = step.q.shape
+        o = step.q.new_empty(n_sequences, heads, n, step.v.shape[-1])
+        for part, arrived in parts:
+            o[part.start : part.stop] = look(step.part(part.start, part.stop), arrived)
+        return o
 
     def attend_again(self, layer: int, step: Step) -> torch.Tensor:
         """Attention of other queries over what `attend` added in this forward pass: of a layer that shares the K and V of this one."""
@@ -277,46 +332,43 @@ class SsdCache:
         own = None if hidden is None else hidden[:, past : past + step.k.shape[2]].to(step.q.device)
         return chunk_attention(step.q, step.k, step.v, step.scale, own, wants_lse=past > 0)
 
-    def _attend_stored(self, rows: LayerRows, step: Step, last: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _attend_stored(
+        self, rows: LayerRows, step: Step, last: torch.Tensor | None, arrived: _Arrived
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(o float32 [sequences, heads, n, dv], lse) over what is stored and what waits in memory."""
         n_sequences, heads, n, _ = step.q.shape
-        o, lse = self._gather(rows, _queries(step, rows.n_heads, rows.layout.dv, last))
+        o, lse = self._gather(arrived, _queries(step, rows.n_heads, rows.layout.dv, last))
         return o.reshape(n_sequences, heads, n, -1), lse.reshape(n_sequences, heads, n)
 
-    def _absorb(self, rows: LayerRows, step: Step, last: torch.Tensor | None) -> torch.Tensor:
+    def _absorb(self, rows: LayerRows, step: Step, last: torch.Tensor | None, arrived: _Arrived) -> tuple[torch.Tensor, torch.Tensor]:
         projection, heads = step.projection, step.q.shape[1]
         if projection is None:
             raise errors.InvalidInputError("X rows without projections")
         seen = step.visibility
         every = None if last is None else last.repeat(heads)
         queries = Queries(absorb(step.q, projection, step.scale), projection.hidden, every, seen.first_visible, seen.visible)
-        o, lse = self._gather(rows, queries)
-        return release(o, lse, projection, heads)
+        o, lse = self._gather(arrived, queries)
+        return release(o, lse, projection, heads), lse
 
-    def _recompute(self, rows: LayerRows, step: Step, last: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _recompute(self, rows: LayerRows, step: Step, last: torch.Tensor | None, arrived: _Arrived) -> tuple[torch.Tensor, torch.Tensor]:
         projection = step.projection
         if projection is None:
             raise errors.InvalidInputError("X rows without projections")
         n_sequences, heads, n, _ = step.q.shape
         queries = _queries(step, projection.n_heads, step.v.shape[-1], last)
-        made = Recomputer(queries, projection, rows.layout, self._threads, self.spread.attend_memory)
-        ahead = self._arriving(rows)
-        tail = rows.tail(0 if ahead is None else ahead.covered)
-        if ahead is not None:
-            del self._ahead[rows]
-            self.spread.visit(ahead.tickets, made.see)
+        made = Recomputer(queries, projection, rows.layout, self._threads, self.spread.attend_memory, arrived.sequences.start)
+        tail = arrived.tail
+        if arrived.tickets is not None:
+            self.spread.visit(arrived.tickets, made.see)
         if tail is not None:
             for sequence in range(n_sequences):
                 made.add(sequence, tail.k[sequence, 0, tail.skip : tail.skip + tail.n_rows], tail.first_position)
         return made.o.reshape(n_sequences, heads, n, -1), made.lse.reshape(n_sequences, heads, n)
 
-    def _gather(self, rows: LayerRows, queries: Queries) -> tuple[torch.Tensor, torch.Tensor]:
-        ahead = self._arriving(rows)
-        tail = rows.tail(0 if ahead is None else ahead.covered)
-        if ahead is None:
-            return self.spread.attend_memory(queries, tail)
-        del self._ahead[rows]
-        return self.spread.attend(ahead.tickets, queries, tail)
+    def _gather(self, arrived: _Arrived, queries: Queries) -> tuple[torch.Tensor, torch.Tensor]:
+        if arrived.tickets is None:
+            return self.spread.attend_memory(queries, arrived.tail)
+        return self.spread.attend(arrived.tickets, queries, arrived.tail)
 
     # --- reads and writes ---
 
@@ -325,7 +377,7 @@ class SsdCache:
         if not rows.runs:
             return None
         ahead = self._ahead.get(rows)
-        if ahead is None or not self.spread.are_next(ahead.tickets):
+        if ahead is None or [part for part, _ in ahead.parts] != self._parts(rows.sequences) or not self.spread.are_next(ahead.parts[0][1]):
             self.forget_ahead()
             every = self.every
             for later in every[every.index(rows) :]:
@@ -337,8 +389,13 @@ class SsdCache:
         """Puts the reads for the next time in line."""
         covered = rows.covered()
         if covered:
-            self._ahead[rows] = _Ahead(self.spread.ahead(rows.layout, rows.uses(covered)), covered)
+            parts = [(part, self.spread.ahead(rows.layout, rows.uses(covered, part))) for part in self._parts(rows.sequences)]
+            self._ahead[rows] = _Ahead(parts, covered)
             rows.trim(covered)
+
+    def _parts(self, n_sequences: int) -> list[range]:
+        """The sequences that attend together in this forward pass."""
+        return [range(begin, min(begin + self._together, n_sequences)) for begin in range(0, n_sequences, self._together)]
 
     def _after_step(self, rows: LayerRows) -> None:
         rows.spill()
@@ -434,6 +491,7 @@ def _queries(step: Step, n_heads: int, dv: int, last: torch.Tensor | None) -> Qu
     """The query heads of one KV head together."""
     n_sequences, heads, n, d = step.q.shape
     groups = heads // n_heads
-    q = step.q.float().mul(step.scale).reshape(n_sequences, n_heads, groups * n, d).contiguous()
+    q = torch.empty(step.q.shape, dtype=torch.float32, device=step.q.device).copy_(step.q).mul_(step.scale)
+    q = q.view(n_sequences, n_heads, groups * n, d)
     seen = step.visibility
     return Queries(q, dv, None if last is None else last.repeat(groups), seen.first_visible, seen.visible)

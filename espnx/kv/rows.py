@@ -11,6 +11,10 @@ from ..device.layout import RowLayout
 from .spread import Spread
 
 
+#: So many bytes of rows are put together, or one sequence's: what a write holds in memory does not grow with the batch.
+PUT_BYTES = 8 << 20
+
+
 @dataclass
 class Run:
     """Consecutive tokens of all sequences, written together.
@@ -57,12 +61,19 @@ class LayerRows:
         n, held = k.shape[2], self.count - self._first
         if not self._k.numel() or held + n > self._k.shape[2]:
             room = max(2 * self._spill_rows, held + n)
-            self._k = _grown(self._k, k, held, room + room // 2, self.dtype)
-            self._v = self._k if v is None else _grown(self._v, v, held, room + room // 2, self.dtype)
+            self._k = self._grown(self._k, k, held, room + room // 2)
+            self._v = self._k if v is None else self._grown(self._v, v, held, room + room // 2)
         self._k[:, :, held : held + n] = k
         if v is not None:
             self._v[:, :, held : held + n] = v
         self.count += n
+
+    def _grown(self, old: torch.Tensor, like: torch.Tensor, held: int, room: int) -> torch.Tensor:
+        """Memory [sequences, heads, room, width] that begins with the `held` rows of `old`."""
+        new = self._spread.memory((like.shape[0], like.shape[1], room, like.shape[3]), self.dtype, like.device)
+        if held:
+            new[:, :, :held] = old[:, :, :held]
+        return new
 
     def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
         """Adds a chunk of new tokens and writes all whole blocks at once (prefill)."""
@@ -72,11 +83,7 @@ class LayerRows:
         if whole:
             self._keep_from(self.stored)
             taken = whole - rest
-            rows_k, rows_v = k[:, :, :taken], None if v is None else v[:, :, :taken]
-            if rest:  # what waited comes first
-                rows_k = torch.cat([self._k[:, :, :rest], rows_k.to(self.dtype)], dim=2)
-                rows_v = None if rows_v is None else torch.cat([self._v[:, :, :rest], rows_v.to(self.dtype)], dim=2)
-            self._put(rows_k, rows_v)
+            self._put(slice(0, rest), k[:, :, :taken], None if v is None else v[:, :, :taken])
             self.count = self._first = self.stored
             k, v = k[:, :, taken:], None if v is None else v[:, :, taken:]
         if k.shape[2]:
@@ -88,22 +95,41 @@ class LayerRows:
         whole = waiting // self.layout.block_rows * self.layout.block_rows
         if waiting >= self._spill_rows and whole:
             skip = self.stored - self._first
-            rows = slice(skip, skip + whole)
-            self._put(self._k[:, :, rows], None if self._v is self._k else self._v[:, :, rows])
+            self._put(slice(skip, skip + whole))
         elif self._spill_rows < self.layout.block_rows and waiting % self._spill_rows == 0 and waiting:
             skip = self.stored - self._first
-            rows = slice(skip, skip + waiting)
-            run = self._run(self._k[:, :, rows], None if self._v is self._k else self._v[:, :, rows])
+            run = self._run(slice(skip, skip + waiting))
             self._drop_partial()
             self._partial = run
 
-    def _put(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
-        self.runs.append(self._run(k, v))
-        self.stored += k.shape[2]
+    def _put(self, waiting: slice, k: torch.Tensor | None = None, v: torch.Tensor | None = None) -> None:
+        run = self._run(waiting, k, v)
+        self.runs.append(run)
+        self.stored += run.n_rows
         self._drop_partial()
 
-    def _run(self, k: torch.Tensor, v: torch.Tensor | None) -> Run:
-        return Run(self.stored, k.shape[2], self._spread.put(self.layout, k, v))
+    def _run(self, waiting: slice, k: torch.Tensor | None = None, v: torch.Tensor | None = None) -> Run:
+        """Writes rows that wait, and after them those of k and v, some sequences at a time."""
+        n_rows = waiting.stop - waiting.start + (0 if k is None else k.shape[2])
+        n_sequences = len(self._k) if k is None else len(k)
+        each_bytes = self.n_heads * self.layout.blocks(n_rows) * self.layout.block_bytes
+        run, step = Run(self.stored, n_rows, []), max(1, PUT_BYTES // each_bytes)
+        try:
+            for begin in range(0, n_sequences, step):
+                some = slice(begin, begin + step)
+                rows_k = self._joined(self._k, waiting, k, some)
+                rows_v = None if self.layout.is_shared else self._joined(self._v, waiting, v, some)
+                run.parts += self._spread.put(self.layout, rows_k, rows_v, begin)
+        except BaseException:
+            self._release(run)
+            raise
+        return run
+
+    def _joined(self, held: torch.Tensor, waiting: slice, new: torch.Tensor | None, some: slice) -> torch.Tensor:
+        """What waited, then what is new, of some sequences."""
+        if new is None:
+            return held[some, :, waiting]
+        return torch.cat([held[some, :, waiting], new[some].to(self.dtype)], dim=2) if waiting.stop > waiting.start else new[some]
 
     def _drop_partial(self) -> None:
         if self._partial is not None:
@@ -124,13 +150,13 @@ class LayerRows:
     def _is_written(self, run: Run) -> bool:
         return all(self._spread.is_written(device, segment) for parts in run.parts for device, segment in parts)
 
-    def uses(self, end: int) -> list[list[Use]]:
-        """For each device, the segments that hold the tokens before `end`."""
+    def uses(self, end: int, sequences: range) -> list[list[Use]]:
+        """For each device, the segments that hold the tokens before `end` of some sequences, which are numbered from 0."""
         found: list[list[Use]] = [[] for _ in range(len(self._spread.devices))]
         for run in self.runs:
             if run.first_position >= end:
                 break
-            for sequence, parts in enumerate(run.parts):
+            for sequence, parts in enumerate(run.parts[sequences.start : sequences.stop]):
                 for device, segment in parts:
                     found[device].append(Use(segment, sequence, run.n_rows, run.first_position))
         return found
@@ -147,7 +173,8 @@ class LayerRows:
         if drop > 0:
             held = self.count - self._first - drop
             for rows in {id(self._k): self._k, id(self._v): self._v}.values():
-                rows[:, :, :held] = rows[:, :, drop : drop + held].clone()
+                kept = rows[:, :, drop : drop + held]
+                rows[:, :, :held] = kept.clone() if held > drop else kept
             self._first += drop
 
     def trim(self, begin: int) -> None:
@@ -189,10 +216,15 @@ class LayerRows:
                 for device, segment in parts:
                     self._drop(device, segment)
         if self._k.numel():
-            index = torch.tensor(sequences, dtype=torch.int64, device=self._k.device)
             is_shared = self._v is self._k
-            self._k = self._k.index_select(0, index)
-            self._v = self._k if is_shared else self._v.index_select(0, index)
+            self._k = self._chosen(self._k, sequences)
+            self._v = self._k if is_shared else self._chosen(self._v, sequences)
+
+    def _chosen(self, rows: torch.Tensor, sequences: list[int]) -> torch.Tensor:
+        chosen = self._spread.memory((len(sequences), *rows.shape[1:]), rows.dtype, rows.device)
+        for i, sequence in enumerate(sequences):
+            chosen[i] = rows[sequence]
+        return chosen
 
     def crop(self, count: int) -> None:
         """Keeps the first `count` tokens."""
@@ -238,11 +270,3 @@ class LayerRows:
         rows = {id(self._k): self._k, id(self._v): self._v}.values()
         sums = {id(segment): segment.sums.nbytes for run in self.runs for parts in run.parts for _, segment in parts}
         return sum(tensor.numel() * tensor.element_size() for tensor in rows) + sum(sums.values())
-
-
-def _grown(old: torch.Tensor, like: torch.Tensor, held: int, room: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros [sequences, heads, room, width] that begin with the `held` rows of `old`."""
-    new = torch.zeros((like.shape[0], like.shape[1], room, like.shape[3]), dtype=dtype, device=like.device)
-    if held:
-        new[:, :, :held] = old[:, :, :held]
-    return new

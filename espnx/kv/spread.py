@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -41,18 +42,17 @@ class Spread:
         self.devices = list(devices)
         self._pool = ThreadPoolExecutor(len(self.devices), "espnx-device") if len(self.devices) > 1 else None
 
-    def put(self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None) -> list[list[tuple[int, Segment]]]:
-        """Starts writing k [sequences, heads, n, d] and v. For each sequence its segments, with their devices.
+    def put(self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, first_sequence: int = 0) -> list[list[tuple[int, Segment]]]:
+        """Starts writing k [sequences, heads, n, d] and v, of sequences from `first_sequence` on. For each its segments, with their devices.
 
         Raises what a device's put raises; nothing is kept then.
         """
         n_sequences, n_heads = k.shape[:2]
         found: list[list[tuple[int, Segment]]] = [[] for _ in range(n_sequences)]
         try:
-            for device, heads, sequences in self._shares(n_sequences, n_heads):
-                every = len(sequences) == n_sequences and len(heads) == n_heads
-                mine = (k, v) if every else (k[sequences][:, list(heads)], None if v is None else v[sequences][:, list(heads)])
-                segments = self.devices[device].put(layout, *mine, heads)
+            for device, heads, sequences in self._shares(first_sequence, n_sequences, n_heads):
+                mine = slice(sequences.start, None, sequences.step), slice(heads.start, None, heads.step)
+                segments = self.devices[device].put(layout, k[mine], None if v is None else v[mine], heads)
                 for sequence, segment in zip(sequences, segments, strict=True):
                     found[sequence].append((device, segment))
         except BaseException:
@@ -62,16 +62,23 @@ class Spread:
             raise
         return found
 
-    def _shares(self, n_sequences: int, n_heads: int) -> list[tuple[int, range, list[int]]]:
-        """(device, heads, sequences) that are put together."""
+    def memory(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """For rows that wait, uninitialised: on the host, an engine's own."""
+        if device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=device)
+        return self.devices[0].engine.memory(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+    def _shares(self, first_sequence: int, n_sequences: int, n_heads: int) -> list[tuple[int, range, range]]:
+        """(device, heads, sequences, from 0 on) that are put together."""
         count = len(self.devices)
-        shares: dict[tuple[int, range], list[int]] = {}
-        for sequence in range(n_sequences):
+        period = count // math.gcd(count, n_heads)  # after which sequences lie alike
+        found = []
+        for sequence in range(min(period, n_sequences)):
             for device in range(count):
-                first = (device - sequence * n_heads) % count
+                first = (device - (first_sequence + sequence) * n_heads) % count
                 if first < n_heads:
-                    shares.setdefault((device, range(first, n_heads, count)), []).append(sequence)
-        return [(device, heads, sequences) for (device, heads), sequences in shares.items()]
+                    found.append((device, range(first, n_heads, count), range(sequence, n_sequences, period)))
+        return found
 
     def is_written(self, device: int, segment: Segment) -> bool:
         return self.devices[device].is_written(segment)

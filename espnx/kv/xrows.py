@@ -124,10 +124,14 @@ class Recomputer:
         layout: of the X rows.
         threads: that attend; 0: as many as PyTorch uses.
         attend: over rows in memory, where that is not the host's.
+        first_sequence: of the queries, as the projection numbers sequences.
     """
 
-    def __init__(self, queries: Queries, projection: Projection, layout: RowLayout, threads: int, attend: Attend | None = None):
-        self._queries, self._projection, self._layout = queries, projection, layout
+    def __init__(
+        self, queries: Queries, projection: Projection, layout: RowLayout, threads: int, attend: Attend | None = None,
+        first_sequence: int = 0,
+    ):  # fmt: skip
+        self._queries, self._projection, self._layout, self._first = queries, projection, layout, first_sequence
         self._attend: Attend = attend or (lambda queries, tail: attend_rows(None, -1, queries, tail, threads))
         n_sequences, heads, n, _ = queries.q.shape
         self.o = torch.zeros(n_sequences, heads, n, queries.dv, device=queries.q.device)
@@ -143,7 +147,7 @@ class Recomputer:
 
     def add(self, sequence: int, x: torch.Tensor, first: int) -> None:
         """x [n, hidden]: tokens of a sequence from position `first` on."""
-        k, v = self._projection.rows(x, sequence, first)
+        k, v = self._projection.rows(x, self._first + sequence, first)
         one, all_ = slice(sequence, sequence + 1), self._queries
         queries = Queries(
             all_.q[one],

@@ -304,6 +304,16 @@ class NativeEngine:
                 raise errors.DiskFullError("cannot rename file", needed_bytes=4096, free_bytes=free_bytes, path=target) from error
             raise errors.WriteError("cannot rename file", path=source, errno=error.errno) from error
 
+    def memory(self, size_bytes: int) -> torch.Tensor:
+        """uint8 [size_bytes], uninitialised, of the engine's own mapped memory, which direct I/O can use. It returns to the engine when the
+        last tensor over it goes; nothing is left in the allocator's heap."""
+        return self._native.memory(size_bytes)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Of memory that is mapped for reads, writes and `memory`: in use, or kept for the next."""
+        return self._native.mapped_bytes
+
     def stats(self) -> EngineStats:
         return EngineStats(**self._native.stats())
 
