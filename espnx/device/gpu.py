@@ -122,18 +122,14 @@ class GpuDevice(RowStore):
         with _typed_memory_errors(self.device):
             super().visit(ticket, see)
 
-    def _begin_write(
-        self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, shape: tuple[int, int, int], plan: Plan
-    ) -> tuple[np.ndarray, StagedWrite]:
+    def _begin_write(self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, sums: np.ndarray, plan: Plan) -> StagedWrite:
         with _typed_memory_errors(self.device):
-            return self._stage(layout, k, v, shape, plan)
+            return self._stage(layout, k, v, sums, plan)
 
-    def _stage(
-        self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, shape: tuple[int, int, int], plan: Plan
-    ) -> tuple[np.ndarray, StagedWrite]:
+    def _stage(self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, sums: np.ndarray, plan: Plan) -> StagedWrite:
         blocks = layout.pack(k.to(self.device), None if v is None else v.to(self.device)).view(-1)
         memory = host_memory(blocks.numel(), self.device)
-        sums, event = self._sums.take(shape), None
+        event = None
         if self._copies is None:
             memory.copy_(blocks)
             found = block_sums(blocks, layout.block_bytes)
@@ -154,7 +150,7 @@ class GpuDevice(RowStore):
             sums.reshape(-1)[:] = found.numpy()
             return Write(self.engine, plan, memory, self._deadline_s)
 
-        return sums, StagedWrite(self._writer.submit(write))
+        return StagedWrite(self._writer.submit(write))
 
     def close(self) -> None:
         """See `Device`."""

@@ -12,7 +12,7 @@ import torch
 from .layout import RowLayout
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Segment:
     """Rows of consecutive tokens of one sequence, for some of its heads, as a device keeps them. Immutable once written.
 
@@ -21,7 +21,8 @@ class Segment:
         heads: the KV heads that lie here.
         n_rows: tokens.
         place: where, in the device's own terms (bytes into its data file).
-        sums: uint32 [heads, blocks]: CRC32C of each block.
+        every_sum: uint32: CRC32C of blocks, of this segment's and others': an array for each would be a small piece of memory that stays.
+        first_sum: of its own among them.
         writing: the write that may still be under way, or None.
         references: how many sequences look at it.
     """
@@ -30,9 +31,16 @@ class Segment:
     heads: range
     n_rows: int
     place: int
-    sums: np.ndarray
+    every_sum: np.ndarray
+    first_sum: int = 0
     writing: Any = None
     references: int = 1
+
+    @property
+    def sums(self) -> np.ndarray:
+        """uint32 [heads, blocks]: CRC32C of each block."""
+        shape = len(self.heads), self.n_blocks
+        return self.every_sum.reshape(-1)[self.first_sum : self.first_sum + shape[0] * shape[1]].reshape(shape)
 
     @property
     def n_blocks(self) -> int:

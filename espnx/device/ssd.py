@@ -35,14 +35,11 @@ class SsdDevice(RowStore):
         self.effective_path = file.effective
         self.fallback_reason = self.engine.fallback_reason
 
-    def _begin_write(
-        self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, shape: tuple[int, int, int], plan: Plan
-    ) -> tuple[np.ndarray, Write]:
+    def _begin_write(self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, sums: np.ndarray, plan: Plan) -> Write:
         memory = self.engine.memory(int(plan.size_bytes[0]))
-        layout.pack(k, v, memory.view(*shape, layout.block_bytes))
-        sums = self._sums.take(shape)
+        layout.pack(k, v, memory.view(*sums.shape, layout.block_bytes))
         sums.reshape(-1)[:] = block_sums(memory, layout.block_bytes).numpy()
-        return sums, Write(self.engine, plan, memory, self._deadline_s)
+        return Write(self.engine, plan, memory, self._deadline_s)
 
     def _push(self, layout: RowLayout, table: np.ndarray, sums: np.ndarray) -> int:
         return int(self._stream.push(layout.geometry(), torch.from_numpy(table), torch.from_numpy(sums), UNIT_BYTES))

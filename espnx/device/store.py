@@ -59,7 +59,7 @@ class RowStore(ABC):
         name: str | None = None,
         reserve_bytes: int = 0,
         read_ahead_bytes: int = 64 << 20,
-        write_behind_bytes: int = 64 << 20,
+        write_behind_bytes: int = 16 << 20,
         deadline_s: float = 30.0,
     ):
         self.directory = os.fspath(directory)
@@ -95,10 +95,8 @@ class RowStore(ABC):
         """Closes what `_begin_reads` opened; it may not have been called."""
 
     @abstractmethod
-    def _begin_write(
-        self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, shape: tuple[int, int, int], plan: Plan
-    ) -> tuple[np.ndarray, Writing]:
-        """Starts writing blocks, `shape` of them [sequences, heads, blocks]: their checksums, uint32 of that shape, and the write."""
+    def _begin_write(self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, sums: np.ndarray, plan: Plan) -> Writing:
+        """Starts writing blocks. Their checksums come into `sums`, uint32 [sequences, heads, blocks], by the end of the write."""
 
     @abstractmethod
     def _push(self, layout: RowLayout, table: np.ndarray, sums: np.ndarray) -> int:
@@ -160,12 +158,15 @@ class RowStore(ABC):
         offset = self.extents.take(total_bytes)
         try:
             plan = Plan.of(self._file, [offset], [total_bytes], [0])
-            sums, writing = self._begin_write(layout, k, v, (n_sequences, len(heads), blocks), plan)
+            each = len(heads) * blocks
+            every_sum, first = self._sums.take(n_sequences * each)
+            sums = every_sum[first : first + n_sequences * each].reshape(n_sequences, len(heads), blocks)
+            writing = self._begin_write(layout, k, v, sums, plan)
         except BaseException:
             self.extents.give_back(offset, total_bytes)
             raise
         shared = PutWrite(writing, n_sequences)
-        found = [Segment(layout, heads, n_rows, offset + i * each_bytes, sums[i], shared) for i in range(n_sequences)]
+        found = [Segment(layout, heads, n_rows, offset + i * each_bytes, every_sum, first + i * each, shared) for i in range(n_sequences)]
         self._writing.extend((segment, each_bytes) for segment in found)
         self._writing_bytes += total_bytes
         self._counts.bytes_written += total_bytes

@@ -3,8 +3,6 @@ tensors of every forward pass, they would keep its holes from ever closing, and 
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from ..storage import NativeEngine
@@ -14,19 +12,17 @@ _ITEM_BYTES = 4
 
 
 class SumsMemory:
-    """Cuts arrays from pieces of an engine's memory, one after the other. A piece returns when the last array over it goes."""
+    """Cuts pieces of an engine's memory into parts, one after the other. A piece returns when nobody refers to it."""
 
     def __init__(self, engine: NativeEngine):
         self._engine = engine
         self._piece = np.empty(0, np.uint32)
         self._used = 0
 
-    def take(self, shape: tuple[int, ...]) -> np.ndarray:
-        """uint32 of that shape, uninitialised."""
-        count = math.prod(shape)
+    def take(self, count: int) -> tuple[np.ndarray, int]:
+        """(uint32, from where on `count` of them are the caller's). Not an array of its own: that would be small, and stay."""
         if self._used + count > self._piece.size:
             self._piece = self._engine.memory(max(_PIECE_BYTES, count * _ITEM_BYTES)).numpy().view(np.uint32)
             self._used = 0
-        found = self._piece[self._used : self._used + count].reshape(shape)
-        self._used += count
-        return found
+        first, self._used = self._used, self._used + count
+        return self._piece, first

@@ -31,9 +31,9 @@ from .xrows import Projection, Recomputer, absorb, release
 
 #: From so many new tokens on, their attention over one another is left to the framework's fused kernels.
 CHUNK_TOKENS = 17
-#: The queries of so many bytes attend at a time, or those of one sequence: what attention holds in memory does not grow with the batch. Each
-#: thread has sums of its own, of that size, which together take at most `_SUMS_BYTES`.
-_PART_BYTES, _SUMS_BYTES = 4 << 20, 32 << 20
+#: The queries of so many bytes attend at a time, or those of one sequence: what attention holds in memory does not grow with the batch.
+#: Each thread has sums of its own, of that size, which together take at most `_SUMS_BYTES`.
+_PART_BYTES, _SUMS_BYTES = 2 << 20, 32 << 20
 
 
 @dataclass
@@ -278,7 +278,9 @@ class SsdCache:
         self._after_step(rows)
         return o
 
-    def _attend_chunk(self, rows: LayerRows, step: Step, past: int, attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    def _attend_chunk(
+        self, rows: LayerRows, step: Step, past: int, attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.Tensor:
         """New tokens over one another, and (by `attend`) over what came before."""
 
         def look(part: Step, arrived: _Arrived) -> torch.Tensor:
@@ -377,7 +379,8 @@ class SsdCache:
         if not rows.runs:
             return None
         ahead = self._ahead.get(rows)
-        if ahead is None or [part for part, _ in ahead.parts] != self._parts(rows.sequences) or not self.spread.are_next(ahead.parts[0][1]):
+        fits = ahead is not None and [part for part, _ in ahead.parts] == self._parts(rows.sequences)
+        if ahead is None or not fits or not self.spread.are_next(ahead.parts[0][1]):
             self.forget_ahead()
             every = self.every
             for later in every[every.index(rows) :]:

@@ -154,7 +154,7 @@ def _verify_rows(cache: SsdCache, layer: int) -> int:
     for kind, rows in (("X", cache.x[layer]), ("K and V", cache.kv[layer])):
         if rows is not None:
             try:
-                cache.spread.visit(cache.spread.ahead(rows.layout, rows.uses(rows.stored)), see)
+                cache.spread.visit(cache.spread.ahead(rows.layout, rows.uses(rows.stored, range(rows.sequences))), see)
             except (errors.ChecksumError, errors.TruncatedFileError, errors.ReadError) as error:
                 raise type(error)(
                     f"{kind} of layer {layer}", path=error.path, offset_bytes=error.offset_bytes, size_bytes=error.size_bytes,

@@ -43,7 +43,7 @@ class Spread:
         self._pool = ThreadPoolExecutor(len(self.devices), "espnx-device") if len(self.devices) > 1 else None
 
     def put(self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, first_sequence: int = 0) -> list[list[tuple[int, Segment]]]:
-        """Starts writing k [sequences, heads, n, d] and v, of sequences from `first_sequence` on. For each its segments, with their devices.
+        """Starts writing k [sequences, heads, n, d] and v, of sequences from `first_sequence` on. For each its segments and their devices.
 
         Raises what a device's put raises; nothing is kept then.
         """
