@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from transformers import Cache, DynamicCache, StaticCache
 
 from espnx.integrations.transformers import KVCache, enable
-from espnx.kv.cache import SsdCache, Step
+from espnx.kv.cache import Arrived, SsdCache, Step
 from espnx.kv.rows import LayerRows
 
 from .baselines.memmap_cache import MemmapCache
@@ -176,11 +176,11 @@ class HostDecoder(EspnxDecoder):
         return cache
 
 
-def attend_on_host(store: SsdCache, rows: LayerRows, step: Step, last: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_on_host(
+    store: SsdCache, rows: LayerRows, step: Step, last: torch.Tensor | None, arrived: Arrived
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What `SsdCache` asks its devices for: here the rows are gathered, then the framework's attention runs once over all of them."""
     k, v = (torch.empty((*new.shape[:2], rows.count, new.shape[3]), dtype=new.dtype) for new in (step.k, step.v))
-    arriving = store._arriving(rows)
-    covered = 0 if arriving is None else arriving.covered
     layout = rows.layout
 
     def see(memory: torch.Tensor, pieces: torch.Tensor) -> None:
@@ -189,12 +189,11 @@ def attend_on_host(store: SsdCache, rows: LayerRows, step: Step, last: torch.Ten
             end = position + count
             k[sequence, head, position:end], v[sequence, head, position:end] = layout.unpack(blocks, count)
 
-    if arriving is not None:
-        del store._ahead[rows]
-        store.spread.visit(arriving.tickets, see)
-    if tail := rows.tail(covered):
+    if arrived.tickets is not None:
+        store.spread.visit(arrived.tickets, see)
+    if tail := arrived.tail:
         kept = slice(tail.skip, tail.skip + tail.n_rows)
-        k[:, :, covered:], v[:, :, covered:] = tail.k[:, :, kept], tail.v[:, :, kept]
+        k[:, :, tail.first_position :], v[:, :, tail.first_position :] = tail.k[:, :, kept], tail.v[:, :, kept]
     o = F.scaled_dot_product_attention(step.q, k, v, scale=step.scale, enable_gqa=step.q.shape[1] != k.shape[1])
     return o.float(), o.new_zeros(o.shape[:3], dtype=torch.float32)
 

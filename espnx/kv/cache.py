@@ -45,7 +45,7 @@ class _Ahead:
 
 
 @dataclass(frozen=True)
-class _Arrived:
+class Arrived:
     """What some sequences attend to.
 
     Attributes:
@@ -283,21 +283,21 @@ class SsdCache:
     ) -> torch.Tensor:
         """New tokens over one another, and (by `attend`) over what came before."""
 
-        def look(part: Step, arrived: _Arrived) -> torch.Tensor:
+        def look(part: Step, arrived: Arrived) -> torch.Tensor:
             o, lse = self._attend_new(part, past)
             return o if lse is None or not past else merge(o.float(), lse, *attend(rows, part, None, arrived))[0]
 
         return self._by_parts(rows, step, look)
 
-    def _by_parts(self, rows: LayerRows, step: Step, look: Callable[[Step, _Arrived], torch.Tensor]) -> torch.Tensor:
+    def _by_parts(self, rows: LayerRows, step: Step, look: Callable[[Step, Arrived], torch.Tensor]) -> torch.Tensor:
         """Attention of some sequences at a time: [sequences, heads, n, dv], in q's dtype."""
         ahead = self._arriving(rows)
         self._ahead.pop(rows, None)
         if ahead is None:
             everything = rows.tail(0)
-            parts = [(part, _Arrived(part, None, everything)) for part in self._parts(len(step.q))]
+            parts = [(part, Arrived(part, None, everything)) for part in self._parts(len(step.q))]
         else:
-            parts = [(part, _Arrived(part, tickets, rows.tail(ahead.covered))) for part, tickets in ahead.parts]
+            parts = [(part, Arrived(part, tickets, rows.tail(ahead.covered))) for part, tickets in ahead.parts]
         if len(parts) == 1:
             return look(step, parts[0][1]).to(step.q.dtype)
         n_sequences, heads, n, _ = step.q.shape
@@ -334,15 +334,13 @@ class SsdCache:
         own = None if hidden is None else hidden[:, past : past + step.k.shape[2]].to(step.q.device)
         return chunk_attention(step.q, step.k, step.v, step.scale, own, wants_lse=past > 0)
 
-    def _attend_stored(
-        self, rows: LayerRows, step: Step, last: torch.Tensor | None, arrived: _Arrived
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _attend_stored(self, rows: LayerRows, step: Step, last: torch.Tensor | None, arrived: Arrived) -> tuple[torch.Tensor, torch.Tensor]:
         """(o float32 [sequences, heads, n, dv], lse) over what is stored and what waits in memory."""
         n_sequences, heads, n, _ = step.q.shape
         o, lse = self._gather(arrived, _queries(step, rows.n_heads, rows.layout.dv, last))
         return o.reshape(n_sequences, heads, n, -1), lse.reshape(n_sequences, heads, n)
 
-    def _absorb(self, rows: LayerRows, step: Step, last: torch.Tensor | None, arrived: _Arrived) -> tuple[torch.Tensor, torch.Tensor]:
+    def _absorb(self, rows: LayerRows, step: Step, last: torch.Tensor | None, arrived: Arrived) -> tuple[torch.Tensor, torch.Tensor]:
         projection, heads = step.projection, step.q.shape[1]
         if projection is None:
             raise errors.InvalidInputError("X rows without projections")
@@ -352,7 +350,7 @@ class SsdCache:
         o, lse = self._gather(arrived, queries)
         return release(o, lse, projection, heads), lse
 
-    def _recompute(self, rows: LayerRows, step: Step, last: torch.Tensor | None, arrived: _Arrived) -> tuple[torch.Tensor, torch.Tensor]:
+    def _recompute(self, rows: LayerRows, step: Step, last: torch.Tensor | None, arrived: Arrived) -> tuple[torch.Tensor, torch.Tensor]:
         projection = step.projection
         if projection is None:
             raise errors.InvalidInputError("X rows without projections")
@@ -367,7 +365,7 @@ class SsdCache:
                 made.add(sequence, tail.k[sequence, 0, tail.skip : tail.skip + tail.n_rows], tail.first_position)
         return made.o.reshape(n_sequences, heads, n, -1), made.lse.reshape(n_sequences, heads, n)
 
-    def _gather(self, arrived: _Arrived, queries: Queries) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gather(self, arrived: Arrived, queries: Queries) -> tuple[torch.Tensor, torch.Tensor]:
         if arrived.tickets is None:
             return self.spread.attend_memory(queries, arrived.tail)
         return self.spread.attend(arrived.tickets, queries, arrived.tail)
