@@ -59,7 +59,7 @@ class RowStore(ABC):
         name: str | None = None,
         reserve_bytes: int = 0,
         read_ahead_bytes: int = 64 << 20,
-        write_behind_bytes: int = 16 << 20,
+        write_behind_bytes: int = 8 << 20,
         deadline_s: float = 30.0,
     ):
         self.directory = os.fspath(directory)

@@ -11,7 +11,7 @@ from ..device.layout import RowLayout
 from .spread import Spread
 
 #: So many bytes of rows are put together, or one sequence's: what a write holds in memory does not grow with the batch.
-PUT_BYTES = 4 << 20
+PUT_BYTES = 2 << 20
 
 
 @dataclass

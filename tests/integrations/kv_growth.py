@@ -14,7 +14,7 @@ import transformers
 import espnx
 from espnx.benchmarks.memory import status_bytes
 
-LAYERS, HEADS, HEAD_DIM, BATCH, CHUNK, STEPS = 4, 8, 128, 16, 96, 6
+LAYERS, HEADS, HEAD_DIM, BATCH, CHUNK, STEPS = 4, 8, 128, 16, 64, 6
 #: 768 MiB of K and V in fp32.
 TOKENS = (768 << 20) // (LAYERS * HEADS * HEAD_DIM * 2 * 4 * BATCH)
 

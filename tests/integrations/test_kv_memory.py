@@ -18,14 +18,16 @@ LIMIT_BYTES = 190 << 20
 
 
 @pytest.mark.slow
-def test_a_long_prompt_in_little_memory(folder: Path) -> None:
-    """Four times what the process may add to its memory; where memory cannot be limited, what it has added is looked at alone."""
+def test_a_long_prompt_in_little_memory(tmp_path: Path) -> None:
+    """Four times what the process may add to its memory; where memory cannot be limited, what it has added is looked at alone.
+
+    On a disk: files in memory would count."""
     with contextlib.ExitStack() as stack:
         try:
             group = str(stack.enter_context(memory_group("growth", LIMIT_BYTES)).procs)
         except PathUnavailableError:
             group = ""
-        command = [sys.executable, "-m", "tests.integrations.kv_growth", str(folder), group]
+        command = [sys.executable, "-m", "tests.integrations.kv_growth", str(tmp_path), group]
         environment = os.environ | {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
         ran = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert ran.returncode == 0, f"ended by {ran.returncode}: {ran.stderr[-2000:]}"
