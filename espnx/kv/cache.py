@@ -279,13 +279,14 @@ class SsdCache:
         return o
 
     def _attend_chunk(
-        self, rows: LayerRows, step: Step, past: int, attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    ) -> torch.Tensor:
-        """New tokens over one another, and (by `attend`) over what came before."""
+        self, rows: LayerRows, step: Step, past: int, over: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        last: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """New tokens over one another, and (by `over`, up to position `last`) over what came before."""
 
         def look(part: Step, arrived: Arrived) -> torch.Tensor:
             o, lse = self._attend_new(part, past)
-            return o if lse is None or not past else merge(o.float(), lse, *attend(rows, part, None, arrived))[0]
+            return o if lse is None or not past else merge(o.float(), lse, *over(rows, part, last, arrived))[0]
 
         return self._by_parts(rows, step, look)
 
@@ -316,17 +317,15 @@ class SsdCache:
                 if rows is not None and len(own.k):
                     o = self._attend_again(rows, own, rows.count - n)
                     self._look_ahead(rows)
-                    parts.append(o.to(step.q.dtype))
+                    parts.append(o)
         return torch.cat(parts)
 
     def _attend_again(self, rows: LayerRows, step: Step, past: int) -> torch.Tensor:
         n, over = step.q.shape[2], self._attend_stored if rows in self.kv else self._recompute
         if CHUNK_TOKENS <= n == step.k.shape[2]:
-            o, lse = self._attend_new(step, past)
-            if past and lse is not None:
-                o, _ = merge(o.float(), lse, *over(rows, step, torch.full((n,), past - 1)))
-            return o
-        return over(rows, step, rows.count - n + torch.arange(n) if n > 1 else None)[0]  # some ask for the last positions alone
+            return self._attend_chunk(rows, step, past, over, torch.full((n,), past - 1))
+        last = rows.count - n + torch.arange(n) if n > 1 else None  # some ask for the last positions alone
+        return self._by_parts(rows, step, lambda part, arrived: over(rows, part, last, arrived)[0])
 
     def _attend_new(self, step: Step, past: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The new tokens of a chunk over one another."""
