@@ -14,13 +14,14 @@ import numpy as np
 import torch
 
 from .. import errors
+from ..ops.crc32c import crc32c_ranges
 from ..storage import NativeEngine, Plan
 from ..storage.engine import FileHandle
 from .extents import Extents
 from .interface import DeviceStats, Queries, Segment, Tail, Use
 from .layout import RowLayout
 from .sums import SumsMemory
-from .writes import PutWrite, Writing
+from .writes import PutWrite, Write, Writing
 
 #: One read. Requests of 1 MiB have more memory segments than many drives take; 960 KiB is as fast and is not split.
 UNIT_BYTES = 960 << 10
@@ -172,6 +173,56 @@ class RowStore(ABC):
         self._counts.bytes_written += total_bytes
         self._counts.write_requests += 1
         return found
+
+    def join(self, segments: Sequence[Segment]) -> Segment:
+        """A new segment with the rows of several of the same heads, which stay as they are. All but the last must be whole blocks. Reads
+        them, checks them, and starts writing them one after another.
+
+        Raises what reads raise, ChecksumError, and as `put`; nothing is kept then.
+        """
+        self._check_open()
+        for segment in segments:
+            self._wait(segment)
+        layout, heads = segments[0].layout, segments[0].heads
+        sizes = np.array([segment.size_bytes for segment in segments])
+        size_bytes = int(sizes.sum())
+        read, memory = self.engine.memory(size_bytes), self.engine.memory(size_bytes).view(len(heads), -1, layout.block_bytes)
+        plan = Plan.of(self._file, [segment.place for segment in segments], sizes.tolist(), (np.cumsum(sizes) - sizes).tolist())
+        self.engine.read(plan, read, deadline_s=self._deadline_s).wait()
+        every_sum, first = self._sums.take(size_bytes // layout.block_bytes)
+        sums = every_sum[first : first + size_bytes // layout.block_bytes].reshape(len(heads), -1)
+        begin = 0
+        for segment, size, at in zip(segments, sizes.tolist(), (np.cumsum(sizes) - sizes).tolist(), strict=True):
+            blocks, end = read[at : at + size], begin + segment.n_blocks
+            self._check_blocks(segment, blocks)
+            memory[:, begin:end] = blocks.view(len(heads), -1, layout.block_bytes)
+            sums[:, begin:end] = segment.sums
+            begin = end
+        self._settle(self._write_behind_bytes - size_bytes)
+        place = self.extents.take(size_bytes)
+        try:
+            writing = Write(self.engine, Plan.of(self._file, [place], [size_bytes], [0]), memory.view(-1), self._deadline_s)
+        except BaseException:
+            self.extents.give_back(place, size_bytes)
+            raise
+        n_rows = sum(segment.n_rows for segment in segments)
+        found = Segment(layout, heads, n_rows, place, every_sum, first, PutWrite(writing, 1))
+        self._writing.append((found, size_bytes))
+        self._writing_bytes += size_bytes
+        self._counts.bytes_written += size_bytes
+        self._counts.write_requests += 1
+        return found
+
+    def _check_blocks(self, segment: Segment, blocks: torch.Tensor) -> None:
+        """Raises ChecksumError unless a segment's blocks are those that were written."""
+        size_bytes, wanted = segment.layout.block_bytes, segment.sums.reshape(-1)
+        offsets = torch.arange(0, blocks.numel(), size_bytes)
+        found = crc32c_ranges(blocks, offsets, torch.full_like(offsets, size_bytes)).numpy()
+        for i in np.flatnonzero(found != wanted)[:1].tolist():
+            raise errors.ChecksumError(
+                "stored rows are damaged", path=self.path, offset_bytes=segment.place + i * size_bytes, size_bytes=size_bytes,
+                got=f"CRC32C {found[i]}", expected=f"CRC32C {wanted[i]}",
+            )  # fmt: skip
 
     def _settle(self, keep_bytes: int) -> None:
         """Waits for writes until at most `keep_bytes` are under way."""

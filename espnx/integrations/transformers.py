@@ -33,9 +33,9 @@ from ..kv.spread import Storage
 from ..kv.visibility import Visibility
 from ..sizes import parse_size
 from ..storage.engine import paths_of, reasons_of
+from . import fingerprints
 from .cache_layers import bytes_of, layers_of, sequences_of, why_not_cropped
 from .enabling import NAME, Attention, check_attention, check_config
-from .fingerprints import compare, fingerprint
 from .forward_pass import ForwardPass, restore, states_of
 from .hf_attention import awaited, espnx_attention
 from .masks import padding_mask
@@ -96,6 +96,8 @@ class KVCache(Cache):
             process or another. None: nothing of it outlives the process.
         library_bytes: a size (``50GiB``): when this cache is saved, others that are kept in `storage` and that no process has open are
             removed, the least recently used first, until all together take at most so much. None: nothing is removed.
+        fingerprint: of the model, which a kept cache carries: ``whole``: every byte of its weights counts; ``sampled``: about 4,096 values
+            of each tensor, which is quicker for models of many GB and does not see every change.
         **options: of `espnx.kv.cache.SsdCache`: format, spill_interval, read_ahead_bytes, capacity_tokens, engine, device, threads,
             deadline_s. With a model on a GPU rows are computed on there.
 
@@ -116,8 +118,12 @@ class KVCache(Cache):
         x_rows: int | None = None,
         name: str | None = None,
         library_bytes: int | str | None = None,
+        fingerprint: str = "whole",
         **options: Any,
     ):
+        if fingerprint not in fingerprints.KINDS:
+            raise errors.InvalidInputError("fingerprint", got=repr(fingerprint), expected=" or ".join(fingerprints.KINDS))
+        self._fingerprint_kind = fingerprint
         if not isinstance(config, PreTrainedConfig):
             raise errors.InvalidInputError(
                 "KVCache", got=type(config).__name__, expected="a config of transformers", fix="KVCache(model.config, ...)"
@@ -280,9 +286,9 @@ class KVCache(Cache):
                 f"layers of {type(model).__name__}", got=got, expected=f"{len(self.layers)}, as in the config that the cache was made with"
             )
         if self._kept is not None:
-            now = fingerprint(model)
+            now = fingerprints.fingerprint(model, self._fingerprint_kind)
             if self._fingerprint is not None:
-                compare(self._fingerprint, now, self._kept.directories[0])
+                fingerprints.compare(self._fingerprint, now, self._kept.directories[0])
             self._fingerprint = now
         self._core = weakref.ref(core)
 

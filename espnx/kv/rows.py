@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
+from .. import errors
 from ..device.interface import Segment, Tail, Use
 from ..device.layout import RowLayout
 from .spread import Spread
 
 #: So many bytes of rows are put together, or one sequence's: what a write holds in memory does not grow with the batch.
 PUT_BYTES = 2 << 20
+#: Runs of fewer tokens, as generated ones come, are joined to one of at least so many: each run is planned and attended to by itself.
+JOIN_ROWS = 128
 
 
 @dataclass
@@ -95,6 +98,7 @@ class LayerRows:
         if waiting >= self._spill_rows and whole:
             skip = self.stored - self._first
             self._put(slice(skip, skip + whole))
+            self._join()
         elif self._spill_rows < self.layout.block_rows and waiting % self._spill_rows == 0 and waiting:
             skip = self.stored - self._first
             run = self._run(slice(skip, skip + waiting))
@@ -129,6 +133,43 @@ class LayerRows:
         if new is None:
             return held[some, :, waiting]
         return torch.cat([held[some, :, waiting], new[some].to(self.dtype)], dim=2) if waiting.stop > waiting.start else new[some]
+
+    def _join(self) -> None:
+        """Makes one run of short ones at the end, once they have enough tokens; only what is written, whole and lies alike."""
+        end = len(self.runs)
+        while end and not self._is_written(self.runs[end - 1]):
+            end -= 1
+        begin = end
+        while begin and self._is_short(self.runs[begin - 1]) and _places(self.runs[begin - 1]) == _places(self.runs[end - 1]):
+            begin -= 1
+        short = self.runs[begin:end]
+        n_rows = sum(run.n_rows for run in short)
+        if len(short) < 2 or n_rows < JOIN_ROWS:
+            return
+        joined, made = Run(short[0].first_position, n_rows, []), dict[tuple[int, ...], Segment]()
+        try:
+            for every in zip(*(run.parts for run in short), strict=True):
+                parts = list[tuple[int, Segment]]()
+                joined.parts.append(parts)
+                for column in zip(*every, strict=True):
+                    device, segments = column[0][0], [segment for _, segment in column]
+                    key = tuple(map(id, segments))
+                    if key in made:  # beams share it
+                        made[key].references += 1
+                    else:
+                        made[key] = self._spread.devices[device].join(segments)
+                    parts.append((device, made[key]))
+        except BaseException as error:
+            self._release(joined)
+            if isinstance(error, errors.DiskFullError):
+                return  # they are read as they are
+            raise
+        self.runs[begin:end] = [joined]
+        for run in short:
+            self._release(run)
+
+    def _is_short(self, run: Run) -> bool:
+        return run.n_rows < JOIN_ROWS and all(segment.n_rows == run.n_rows for parts in run.parts for _, segment in parts)
 
     def _drop_partial(self) -> None:
         if self._partial is not None:
@@ -269,3 +310,8 @@ class LayerRows:
         rows = {id(self._k): self._k, id(self._v): self._v}.values()
         sums = {id(segment): segment.sums.nbytes for run in self.runs for parts in run.parts for _, segment in parts}
         return sum(tensor.numel() * tensor.element_size() for tensor in rows) + sum(sums.values())
+
+
+def _places(run: Run) -> list[list[tuple[int, range]]]:
+    """Of each sequence: on which device which heads lie."""
+    return [[(device, segment.heads) for device, segment in parts] for parts in run.parts]
