@@ -106,9 +106,9 @@ def compare(kept: dict[str, Any], now: dict[str, Any], path: str) -> None:
             raise errors.ForeignFileError(f"the cache {what}", path=path, got=kept.get(key), expected=now[key], fix=fix)
     before, after = kept.get("weights"), now["weights"]
     if before != after:
-        names = before.keys() | after.keys() if isinstance(before, dict) else set()
-        changed = sorted(name for name in names if before.get(name) != after.get(name))
+        known = before if isinstance(before, dict) else {}
+        changed = sorted(name for name in known.keys() | after.keys() if known.get(name) != after.get(name))
         raise errors.ForeignFileError(
-            f"the cache holds K and V of another model ({changed[0] if changed else 'weights'})", path=path,
-            got=f"{len(changed)} tensors differ: {', '.join(changed[:3])}" if changed else before, expected="the same weights", fix=fix,
+            f"the cache holds K and V of another model ({', '.join(changed[:1])})", path=path,
+            got=f"{len(changed)} tensors that differ: {', '.join(changed[:3])}", expected="the same weights", fix=fix,
         )  # fmt: skip
