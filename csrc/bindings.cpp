@@ -197,8 +197,7 @@ at::Tensor memory_of(io::Engine& engine, int64_t size_bytes) {
     py::gil_scoped_release unlocked;
     buffer = engine.memory(size_bytes);
   }
-  return at::from_blob(
-      buffer->data, {size_bytes}, [buffer](void*) {}, at::TensorOptions().dtype(at::kByte));
+  return at::from_blob(buffer->data, {size_bytes}, [buffer](void*) {}, at::TensorOptions().dtype(at::kByte));
 }
 
 void bind_engine(py::module_& m) {
