@@ -5,7 +5,7 @@ CXX_FILES = $(shell git ls-files -co --exclude-standard 'csrc/*.cpp' 'csrc/*.h' 
 # Tests on as many processes as there are cores, a file of tests on one; on one process where pytest-xdist could not be installed.
 PARALLEL = $(shell $(PYTHON_VENV) -c 'import xdist' 2>/dev/null && echo -n auto --maxprocesses 4 --dist loadfile)
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test lint format bench gpu-check clean
+.PHONY: help setup build demo test models lint format bench gpu-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -18,6 +18,9 @@ demo: setup ## index the installed libraries' documentation on SSD, search it, s
 
 test: setup ## the whole test suite; what needs a GPU is skipped and counted
 	@$(PYTHON_VENV) -m pytest $(PARALLEL) $(PYTEST_ARGS)
+
+models: setup ## every causal model of transformers with a KV cache on SSD (half an hour; goes on where it was interrupted)
+	@$(PYTHON_VENV) -m espnx bench models --json benchmarks/results/kv-models.json --render $(MODELS_ARGS)
 
 lint: setup ## ruff, mypy, clang-format, without changing a file
 	@$(PYTHON_VENV) -m ruff check .

@@ -6,7 +6,7 @@ import re
 
 from .errors import InvalidInputError
 
-_UNITS = {"": 1, "B": 1}
+_UNITS = {"": 1, "B": 1, "byte": 1, "bytes": 1}
 for _power, _letter in enumerate("KMGTP", 1):
     _UNITS |= {f"{_letter}iB": 1024**_power, f"{_letter}B": 1000**_power, _letter: 1024**_power}
 _BY_LOWER_CASE = {unit.lower(): factor for unit, factor in _UNITS.items()}

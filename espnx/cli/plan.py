@@ -81,8 +81,9 @@ def _sizes(plan: dict[str, Any], args: Namespace) -> list[tuple[str, str, str]]:
         ("  in memory", format_size(kv["memory_tail_bytes"] + kv["memory_checksum_bytes"]), "newest tokens and checksums, at most"),
         ("  buffers", format_size(kv["memory_buffer_bytes"]), "read ahead, for each directory"),
     ]
-    if kv["layers_with_window"]:
-        rows.append(("  windows", format_size(kv["memory_window_bytes"]), f"{kv['layers_with_window']} sliding layers, in memory"))
+    if kv["memory_layers_bytes"]:
+        layers = f"{kv['layers_with_window']} sliding layers, {kv['layers_with_rows_and_state']} with a state beside their rows"
+        rows.append(("  windows and others", format_size(kv["memory_layers_bytes"]), f"{layers}: in memory"))
     if kv["layers_of_other_kinds"]:
         rows.append(("  states", "n/a", f"{kv['layers_of_other_kinds']} layers that keep no rows for each token"))
     ratio = kv["x_to_kv_ratio"]

@@ -26,6 +26,8 @@ class SsdDevice(RowStore):
         directory, **options: of `RowStore`.
     """
 
+    device = torch.device("cpu")
+
     def __init__(self, directory: str | os.PathLike[str], *, threads: int | None = None, **options: Any):
         self._threads = threads or 0
         super().__init__(directory, **options)

@@ -40,6 +40,7 @@ class RowStore(ABC):
         deadline_s: of each transfer.
 
     Attributes:
+        device: whose memory rows are computed on in.
         effective_path: that the bytes of reads take.
         fallback_reason: why it is not what ``auto`` tried first; empty if it is.
 
@@ -48,6 +49,7 @@ class RowStore(ABC):
         DiskFullError: there is less room than `reserve_bytes`.
     """
 
+    device: torch.device
     effective_path: str
     fallback_reason: str = ""
     _stream: Any  # push, visit, front, clear, stats

@@ -36,6 +36,7 @@ def schedule(model: PreTrainedModel, ids: torch.Tensor, store: SsdCache, layers:
         n_kv=n_kv, d=d,
         dtype=next(model.parameters()).dtype, is_rotary=getattr(config, "rope_parameters", None) is not None,
     )  # fmt: skip
+    store.follow(ids.device)  # what computes on rows is measured, so they go first where they will be
     # Beams and samples of one prompt stand together and are exchanged among themselves: all of them keep X, or none.
     same = (ids[1:] == ids[:-1]).all(dim=1).tolist()
     group = same.index(False) + 1 if False in same else ids.shape[0]

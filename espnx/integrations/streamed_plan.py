@@ -160,7 +160,9 @@ def _kv(config: PreTrainedConfig, dtype: torch.dtype, batch: int, tokens: int) -
     kinds, arguments = get_layer_types_and_kwargs(config)
     full = sum(kind == "full_attention" for kind in kinds)
     windows = [more["sliding_window"] for more in arguments if "sliding_window" in more]
+    hybrid = sum(kind == "hybrid" for kind in kinds)  # full attention beside a state: the framework keeps all of its rows in memory
     row_bytes = shape.n_kv * (shape.d + shape.dv) * dtype.itemsize
+    in_memory = batch * row_bytes * (sum(min(w - 1, tokens) for w in windows) + hybrid * tokens)
     layout, x_layout = (
         RowLayout(format_of(dtype), shape.d, shape.dv),
         RowLayout(format_of(dtype), shape.hidden, shape.hidden, is_shared=True),
@@ -171,11 +173,12 @@ def _kv(config: PreTrainedConfig, dtype: torch.dtype, batch: int, tokens: int) -
     defaults = inspect.signature(SsdCache).parameters
     ahead = min(ssd, int(defaults["read_ahead_bytes"].default))
     return {
-        "layers_on_ssd": full, "layers_with_window": len(windows), "layers_of_other_kinds": len(kinds) - full - len(windows),
-        "bytes_per_token": row_bytes * full, "total_bytes": batch * row_bytes * (full * tokens + sum(min(w - 1, tokens) for w in windows)),
+        "layers_on_ssd": full, "layers_with_window": len(windows), "layers_with_rows_and_state": hybrid,
+        "layers_of_other_kinds": len(kinds) - full - len(windows) - hybrid,
+        "bytes_per_token": row_bytes * full, "total_bytes": batch * row_bytes * full * tokens + in_memory,
         "ssd_bytes": ssd, "memory_tail_bytes": streams * _TAIL_BLOCKS * layout.block_rows * (shape.d + shape.dv) * dtype.itemsize,
         "memory_checksum_bytes": 4 * streams * whole, "memory_buffer_bytes": ahead,
-        "memory_window_bytes": batch * row_bytes * sum(min(w - 1, tokens) for w in windows),
+        "memory_layers_bytes": in_memory,
         "x_bytes_per_token": shape.hidden * dtype.itemsize * full,
         "x_ssd_bytes": batch * full * (tokens // x_layout.block_rows) * x_layout.block_bytes, "x_to_kv_ratio": shape.ratio,
     }  # fmt: skip

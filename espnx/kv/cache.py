@@ -135,13 +135,18 @@ class SsdCache:
         for number, value in (("spill_interval", spill_interval), ("capacity_tokens", capacity_tokens), ("threads", threads)):
             if value is not None:
                 check_whole(number, value, 1)
+        read_ahead_bytes = parse_size(read_ahead_bytes)
+        if not read_ahead_bytes:
+            raise errors.InvalidInputError("read_ahead_bytes", got=0, expected="at least 1: rows are read in pieces of it")
+        if not isinstance(deadline_s, (int, float)) or isinstance(deadline_s, bool) or not deadline_s > 0:
+            raise errors.InvalidInputError("deadline_s", got=repr(deadline_s), expected="a number of seconds above 0")
         if format not in (None, *DTYPES):
             raise errors.InvalidInputError("format of stored rows", got=repr(format), expected=f"None, {', '.join(DTYPES)}")
         self.format, self._spill_interval, self._threads = format, spill_interval, threads or 0
         self.capacity_tokens = capacity_tokens
         self._is_kept = names is not None
         self._places = [(directory, names[i] if names else None) for i, directory in enumerate(directories_of(storage))]
-        self._options: dict[str, Any] = {"read_ahead_bytes": parse_size(read_ahead_bytes), "threads": threads, "deadline_s": deadline_s}
+        self._options: dict[str, Any] = {"read_ahead_bytes": read_ahead_bytes, "threads": threads, "deadline_s": deadline_s}
         self._engine = engine
         self.spread = Spread(self._open_devices(None if device is None else torch.device(device)))
         self.x_rows = 0
@@ -163,7 +168,7 @@ class SsdCache:
             raise
         return opened
 
-    def _follow(self, device: torch.device) -> None:
+    def follow(self, device: torch.device) -> None:
         """The model is on a GPU: from its first rows on they are computed on there."""
         if device.type == "cpu" or not all(isinstance(each, SsdDevice) for each in self.spread.devices):
             return
@@ -226,7 +231,7 @@ class SsdCache:
 
     def _attend(self, layer: int, step: Step, n_sequences: int, split: int) -> torch.Tensor:
         try:
-            self._follow(step.k.device)
+            self.follow(step.k.device)
             if not self.every:
                 self._reserve(step, split)
             heads, n, width = step.q.shape[1], step.k.shape[2], max(step.q.shape[-1], step.v.shape[-1])

@@ -15,13 +15,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..device.interface import Queries, Tail, Use
 from ..device.layout import RowLayout, format_of
-from ..device.ssd import attend_rows
 from ..device.store import UNIT_BYTES, RowStore
 from .xrows import Projection, Recomputer
 
@@ -120,12 +120,12 @@ def decide(shape: Shape, devices: list[RowStore], dense_s: Callable[[], float], 
 
 
 def measure(shape: Shape, devices: list[RowStore], dense_s: Callable[[], float], threads: int = 0) -> Costs:
-    """Rates of these devices and cores for such rows: about a second."""
-    attend_s = _attend_seconds(shape, shape.n_kv, shape.d, shape.heads // shape.n_kv, threads, is_shared=False)
+    """Rates of these devices, and of what computes on their rows: about a second."""
+    attend_s = _attend_seconds(shape, devices[0], shape.n_kv, shape.d, shape.heads // shape.n_kv, is_shared=False)
     if shape.is_rotary:
-        x_s = _recompute_seconds(shape, threads)
+        x_s = _recompute_seconds(shape, devices[0], threads)
     else:
-        x_s = _attend_seconds(shape, 1, shape.hidden, shape.heads, threads, is_shared=True)
+        x_s = _attend_seconds(shape, devices[0], 1, shape.hidden, shape.heads, is_shared=True)
     row_bytes = 2 * shape.n_kv * shape.d * shape.dtype.itemsize
     return Costs(sum(read_rate(device) for device in devices), row_bytes / attend_s, x_s, dense_s())
 
@@ -153,36 +153,40 @@ def read_rate(device: RowStore) -> float:
         device.release(segment)
 
 
-def _recompute_seconds(shape: Shape, threads: int) -> float:
+def _recompute_seconds(shape: Shape, device: RowStore, threads: int) -> float:
     """Of one token's X row: both projections, a rotation, attention, as rows of one read are treated."""
     layout = RowLayout(format_of(shape.dtype), shape.hidden, shape.hidden, is_shared=True)
+    made_as: dict[str, Any] = {"dtype": shape.dtype, "device": device.device}
     n = max(16, UNIT_BYTES // layout.row_bytes)
-    x, turn = torch.zeros(n, shape.hidden, dtype=shape.dtype), torch.ones(1, 1, n, shape.d, dtype=shape.dtype)
-    weight = torch.zeros(shape.n_kv * shape.d, shape.hidden, dtype=shape.dtype)
+    x, turn = torch.zeros(n, shape.hidden, **made_as), torch.ones(1, 1, n, shape.d, **made_as)
+    weight = torch.zeros(shape.n_kv * shape.d, shape.hidden, **made_as)
 
     def rotate(k: torch.Tensor, _sequence: int, _first: int) -> torch.Tensor:
         a, b = k.chunk(2, dim=-1)
         return k * turn + torch.cat([-b, a], dim=-1) * turn
 
-    look = Queries(torch.zeros(1, shape.n_kv, shape.heads // shape.n_kv, shape.d), shape.d)
-    made = Recomputer(look, Projection(weight, weight, None, None, shape.n_kv, rotate), layout, threads)
-    return _best(lambda: made.add(0, x, 0)) / n
+    look = Queries(torch.zeros(1, shape.n_kv, shape.heads // shape.n_kv, shape.d, device=device.device), shape.d)
+    attend = partial(device.attend, -1)
+    made = Recomputer(look, Projection(weight, weight, None, None, shape.n_kv, rotate), layout, threads, attend)
+    return _best(lambda: made.add(0, x, 0), device.device) / n
 
 
-def _attend_seconds(shape: Shape, heads: int, d: int, queries: int, threads: int, *, is_shared: bool) -> float:
+def _attend_seconds(shape: Shape, device: RowStore, heads: int, d: int, queries: int, *, is_shared: bool) -> float:
     """Of one token's rows, all heads: attention from memory."""
     n = max(64, _ROWS_BYTES // (heads * d * shape.dtype.itemsize * (1 if is_shared else 2)))
-    k = torch.zeros(1, heads, n, d, dtype=shape.dtype)
+    k = torch.zeros(1, heads, n, d, dtype=shape.dtype, device=device.device)
     v = k if is_shared else torch.zeros_like(k)
-    look = Queries(torch.zeros(1, heads, queries, d), d)
-    return _best(lambda: attend_rows(None, -1, look, Tail(k, v, 0, n, 0), threads)) / n
+    look = Queries(torch.zeros(1, heads, queries, d, device=device.device), d)
+    return _best(lambda: device.attend(-1, look, Tail(k, v, 0, n, 0)), device.device) / n
 
 
-def _best(work: Callable[[], Any], times: int = 3) -> float:
-    """Seconds of the fastest of some runs."""
+def _best(work: Callable[[], Any], device: torch.device, times: int = 3) -> float:
+    """Seconds of the fastest of some runs, after one that does not count: on a GPU it compiles."""
     found = []
-    for _ in range(times):
+    for _ in range(1 + times):
         begun = time.perf_counter()
         work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         found.append(time.perf_counter() - begun)
-    return min(found)
+    return min(found[1:])

@@ -64,17 +64,17 @@ def test_the_first_rows_decide(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
                 assert_right(forward(cache, steps, naive.count - n), steps)
             if names is None:
                 with pytest.raises(errors.InvalidInputError, match="several devices"):
-                    cache._follow(torch.device("cuda"))
+                    cache.follow(torch.device("cuda"))
                 cache.clear()
                 naive.clear(shape.n_sequences)
             used = cache.spread.devices[0].extents.used_bytes
-            cache._follow(torch.device("cpu"))
+            cache.follow(torch.device("cpu"))
             assert isinstance(cache.spread.devices[0], SsdDevice)
             monkeypatch.setattr(cache_module.LayerRows, "to", lambda self, device: None)
-            cache._follow(torch.device("cuda"))
+            cache.follow(torch.device("cuda"))
             assert isinstance(cache.spread.devices[0], GpuDevice)
             assert cache.spread.devices[0].extents.used_bytes == used
-            cache._follow(torch.device("cuda"))
+            cache.follow(torch.device("cuda"))
             for n in (40, 1, 1):
                 steps = naive.step(n)
                 assert_right(forward(cache, steps, naive.count - n), steps)

@@ -12,6 +12,7 @@ import torch
 
 from espnx import errors
 from espnx.device.ssd import SsdDevice
+from espnx.kv import schedule
 from espnx.kv.schedule import SMALL_BYTES, Costs, Shape, choose, decide, predict, read_rate
 from espnx.storage import FaultRule, FaultyEngine
 
@@ -153,3 +154,18 @@ def test_measuring_a_device_that_fails(tmp_path: Path) -> None:
             assert read_rate(device) > 0
         finally:
             device.close()
+
+
+def test_what_computes_on_rows_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device that holds them, be it a GPU, and not the cores beside it."""
+    device, asked = SsdDevice(tmp_path), list[int]()
+    attend = SsdDevice.attend
+    monkeypatch.setattr(SsdDevice, "attend", lambda self, ticket, *more: asked.append(ticket) or attend(self, ticket, *more))
+    monkeypatch.setattr(schedule, "read_rate", lambda _: 1e9)
+    try:
+        for is_rotary in (True, False):
+            asked.clear()
+            schedule.measure(shape(is_rotary=is_rotary), [device], lambda: 0.001)
+            assert asked == [-1] * 8
+    finally:
+        device.close()
