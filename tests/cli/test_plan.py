@@ -103,7 +103,9 @@ def test_windows_stay_in_memory(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_rows_beside_a_state_stay_in_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    transformers.FalconH1Config(**GQA, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16).save_pretrained(tmp_path)
+    transformers.FalconH1Config(**GQA, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, time_step_limit=(0.0, 1.0)).save_pretrained(
+        tmp_path
+    )
     kv = plan(capsys, "--model", tmp_path / "config.json", "--batch", 2, "--context", 100)["kv"]
     assert kv["layers_on_ssd"] == kv["layers_of_other_kinds"] == 0
     assert kv["memory_layers_bytes"] == kv["total_bytes"] > 2 * 100 * kv["layers_with_rows_and_state"]
