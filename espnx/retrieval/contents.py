@@ -19,6 +19,7 @@ from .part_file import REBUILD, VERSION
 from .record import FORMAT_NUMBERS
 
 MAGIC = "espnx-embedding-store"
+_GENERATION_MAX = 10**15
 _PARTS_MAX, _DIM_MAX, _LISTS_MAX, _BITMAP_MAX = 1 << 16, 1 << 16, 1 << 27, 1 << 37
 _PAYS = 0.2  # share from which compacting is advised
 _POOLINGS = ("cls", "mean", "muvera")
@@ -83,7 +84,7 @@ def read_contents(engine: NativeEngine, path: str | os.PathLike[str]) -> Content
 
 def parse_contents(manifest: Mapping[str, Any], path: str) -> Contents:
     fields = Fields(manifest, path, fix=REBUILD)
-    store_id, generation = fields.hexadecimal("store_id", 32), fields.whole("generation", 1)
+    store_id, generation = fields.hexadecimal("store_id", 32), fields.whole("generation", 1, _GENERATION_MAX)
     _check_records(fields)
     nlist, size = _check_first_stage(fields)
     tiers = ["full", "compact"] if "compact" in fields else ["full"]

@@ -11,13 +11,14 @@ from typing import Any
 from .. import errors
 from ..storage import NativeEngine, ownership
 from ..storage.lock import DirectoryLock
-from ..storage.manifest import read_manifest, write_manifest
+from ..storage.manifest import write_manifest
 from ..storage.stream import StreamWriter, file_sums, make_directory, read_windows
 from . import generations
-from .contents import contents_of
+from .contents import MAGIC, contents_of, read_contents
 from .options import BuildOptions
+from .part_file import VERSION
 from .places import check_paths, data_paths, make_home, own_home, shared_homes, tidy
-from .store import MAGIC, VERSION, EmbeddingStore
+from .store import EmbeddingStore
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,12 @@ def detach(
     into = list(BuildOptions(directories=[os.fspath(directory) for directory in directories]).directories)
     owned = NativeEngine(pool_bytes=64 << 20) if engine is None else engine
     try:
-        manifest = read_manifest(owned, where, MAGIC, VERSION)
-        check_paths(manifest, where)
+        read_contents(owned, where)  # before a lock would be made in a directory that is no store
         if adopt and into:
             raise errors.InvalidInputError("adopt", got=f"directories={into}", expected="one of the two")
         with DirectoryLock(where):
+            manifest = read_contents(owned, where).fields
+            check_paths(manifest, where)
             return _adopt(where, manifest) if adopt else _copy(owned, where, manifest, into)
     finally:
         if engine is None:

@@ -18,11 +18,9 @@ from typing import Any
 from .. import errors
 from ..storage import NativeEngine, ownership
 from ..storage.manifest import NAME as MANIFEST_NAME
-from ..storage.manifest import read_manifest
 from ..storage.stream import make_directory
 from .build_state import STATE_NAME, BuildSettings, BuildState, read_state, write_state
-from .contents import MAGIC
-from .part_file import VERSION
+from .contents import read_contents
 from .places import GENERATION, check_own, check_paths, data_paths, leave, make_home, remove_generation, tidy
 from .spool import SPOOLED
 
@@ -67,7 +65,7 @@ def manifest_file(path: str) -> int:
 def published(engine: NativeEngine, path: str, replace: bool) -> dict[str, Any] | None:
     """The manifest of the store that is there, or None. Raises InvalidInputError if there is one and it may not be replaced."""
     try:
-        manifest = read_manifest(engine, path, MAGIC, VERSION)
+        manifest = read_contents(engine, path).fields
         check_paths(manifest, path)
     except errors.StoreNotFoundError:
         others = _others(engine, path)

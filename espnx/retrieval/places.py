@@ -22,7 +22,7 @@ from ..storage.manifest import NAME as MANIFEST_NAME
 from ..storage.parse import Fields
 from ..storage.stream import make_directory
 
-GENERATION = re.compile(r"gen-([0-9]{6,})")  # a directory; what has any other name is not ours
+GENERATION = re.compile(r"gen-([0-9]{6,15})")  # a directory; what has any other name is not ours
 _FILES = re.compile(r"(segment|compact)-[0-9]{5,}\.bin|part\.bin|deleted\.bin")
 _MARKS = re.compile(re.escape(ownership.MARK) + r"(\.new)?")
 _DIRECTORIES_MAX, _PARTS_MAX, _SEGMENTS_MAX = 4096, 1 << 16, 1 << 20
