@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from espnx.storage.stream import crc32c
 from tests.mutations import Trial, manifest_bytes, mutated, put, read_manifest
 from tests.retrieval.common import build, corpus, queries
 
+_TABLE_BYTES = 72  # where the table of sections begins in a header
 MANIFEST, STATE = "s/MANIFEST.json", "s/building/STATE.json"
 DOCUMENTS = corpus(40)
 
@@ -58,6 +60,33 @@ def store_manifests(sound: Path) -> Iterator[tuple[str, Callable[[Path], None]]]
         yield what, put(MANIFEST, manifest_bytes(changed))
 
 
+def part_sections(sound: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
+    """Words of every section of the parts' files, and of their headers' tables; the checksums are right again."""
+    for file in sorted((sound / "s").glob("gen-*/part.bin")):
+        data, name = file.read_bytes(), str(file.relative_to(sound))
+        count = struct.unpack_from("<I", data, 44)[0]
+        for number in range(count):
+            entry = _TABLE_BYTES + 40 * number
+            title, begin, size, _ = struct.unpack_from("<16sQQQ", data, entry)
+            words = sorted({0, 8, 16, size // 16 * 8, size // 32 * 8, max(size - 8, 0) // 8 * 8})
+            for at in words if size >= 8 else ():
+                for value in (0, 1, -1, 2**31, 2**62, -(2**63)):
+                    new = bytearray(data)
+                    struct.pack_into("<q", new, begin + min(at, size - 8), value)
+                    struct.pack_into("<Q", new, entry + 32, crc32c(bytes(new[begin : begin + size])))
+                    yield f"{name} {title.rstrip(bytes(1)).decode()}[{at}] = {value}", put(name, _sealed(new))
+            for field in (16, 24):
+                for value in (0, 1, 4096, size + 1, 2**31, 2**63, 2**64 - 1):
+                    new = bytearray(data)
+                    struct.pack_into("<Q", new, entry + field, value)
+                    yield f"{name} table[{number}]+{field} = {value}", put(name, _sealed(new))
+
+
+def _sealed(data: bytearray) -> bytes:
+    struct.pack_into("<I", data, 4092, crc32c(bytes(data[:4092])))
+    return bytes(data)
+
+
 def make_interrupted(path: Path) -> None:
     """A build that stopped after its spool."""
 
@@ -92,5 +121,6 @@ def states(sound: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
 
 STORES = {
     "store manifests": Trial(make_store, store_manifests, use_store),
+    "parts": Trial(make_store, part_sections, use_store, is_content=True),
     "interrupted builds": Trial(make_interrupted, states, use_interrupted),
 }

@@ -10,7 +10,7 @@ import pytest
 from tests.forks import Forks
 
 #: Kind of file: one mutation in so many.
-KINDS = {"store manifests": 211, "interrupted builds": 97, "cache manifests": 211, "cache states": 997, "weights": 97}
+KINDS = {"store manifests": 211, "parts": 61, "interrupted builds": 97, "cache manifests": 211, "cache states": 997, "weights": 97}
 
 
 @pytest.mark.parametrize("kind", KINDS)
