@@ -6,11 +6,14 @@ import argparse
 import json
 import os
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInputError
 from .output import add_json_option, emit, json_document, render_table
 from .progress import ProgressLine
+
+if TYPE_CHECKING:
+    from ..retrieval.contents import Contents
 
 
 def configure_build(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +106,7 @@ def run_build(args: argparse.Namespace) -> int:
     ]
     text = render_table(("", ""), rows)
     if not report.documents:
-        text += f"\n{args.corpus} holds no document: the store is empty, and nothing can be added to it"
+        text += f"\n{args.corpus} holds no document: the store is empty; the first addition trains its lists"
     emit(args, text, json_document("index build", report=asdict(report)))
     return 0
 
@@ -131,7 +134,9 @@ def run_add(args: argparse.Namespace) -> int:
             memory=args.memory,
             progress=progress.update,
         )
-    text = f"{args.store}: {report.documents:,} documents added, generation {report.generation}"
+    text = f"{args.store}: {report.documents:,} documents added, generation {report.generation}, {report.parts} parts"
+    if report.compacting_pays:
+        text += "; `espnx index compact` pays now"
     emit(args, text, json_document("index add", report=asdict(report)))
     return 0
 
@@ -225,6 +230,11 @@ def configure_info(parser: argparse.ArgumentParser) -> None:
     add_json_option(parser)
 
 
+def _parts_in_words(contents: Contents) -> str:
+    text = f"{len(contents.parts)}; {contents.added_share:.1%} of the records added since the base, {contents.dead_share:.1%} deleted"
+    return text + ("; `espnx index compact` pays" if contents.compacting_pays else "")
+
+
 def run_info(args: argparse.Namespace) -> int:
     from ..retrieval.store import EmbeddingStore
     from ..sizes import format_size
@@ -252,7 +262,8 @@ def run_info(args: argparse.Namespace) -> int:
             ("in memory: metadata", f"{format_size(store.resident_bytes)}, {per_document:.3f} bytes a document"),
             ("in memory: first stage", format_size(stage_bytes)),
             ("compact tier", compact),
-            ("generation", f"{manifest['generation']}, {len(store.parts)} parts"),
+            ("generation", f"{manifest['generation']}"),
+            ("parts", _parts_in_words(store.contents)),
             *(("shares data", f"{home}: `espnx index detach` before it can be changed") for home in store.shared_homes),
         ]
         document = json_document(
@@ -263,6 +274,10 @@ def run_info(args: argparse.Namespace) -> int:
             resident_bytes=store.resident_bytes,
             resident_bytes_per_document=per_document,
             first_stage_bytes=stage_bytes,
+            parts=len(store.parts),
+            added_share=store.contents.added_share,
+            dead_share=store.contents.dead_share,
+            compacting_pays=store.contents.compacting_pays,
             effective_path=store.effective_path,
         )
     emit(args, render_table(("", ""), rows), document)
