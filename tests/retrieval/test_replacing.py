@@ -12,7 +12,7 @@ import torch
 
 import espnx
 from espnx import errors
-from espnx.retrieval import build as building
+from espnx.retrieval import adding, draft
 from tests.retrieval.common import assert_ranks_as_written, build, corpus, leftovers
 
 OLD, OTHER = corpus(90), corpus(90, seed=9)
@@ -84,7 +84,7 @@ def test_a_failure_leaves_the_old_ones(folder: Path, monkeypatch: pytest.MonkeyP
         raise errors.WriteError("no more")
 
     with monkeypatch.context() as patch:
-        patch.setattr(building, place, fail)
+        patch.setattr(adding if place == "finish_part" else draft, place, fail)
         with pytest.raises(errors.WriteError):
             espnx.add(folder / "s", [renewed(2)], replace=True)
     assert leftovers(folder / "s") == {"gen-000001"}

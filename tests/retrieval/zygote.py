@@ -11,6 +11,7 @@ from espnx.retrieval import build as module
 from espnx.retrieval import generations, part_writer, publish
 from espnx.retrieval.part_file import FileWriter
 from espnx.retrieval.segments import Layout
+from espnx.retrieval.texts import TextWriter
 from espnx.storage import NativeEngine, ownership
 from tests.forks import command_line, killed_at, serve
 from tests.retrieval.common import build, corpus, toy_encoder
@@ -18,6 +19,7 @@ from tests.retrieval.memory_child import measured
 
 OWNERS: dict[str, Any] = {
     "engine": NativeEngine,
+    "texts": TextWriter,
     "layout": Layout,
     "file": FileWriter,
     "part": part_writer,
