@@ -33,7 +33,7 @@ from .xrows import Projection, Recomputer, absorb, release
 CHUNK_TOKENS = 17
 #: The queries of so many bytes attend at a time, or those of one sequence: what attention holds in memory does not grow with the batch.
 #: Each thread has sums of its own, of that size, which together take at most `_SUMS_BYTES`.
-_PART_BYTES, _SUMS_BYTES = 2 << 20, 32 << 20
+_PART_BYTES, _SUMS_BYTES = 1 << 20, 32 << 20
 
 
 @dataclass

@@ -34,6 +34,6 @@ def test_a_long_prompt_in_little_memory(tmp_path: Path) -> None:
     found = json.loads(ran.stdout)
     assert found["stored"] >= 768 << 20
     assert max(*found["prefill"], found["decode"]) < LIMIT_BYTES
-    # Once reads and writes have filled their buffers, only checksums come: 1 byte for 2 KiB.
-    assert found["prefill"][-1] - max(found["prefill"][:4]) < 24 << 20
+    # Once reads and writes have filled their buffers, only checksums come, 1 byte for 2 KiB; the model's own tensors move in its heap.
+    assert found["prefill"][-1] - max(found["prefill"][:4]) < 48 << 20
     assert 0 < found["stats"]["buffer_bytes"] < 100 << 20
