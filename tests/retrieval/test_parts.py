@@ -157,13 +157,13 @@ def test_ids_of_the_same_hash(folder: Path, monkeypatch: pytest.MonkeyPatch, bit
     """Ids are compared themselves: with as few as one hash for all of them, over several blocks, each is found and no other."""
     whole = part_texts.id_hash
     monkeypatch.setattr(part_texts, "id_hash", lambda identifier: whole(identifier) % 2**bits)
-    build(folder / "s", DOCUMENTS[:600])
-    espnx.add(folder / "s", DOCUMENTS[600:620])
+    build(folder / "s", DOCUMENTS[:260])
+    espnx.add(folder / "s", DOCUMENTS[260:280])
     with NativeEngine() as engine, EmbeddingStore(folder / "s", engine) as store:
-        numbers = store.texts.numbers([document.id for document in DOCUMENTS[:620]])
-        assert [identifier for identifier, _ in store.texts.get(numbers.tolist())] == [document.id for document in DOCUMENTS[:620]]
-        assert store.texts.numbers(["doc-620", 1, ""]).tolist() == [-1, -1, -1]
-        assert store.verify() == 620
+        numbers = store.texts.numbers([document.id for document in DOCUMENTS[:280]])
+        assert [identifier for identifier, _ in store.texts.get(numbers.tolist())] == [document.id for document in DOCUMENTS[:280]]
+        assert store.texts.numbers(["doc-280", 1, ""]).tolist() == [-1, -1, -1]
+        assert store.verify() == 280
 
 
 _UNDER_A_LIMIT = """
