@@ -40,14 +40,13 @@ class DeviceCost:
         return self.latency_s + requests * self.request_s + size_bytes / self.bytes_per_s if requests else 0.0
 
 
-def measure(tier: Tier, seed: int = 0) -> DeviceCost:
+def measure(tier: Tier, count: int, seed: int = 0) -> DeviceCost:
     """Reads a few records alone, 512 scattered ones and 8 MiB in one piece, the latter two twice (40 to 80 ms in all).
 
-    Small stores get the defaults.
+    Small stores get the defaults. `count`: records 0 to count - 1 are there; numbers after them may be nobody's.
 
     Raises what a read raises.
     """
-    count = len(tier.n_tokens)
     if tier.size_bytes < _LEAST_BYTES or count < 2 * _RECORDS:
         return DeviceCost()
     rng = np.random.default_rng(seed)

@@ -68,7 +68,8 @@ class Searchable:
             self.first_stage: IvfFirstStage = _first_stage(index, places)
             opened.callback(self.first_stage.close)
             self.filters = Filters(self.store, index)
-            self.cost = measure(self.store.full) if places.cost is None else places.cost
+            base = self.store.parts[0].count if self.store.parts else 0
+            self.cost = measure(self.store.full, base) if places.cost is None else places.cost
             self.hot = HotDocuments(self.store.full, places.hot_bytes) if places.hot_bytes and self.store.end_number else None
             self.compact: Tier | ResidentTier | None = self.store.compact
             if places.compact == "ram":
