@@ -7,6 +7,7 @@ with a limit on memory and time, so that one that cannot be made or does not end
 from __future__ import annotations
 
 import json
+import os
 import resource
 import select
 import subprocess
@@ -204,7 +205,7 @@ def sweep(asked: Sequence[str], done: Mapping[str, Any]) -> Iterator[tuple[str, 
         line = _answer(child, name)
         if line is None:
             child.kill()
-            child.wait()
+            child.communicate()
             child = None
             yield (
                 name,
@@ -213,9 +214,8 @@ def sweep(asked: Sequence[str], done: Mapping[str, Any]) -> Iterator[tuple[str, 
             )
         else:
             yield name, json.loads(line), time.monotonic() - begun
-    if child is not None and child.stdin is not None:
-        child.stdin.close()
-        child.wait()
+    if child is not None:
+        child.communicate()
 
 
 def _child() -> subprocess.Popen[str]:
@@ -243,7 +243,8 @@ def serve(lines: IO[str]) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     logging.set_verbosity_error()
     torch.set_num_threads(1)
-    configs = load_configs()
+    configs, answers = load_configs(), os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a model prints is no answer
     for line in lines:
         name, found = line.strip(), []
         with warnings.catch_warnings():
@@ -252,7 +253,7 @@ def serve(lines: IO[str]) -> None:
                 one = {"variant": title} | check(name, options, configs["shared"])
                 if title != "no window" or one.get("framework_generates"):  # else it cannot be without one
                     found.append(one)
-        print(json.dumps(found), flush=True)
+        print(json.dumps(found), file=answers, flush=True)
 
 
 if __name__ == "__main__":

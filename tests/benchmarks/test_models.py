@@ -1,10 +1,16 @@
-"""One causal model of each mechanism with a cache on SSD beside the framework's own."""
+"""One causal model of each mechanism with a cache on SSD beside the framework's own, and the committed table of all of them."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from espnx.benchmarks.models_sweep import check, load_configs, sweep, variants
+from espnx.benchmarks.models_case import OUTCOMES, table
+from espnx.benchmarks.models_sweep import check, load_configs, names, sweep, variants
+from espnx.benchmarks.result import load, rows_of
+
+RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "kv-models.json"
 
 #: Model, variant, what comes of it: a mechanism each.
 MECHANISMS = [
@@ -27,6 +33,16 @@ def test_one_of_each_mechanism(name: str, variant: str, outcome: str) -> None:
     assert found["outcome"] == outcome, found["why"]
     assert bool(found["why"]) == (outcome == "refused" or found["x_rows"].get("2") == "refused")
     assert (found["bytes_asked"] > 0) == (found["layers_on_ssd"] > 0)
+
+
+def test_the_table_has_every_model() -> None:
+    """A newer transformers has others: `make models`."""
+    rows = rows_of(load(RESULT))
+    assert not set(names()) - {row.params["model"] for row in rows}
+    assert {row.params["outcome"] for row in rows} <= set(OUTCOMES)
+    assert all(row.correct for row in rows)
+    headers, cells = table(rows)
+    assert [len(line) for line in cells] == [len(headers)] * len(rows)
 
 
 def test_a_sweep_goes_on() -> None:
