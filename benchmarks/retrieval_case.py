@@ -34,7 +34,13 @@ def configure(parser: ArgumentParser) -> None:
     add("--base", type=int, default=60_000, metavar="N", help="real documents that A is made of (default: 60000)")
     add("--dataset", metavar="DIR", help="a labelled collection: corpus.jsonl, queries.jsonl, qrels.tsv (formats, cascade)")
     add("--encoder", default="minilm", metavar="E", help="of the dataset: minilm, or the folder of a model (default: minilm)")
-    add("--pca", type=int, default=128, metavar="D", help="dimensions of the dataset's token vectors (default: 128)")
+    add(
+        "--pca",
+        type=int,
+        default=128,
+        metavar="D",
+        help="dimensions that the dataset's token vectors are projected to, for comparison (default: 128)",
+    )
     add("--memory", metavar="M,...", default="ample", help="limit of each process: ample, or sizes such as 1GiB (root; default: ample)")
     add("--baseline", metavar="B,...", default="memory,mmap-1,mmap-2,mmap-8,mmap-willneed", help="memory, mmap-N, mmap-willneed, swap")
     add("--prefetch-step", metavar="P,...", default="0,0.3,auto", help="each a system: 0, 0.3, 0.05+0.1+0.2, auto (default: 0,0.3,auto)")

@@ -93,9 +93,10 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def variants(options: Options) -> list[Variant]:
-    """fp16 first; then every other format, partial re-ranking, and cascades."""
+    """fp16 first; then every other format, a projection, partial re-ranking, and cascades. All but the projection keep all dimensions."""
     formats = [BASELINE, *(fmt for fmt in (FORMATS if options.formats == ["all"] else options.formats) if fmt != BASELINE)]
     found = [Variant(fmt, {"format": fmt}) for fmt in formats]
+    found.append(Variant(f"{BASELINE}-pca-{options.pca}", {"format": BASELINE, "pca": options.pca}))
     depths = [depth for depth in options.reranks if depth is not None]
     found += [Variant(f"{BASELINE}-rerank-{depth}", {"format": BASELINE}, {"rerank": depth}) for depth in depths]
     for compact in COMPACT:
@@ -109,6 +110,8 @@ def show_formats(options: Options, say: Say) -> list[Row]:
     if options.dataset is None:
         raise InvalidInputError("formats are compared on a labelled collection", fix="--dataset DIR")
     data = load_dataset(options.dataset, options.encoder, say, 300 if options.quick else None)
+    if options.pca >= data.dims[1]:
+        raise InvalidInputError("--pca", got=options.pca, expected=f"fewer than the {data.dims[1]} dimensions of {data.encoder}")
     with ExitStack() as stack:
         opened: dict[str, Index] = {}
         chosen = variants(options)
@@ -125,7 +128,7 @@ def show_formats(options: Options, say: Say) -> list[Row]:
 
 
 def _place(options: Options, data: Dataset, build: dict[str, Any]) -> Path:
-    text = json.dumps([data.encoder, len(data.documents), VERSION, options.pca, build], sort_keys=True)
+    text = json.dumps([data.encoder, len(data.documents), VERSION, build], sort_keys=True)
     return options.path / f"dataset-{data.name}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
 
 
@@ -133,8 +136,7 @@ def _ensure(options: Options, data: Dataset, build: dict[str, Any], say: Say) ->
     path = _place(options, data, build)
     if not (path / "MANIFEST.json").exists():
         say(f"  building {', '.join(f'{key} {value}' for key, value in build.items())}")
-        pca = options.pca if options.pca < data.dims[1] else None
-        espnx.build(path, data.documents, dims=data.dims, first_stage="flat", pca=pca, restart=True, memory="4GiB", **build)
+        espnx.build(path, data.documents, dims=data.dims, first_stage="flat", restart=True, memory="4GiB", **build)
     return path
 
 

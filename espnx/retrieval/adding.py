@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from .. import errors
-from ..ops.maxsim import Codebook, token_format
+from ..ops.maxsim import Codebook
 from .budget import MemoryBudget
 from .build import Progress
 from .documents import Document, batches, decode_rows, encode
 from .draft import Draft
 from .encoder import Encoder
-from .encoding import Target, fills
+from .encoding import Target, fills, format_until_coded
 from .lists import encode_vectors, runs_of
 from .part_file import FileWriter
 from .part_writer import PartContents, finish_part
@@ -41,8 +41,9 @@ class Batch:
 
     codebook: Codebook | None = None
 
-    def __init__(self, schema: RecordSchema, pooling: Pooling | None):
+    def __init__(self, schema: RecordSchema, pooling: Pooling | None, stored: str):
         self.schema, self._pooling = schema, pooling
+        self._checked = RecordSchema(stored, schema.d_cls, schema.dim)  # what the vectors have to fit in the end
         self.rows: list[tuple[DocumentId, str]] = []
         self.ids = set[tuple[type, DocumentId]]()
         self.size_bytes = 0
@@ -55,7 +56,7 @@ class Batch:
         """Raises InvalidInputError for vectors that do not fit, or an encoder's exception."""
         encoded = encode(documents, encoder)
         for document, vectors in zip(documents, encoded, strict=True):
-            check_document(vectors, self.schema, document.id)
+            check_document(vectors, self._checked, document.id)
         counts = np.array([len(vectors.tokens) for vectors in encoded], dtype=np.uint16)
         offsets, end = self.schema.lay_out(counts, 0)
         block = np.zeros(end, dtype=np.uint8)
@@ -98,8 +99,8 @@ class Addition:
     def __post_init__(self) -> None:
         built = self.version.manifest["encoder"]
         stored = self.version.schema_of("full")
-        spooled = stored.format if token_format(stored.format).is_lossless_float else "fp16"  # as a build's
-        self._schema = RecordSchema(spooled, built["d_cls"], built["dim"])
+        kept = format_until_coded(stored.format, len(self.version.tiers) > 1, self.version.projection is not None)
+        self._schema = RecordSchema(kept, built["d_cls"], built["dim"])
         self._targets = {tier: Target(self.version.schema_of(tier), self.version.codebook(tier)) for tier in self.version.tiers}
         self._index = self.version.empty_index()
         self._limit_bytes = self.budget.record_bytes()
@@ -140,7 +141,7 @@ class Addition:
         self.draft.delete(old)
 
     def _new_batch(self) -> Batch:
-        return Batch(self._schema, self.version.pooling)
+        return Batch(self._schema, self.version.pooling, self.version.schema_of("full").format)
 
     def _write(self, batch: Batch) -> None:
         batch.seal()

@@ -34,7 +34,7 @@ from .codebooks import TokenSource, codebook_sum, codebook_tensors, train_codebo
 from .documents import Document, batches, check_documents, decode_rows, encode
 from .draft import place_of_base
 from .encoder import Encoder
-from .encoding import Target, fills, tokens_of
+from .encoding import Target, fills, format_until_coded, tokens_of
 from .lists import trained_arrays
 from .options import BuildOptions, build_options
 from .part import PartEntry, Segment
@@ -85,6 +85,13 @@ def segment_bytes(total_bytes: int, devices: int) -> int:
     return 1 << 30 if devices <= 1 else int(np.clip(total_bytes // (8 * devices), 16 << 20, 1 << 30))
 
 
+def spool_format(options: BuildOptions, codebook: Codebook | None = None) -> str:
+    """What a build keeps the encoder's vectors in until they are coded: as they came wherever something lossy is still made of them."""
+    if codebook is not None:
+        return options.format
+    return format_until_coded(options.format, options.compact is not None, options.pca is not None)
+
+
 class Builder:
     """One build, from lock to publication. Use `build`."""
 
@@ -102,8 +109,7 @@ class Builder:
         self.kind = kind
         self.path, self.encoder, self.options, self.engine, self.progress = path, encoder, options, engine, progress
         self.codebook = codebook  # of rows that documents bring
-        spooled = options.format if codebook is not None or token_format(options.format).is_lossless_float else "fp16"
-        self.spool_schema = RecordSchema(spooled, *dims)
+        self.spool_schema = RecordSchema(spool_format(options, codebook), *dims)
         self.schema = RecordSchema(options.format, dims[0], dims[1] if options.pca is None else options.pca)
         if codebook is not None:
             token_format(options.format).check_codebook(dims[1], codebook)
@@ -216,7 +222,7 @@ class Builder:
 
     def _append(self, stream: Iterable[list[Document]], total: int | None) -> None:
         """Spools what the interrupted build had not."""
-        spool = SpoolWriter(self.engine, self.building, self.spool_schema, self.state, self.pooling)
+        spool = SpoolWriter(self.engine, self.building, self.spool_schema, self.state, self.pooling, self.options.format)
         try:
             last = time.monotonic()
             for batch in stream:
@@ -278,6 +284,7 @@ class Builder:
             return
         chosen = np.random.default_rng(2).choice(len(spool), size=min(len(spool), _PCA_DOCUMENTS), replace=False)
         projection = Projection.fit(self._tokens(spool, np.sort(chosen).astype(np.int64)), self.spool_schema.dim, self.schema.dim)
+        self.state.is_normalised = projection.is_normalised
         _, self.state.projection = write_file(self.engine, os.path.join(self.building, PROJECTION), projection.components.numpy().tobytes())
 
     def _tokens(self, spool: Spool, chosen: np.ndarray) -> Iterator[torch.Tensor]:
@@ -319,7 +326,7 @@ class Builder:
         if self.state.projection is None:
             return None
         values = np.frombuffer(bytearray(self._kept(PROJECTION, self.state.projection)), dtype=np.float32)
-        return Projection(torch.from_numpy(values.reshape(self.spool_schema.dim, self.schema.dim)))
+        return Projection(torch.from_numpy(values.reshape(self.spool_schema.dim, self.schema.dim)), self.state.is_normalised)
 
     @property
     def directory(self) -> str:
@@ -437,6 +444,7 @@ class Builder:
                 "tokens": entry.tokens if entry else 0,
             },
             "compact": None if self.compact is None else {"format": self.compact.format, "dim": self.compact.dim},
+            "projection": None if self.options.pca is None else {"is_normalised": self.state.is_normalised},
             "encoder": {
                 "name": self.encoder.name if self.encoder else None,
                 "d_cls": self.spool_schema.d_cls,

@@ -12,6 +12,7 @@ from ..ops.maxsim import Codebook
 from ..storage.stream import crc32c
 from .encoding import tokens_of
 from .projection import Projection
+from .record import RecordSchema
 from .segments import pieces
 from .spool import Spool
 
@@ -54,7 +55,7 @@ def train_codebooks(source: TokenSource, formats: Mapping[str, str], centroids: 
     books: dict[str, np.ndarray] = {}
     for tier, name in formats.items():
         book = Codebook.fit(sample, int(name.removeprefix("residual")), min(wanted, max(1, len(sample) // 2)))
-        books |= codebook_tensors(tier, book)
+        books |= codebook_tensors(tier, RecordSchema(name, 0, source.dim).pad_codebook(book))
     return books
 
 

@@ -111,15 +111,17 @@ def parse_contents(manifest: Mapping[str, Any], path: str) -> Contents:
 def _check_records(fields: Fields) -> None:
     records, encoder = fields.inner("records"), fields.inner("encoder")
     records.choice("format", FORMAT_NUMBERS)
-    for owner, name, least in ((records, "d_cls", 0), (records, "dim", 8), (encoder, "d_cls", 0), (encoder, "dim", 1)):
+    for owner, name, least in ((records, "d_cls", 0), (records, "dim", 1), (encoder, "d_cls", 0), (encoder, "dim", 1)):
         owner.whole(name, least, _DIM_MAX)
     if "name" in encoder:
         encoder.text("name")
     if "compact" in fields:
         compact = fields.inner("compact")
         compact.choice("format", FORMAT_NUMBERS)
-        compact.whole("dim", 8, _DIM_MAX)
+        compact.whole("dim", 1, _DIM_MAX)
     fields.real("cls_weight")
+    if "projection" in fields:
+        fields.inner("projection").flag("is_normalised")
 
 
 def _check_first_stage(fields: Fields) -> tuple[int, int]:

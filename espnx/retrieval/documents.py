@@ -133,15 +133,15 @@ def _expected_tokens(document: Document) -> int:
 def decode_rows(batch: list[Document], fmt: str, dim: int, codebook: Codebook | None) -> list[Document]:
     """The batch, documents that bring token rows with the vectors they stand for. Raises InvalidInputError for rows that do not fit."""
     bringing = [document for document in batch if document.rows is not None]
+    if not bringing and codebook is None:
+        return batch
     size = token_row_bytes(fmt, dim)
-    if codebook is not None and len(bringing) < len(batch):
+    if len(bringing) < len(batch) and codebook is not None:
         other = next(document for document in batch if document.rows is None)
         raise errors.InvalidInputError(
             f"document {other.id!r} beside codebook=", got="a text" if other.vectors is None else "vectors",
             expected=f"rows, uint8 [n, {size}]", fix="code its tokens with that codebook, or leave codebook= out: the build trains one",
         )  # fmt: skip
-    if not bringing:
-        return batch
     if not token_format(fmt).needs_codebook:
         raise errors.InvalidInputError(
             f"document {bringing[0].id!r} in a store of {fmt}", got="rows", expected="vectors", fix="only residual formats take rows"

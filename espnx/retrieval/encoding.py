@@ -11,7 +11,7 @@ import torch
 
 from ..ops.maxsim import Codebook, token_format
 from .projection import Projection
-from .record import HEADER_BYTES, RecordSchema
+from .record import HEADER_BYTES, RecordSchema, cls_rows, cls_values
 
 _ROWS_AT_ONCE = 4096  # decoded, projected and encoded: a document of any length takes no more memory than that
 
@@ -41,6 +41,11 @@ class Spooled(Protocol):
         ...
 
 
+def format_until_coded(stored: str, has_compact: bool, is_projected: bool) -> str:
+    """What the encoder's vectors are kept in until records are made of them: as they came wherever something lossy still becomes of them."""
+    return stored if token_format(stored).is_lossless_float and not has_compact and not is_projected else "fp32"
+
+
 def tokens_of(spool: Spooled, arrivals: np.ndarray, projection: Projection | None) -> Iterator[torch.Tensor]:
     """Token vectors of some documents as records will hold them, float32 [n, dim], a few thousand rows at a time."""
     memory, positions = spool.read(arrivals)
@@ -58,7 +63,10 @@ def fills(spool: Spooled, arrivals: np.ndarray, projection: Projection | None, t
         schema = target.schema
         if schema.d_cls:
             for source, at in zip(positions.tolist(), offsets.tolist(), strict=True):
-                block[at + HEADER_BYTES : at + schema.fixed_bytes] = memory[source + HEADER_BYTES : source + old.fixed_bytes]
+                kept = memory[source + HEADER_BYTES : source + old.fixed_bytes]
+                if schema.cls_format != old.cls_format:
+                    kept = cls_rows(cls_values(kept.copy()[None], old), schema)[0]
+                block[at + HEADER_BYTES : at + schema.fixed_bytes] = kept
         if schema.format == old.format and projection is None:
             encoded = rows
         else:
@@ -66,7 +74,7 @@ def fills(spool: Spooled, arrivals: np.ndarray, projection: Projection | None, t
             begin = 0
             for values in _values(spool, rows, counts, projection):
                 end = begin + len(values) * schema.row_bytes
-                encoded[begin:end] = token_format(schema.format).encode(values, target.codebook).numpy()
+                encoded[begin:end] = schema.encode(values, target.codebook).numpy()
                 begin = end
         begin = 0
         for at, size in zip((offsets + schema.fixed_bytes).tolist(), (counts * schema.row_bytes).tolist(), strict=True):
@@ -93,7 +101,7 @@ def _values(spool: Spooled, rows: np.ndarray, counts: np.ndarray, projection: Pr
     schema, begin = spool.schema, 0
     for lengths in _groups(counts):
         end = begin + sum(lengths) * schema.row_bytes
-        values = token_format(schema.format).decode(torch.from_numpy(rows[begin:end]), schema.dim, spool.codebook)
+        values = schema.decode(torch.from_numpy(rows[begin:end]), spool.codebook)
         if projection is not None:
             # Document by document, so that no stored bit depends on which documents happen to come together.
             values = torch.cat([projection(tokens) for tokens in values.split(lengths)])

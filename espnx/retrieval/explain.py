@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..ops.maxsim import token_format
 from .result import TokenMatch
 from .tier import Tier
 
@@ -20,7 +19,7 @@ def token_matches(tier: Tier, numbers: np.ndarray, tokens: torch.Tensor, deadlin
     future = tier.read(numbers, gap_bytes=0, deadline_s=deadline_s)
     memory = future.wait()
     tier.check(memory, future.position_bytes, numbers)
-    schema, found = tier.schema, token_format(tier.schema.format)
+    schema = tier.schema
     result: list[tuple[TokenMatch, ...]] = []
     for number, position in zip(numbers.tolist(), future.position_bytes.tolist(), strict=True):
         n_tokens = int(tier.n_tokens[number])
@@ -29,7 +28,7 @@ def token_matches(tier: Tier, numbers: np.ndarray, tokens: torch.Tensor, deadlin
         if not n_tokens:
             result.append(())
             continue
-        products = tokens.cpu() @ found.decode(rows, schema.dim, tier.codebook).T
+        products = tokens.cpu() @ schema.decode(rows, tier.codebook).T
         best = products.argmax(dim=1)
         scores = products.gather(1, best[:, None])[:, 0]
         result.append(tuple(TokenMatch(q, t, s) for q, (t, s) in enumerate(zip(best.tolist(), scores.tolist(), strict=True))))

@@ -26,7 +26,8 @@ import torch
 
 from .. import errors
 from ..ops.crc32c import crc32c_ranges
-from ..ops.maxsim import token_format, token_row_bytes
+from ..ops.maxsim import Codebook, token_format, token_row_bytes
+from ..ops.maxsim.limits import DIM_MAX, DIM_MULTIPLE
 from ..ops.maxsim.residual import CODE_BYTES
 from ..storage.native import load_native
 from .encoder import Encoded
@@ -48,8 +49,11 @@ class RecordSchema:
 
     Args:
         format: how token vectors are kept, a name of `espnx.ops.maxsim.FORMATS`.
-        d_cls: length of the CLS vector, a multiple of 8; 0: records hold none.
-        dim: length of a token vector, a multiple of 8.
+        d_cls: length of the CLS vector; 0: records hold none.
+        dim: length of a token vector.
+
+    The kernels take vectors of a multiple of 8 values. Others are stored with zeros after them, and queries get zeros too, so that no score
+    is another one (`encode`, `decode`, `query_tokens` and `query_cls` are the only places that know).
     """
 
     format: str
@@ -59,10 +63,19 @@ class RecordSchema:
     def __post_init__(self) -> None:
         if not isinstance(self.format, str) or self.format not in FORMAT_NUMBERS:
             raise errors.InvalidInputError("unknown record format", got=repr(self.format), expected=" or ".join(FORMAT_NUMBERS))
-        for name, value, least in (("d_cls", self.d_cls, 0), ("dim", self.dim, 8)):
-            if value < least or value % 8 or value > 65536:
-                expected = "a multiple of 8" if least == 0 else "a positive multiple of 8"
-                raise errors.InvalidInputError(f"{name} of a record", got=value, expected=expected, fix="pad the vectors with zeros")
+        for name, value, least in (("d_cls", self.d_cls, 0), ("dim", self.dim, 1)):
+            if not least <= value <= DIM_MAX:
+                raise errors.InvalidInputError(f"{name} of a record", got=value, expected=f"{least} to {DIM_MAX}")
+
+    @property
+    def stored_dim(self) -> int:
+        """Values of a stored token vector, zeros included."""
+        return _padded(self.dim)
+
+    @property
+    def stored_d_cls(self) -> int:
+        """Values of a stored CLS vector, zeros included."""
+        return _padded(self.d_cls)
 
     @property
     def format_number(self) -> int:
@@ -76,12 +89,12 @@ class RecordSchema:
 
     @property
     def cls_bytes(self) -> int:
-        return token_row_bytes(self.cls_format, self.d_cls) if self.d_cls else 0
+        return token_row_bytes(self.cls_format, self.stored_d_cls) if self.d_cls else 0
 
     @property
     def row_bytes(self) -> int:
         """One token."""
-        return token_row_bytes(self.format, self.dim)
+        return token_row_bytes(self.format, self.stored_dim)
 
     @property
     def largest(self) -> float:
@@ -92,6 +105,39 @@ class RecordSchema:
     def fixed_bytes(self) -> int:
         """Header and CLS vector: where the tokens begin."""
         return HEADER_BYTES + self.cls_bytes
+
+    def encode(self, tokens: torch.Tensor, codebook: Codebook | None = None) -> torch.Tensor:
+        """Token vectors, float32 [n, dim], as rows, uint8 [n * row_bytes]. `codebook`: padded (`pad_codebook`)."""
+        return token_format(self.format).encode(_pad(tokens, self.stored_dim), codebook)
+
+    def decode(self, rows: torch.Tensor, codebook: Codebook | None = None) -> torch.Tensor:
+        """The opposite: what rows stand for, float32 [n, dim]."""
+        values = token_format(self.format).decode(rows, self.stored_dim, codebook)
+        return values if self.stored_dim == self.dim else (values[:, : self.dim] * self._scale).contiguous()
+
+    def query_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """A query's token vectors, float32 [n, dim], as the kernels score stored rows with them."""
+        return tokens if self.stored_dim == self.dim else _pad(tokens, self.stored_dim) * self._scale
+
+    def query_cls(self, cls: torch.Tensor) -> torch.Tensor:
+        """The same of CLS vectors, float32 [n, d_cls]."""
+        return _pad(cls, self.stored_d_cls)
+
+    @property
+    def _scale(self) -> float:
+        """Signs are read as vectors of length 1, zeros included, which have no sign of their own."""
+        return float((self.stored_dim / self.dim) ** 0.5) if self.format == "bit1" else 1.0
+
+    def pad_codebook(self, codebook: Codebook) -> Codebook:
+        """A codebook of `dim` values as rows need it. A code has no 0, so all zeros get the same one, and centroids what undoes it."""
+        if self.stored_dim == codebook.d:
+            return codebook
+        weights, code = codebook.bucket_weights, 0
+        # The code of a value that is itself the weight of that code: one that encoding gives and decoding takes away, to the bit.
+        while (found := int(torch.bucketize(weights[code], codebook.bucket_cutoffs))) != code:
+            code = found
+        rest = weights[code].neg().expand(codebook.n_centroids, self.stored_dim - codebook.d)
+        return Codebook(torch.cat([codebook.centroids, rest], dim=1), codebook.bucket_cutoffs, weights)
 
     def sizes(self, n_tokens: np.ndarray) -> np.ndarray:
         """int64 [n]: size of each record in bytes."""
@@ -107,6 +153,15 @@ class RecordSchema:
             torch.from_numpy(np.ascontiguousarray(n_tokens)), self.fixed_bytes, self.row_bytes, begin_bytes
         )
         return offsets.numpy(), end
+
+
+def _padded(values: int) -> int:
+    return -(-values // DIM_MULTIPLE) * DIM_MULTIPLE
+
+
+def _pad(vectors: torch.Tensor, dim: int) -> torch.Tensor:
+    """Zeros after the values of each row, up to `dim`."""
+    return vectors if vectors.shape[-1] == dim else torch.nn.functional.pad(vectors, (0, dim - vectors.shape[-1]))
 
 
 def check_document(document: Encoded, schema: RecordSchema, name: object) -> None:
@@ -152,7 +207,7 @@ def pack(
     given = list(rows) or [None] * len(documents)
     fresh = [document.tokens for document, has in zip(documents, given, strict=True) if has is None]
     encoded = _encode_together(fresh, schema)
-    cls = torch.stack([document.cls for document in documents]).to(_DTYPES[schema.cls_format]).view(torch.uint8).numpy()
+    cls = cls_rows(torch.stack([document.cls for document in documents]), schema)
     cls_end, begin = HEADER_BYTES + schema.cls_bytes, 0
     for i, offset in enumerate(offsets.tolist()):
         out[offset + HEADER_BYTES : offset + cls_end] = cls[i]
@@ -164,6 +219,16 @@ def pack(
         else:
             part = known.reshape(-1)
         out[offset + cls_end : offset + cls_end + size] = part
+
+
+def cls_rows(cls: torch.Tensor, schema: RecordSchema) -> np.ndarray:
+    """CLS vectors, float32 [n, d_cls], as records hold them: uint8 [n, cls_bytes]."""
+    return _pad(cls, schema.stored_d_cls).to(_DTYPES[schema.cls_format]).view(torch.uint8).numpy()
+
+
+def cls_values(rows: np.ndarray, schema: RecordSchema) -> torch.Tensor:
+    """The opposite of `cls_rows`."""
+    return torch.from_numpy(rows).view(_DTYPES[schema.cls_format]).float()[:, : schema.d_cls]
 
 
 def _encode_together(tokens: Sequence[torch.Tensor], schema: RecordSchema) -> np.ndarray:
@@ -181,7 +246,7 @@ def _encode_together(tokens: Sequence[torch.Tensor], schema: RecordSchema) -> np
 
 
 def _encode_group(group: Sequence[torch.Tensor], schema: RecordSchema, out: np.ndarray, begin: int) -> int:
-    rows = token_format(schema.format).encode(torch.cat(list(group))).numpy()
+    rows = schema.encode(torch.cat(list(group))).numpy()
     out[begin : begin + len(rows)] = rows
     return begin + len(rows)
 

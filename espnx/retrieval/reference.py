@@ -41,11 +41,13 @@ class InMemoryReference:
         numbers, _ = self.first_stage.start(vector[None], wanted, nprobe, allowed, at_least=wanted).complete()[0]
         at = self.positions[torch.from_numpy(numbers)]
         n_tokens = torch.from_numpy(self.store.n_tokens[numbers].astype(np.int64))
-        scores = maxsim_reference(tokens, self.memory, at + schema.fixed_bytes, n_tokens, schema.format, self.store.full.codebook)
+        scores = maxsim_reference(
+            schema.query_tokens(tokens), self.memory, at + schema.fixed_bytes, n_tokens, schema.format, self.store.full.codebook
+        )
         scores = scores.masked_fill(n_tokens == 0, 0.0)
         if schema.d_cls:
             ones = torch.ones_like(n_tokens)
-            cls = maxsim_reference(query.cls.reshape(1, -1), self.memory, at + HEADER_BYTES, ones, schema.cls_format)
+            cls = maxsim_reference(schema.query_cls(query.cls.reshape(1, -1)), self.memory, at + HEADER_BYTES, ones, schema.cls_format)
             scores = scores + cls_weight * cls
         total = scores.numpy()
         order = np.lexsort((numbers, -total))

@@ -93,12 +93,12 @@ def _score_natively(tier: Tier, future: NativeFuture, numbers: np.ndarray, pairs
     schema = tier.schema
     rules = {
         "salt": tier.salt, "format_number": schema.format_number, "fixed_bytes": schema.fixed_bytes, "row_bytes": schema.row_bytes,
-        "format": schema.format, "cls_format": schema.cls_format, "dim": schema.dim, "d_cls": schema.d_cls,
+        "format": schema.format, "cls_format": schema.cls_format, "dim": schema.stored_dim, "d_cls": schema.stored_d_cls,
     }  # fmt: skip
     item = of_query = None
     if len(queries) > 1:
         item, of_query = torch.from_numpy(pairs.item), torch.from_numpy(pairs.query)
-    wanted = [(query.tokens, query.cls, query.cls_weight) for query in queries]
+    wanted = [(schema.query_tokens(query.tokens), schema.query_cls(query.cls), query.cls_weight) for query in queries]
     at_least = max(_LEAST, len(numbers) // _PARTS)
     book = tier.codebook
     tables = (None, None) if book is None else (book.centroids, book.bucket_weights)
@@ -168,7 +168,8 @@ def score(records: Records, memory: torch.Tensor, positions: torch.Tensor, numbe
     schema = records.schema
     # Like positions on the CPU, where bounds are checked without a wait.
     n_tokens = torch.from_numpy(records.n_tokens[numbers].astype(np.int64))
-    total = maxsim(query.tokens, memory, positions + schema.fixed_bytes, n_tokens, format=schema.format, codebook=records.codebook)
+    tokens, at = schema.query_tokens(query.tokens), positions + schema.fixed_bytes
+    total = maxsim(tokens, memory, at, n_tokens, format=schema.format, codebook=records.codebook)
     is_empty = n_tokens == 0
     if bool(is_empty.any()):
         total = total.masked_fill(is_empty.to(total.device), 0.0)

@@ -125,7 +125,10 @@ def token_counts(engine: NativeEngine, directory: str, state: BuildState) -> np.
 
 
 class SpoolWriter:
-    """Appends documents to a spool, new or from its last checkpoint on."""
+    """Appends documents to a spool, new or from its last checkpoint on.
+
+    `stored`: the format that their vectors have to fit in the end.
+    """
 
     def __init__(
         self,
@@ -134,8 +137,10 @@ class SpoolWriter:
         schema: RecordSchema,
         state: BuildState,
         pooling: Pooling | None = None,
+        stored: str | None = None,
     ):
         self._engine, self._directory, self._schema, self._state = engine, directory, schema, state
+        self._checked = schema if stored is None else RecordSchema(stored, schema.d_cls, schema.dim)
         self._pooling = pooling
         self._salt = spool_salt(state)
         self.count = state.documents
@@ -158,7 +163,7 @@ class SpoolWriter:
         Raises InvalidInputError for vectors that do not fit or an id that came before; then nothing of the batch counts.
         """
         for item, document in zip(given, documents, strict=True):
-            check_document(document, self._schema, item.id)
+            check_document(document, self._checked, item.id)
         self.texts.add([(self.count + i, item.id, item.text) for i, item in enumerate(given)])
         counts = np.array([len(document.tokens) for document in documents], dtype=np.uint16)
         records = self._writers[RECORDS]

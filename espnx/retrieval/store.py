@@ -178,7 +178,7 @@ class Version:
                 "projection does not fit the store", path=self.parts[0].path, got=f"{found.dtype} {found.shape}",
                 expected=f"float32 {shape}", fix=REBUILD,
             )  # fmt: skip
-        return Projection(torch.from_numpy(found))
+        return Projection(torch.from_numpy(found), (self.manifest.get("projection") or {}).get("is_normalised") is True)
 
     def codebook(self, tier: str) -> Codebook | None:
         return codebook_of(self.model, tier, self.schema_of(tier), self.parts[0].path) if self.parts else None
@@ -415,7 +415,7 @@ def codebook_of(model: dict[str, np.ndarray], tier: str, schema: RecordSchema, p
         raise errors.FormatError(f"{what} missing", path=path, fix=REBUILD)
     try:
         book = Codebook(**{name: torch.from_numpy(tensor) for name, tensor in tensors.items()})
-        token_format(schema.format).check_codebook(schema.dim, book)
+        token_format(schema.format).check_codebook(schema.stored_dim, book)
     except errors.InvalidInputError as error:
         raise errors.FormatError(f"{what}: {error.what}", path=path, got=error.got, expected=error.expected, fix=REBUILD) from error
     return book

@@ -8,7 +8,6 @@ import torch
 
 from ...errors import InvalidInputError
 from .kmeans import fit_centroids, nearest_centroids
-from .limits import check_dim
 
 __all__ = ["NBITS", "Codebook", "nearest_centroids"]
 
@@ -47,7 +46,6 @@ class Codebook:
             if tensor.device != self.centroids.device:
                 raise InvalidInputError(f"codebook {name}", got=f"on {tensor.device}", expected=f"on {self.centroids.device}")
             object.__setattr__(self, name, tensor.detach().contiguous())
-        check_dim(self.d)
         if not 1 <= len(self.centroids) <= CENTROIDS_MAX:
             raise InvalidInputError("codebook centroids", got=len(self.centroids), expected=f"1 to {CENTROIDS_MAX}")
         if len(self.bucket_weights) not in [2**nbits for nbits in NBITS] or len(self.bucket_cutoffs) != len(self.bucket_weights) - 1:
@@ -98,7 +96,6 @@ class Codebook:
         """
         if sample.dtype != torch.float32 or sample.dim() != 2 or not bool(sample.isfinite().all()):
             raise InvalidInputError("codebook sample", got=f"{sample.dtype} {list(sample.shape)}", expected="finite float32 [m, d]")
-        check_dim(sample.shape[1])
         if nbits not in NBITS:
             raise InvalidInputError("codebook nbits", got=nbits, expected="1, 2 or 4")
         if not 1 <= n_centroids <= len(sample):
