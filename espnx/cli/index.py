@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gzip
 import json
 import os
+import sys
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +19,17 @@ from .progress import ProgressLine
 if TYPE_CHECKING:
     from ..retrieval.contents import Contents
 
+_EXPECTED = "a JSON object with id (or _id), text and perhaps title"
+
 
 def configure_build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", help="directory to build in; an interrupted build in it is resumed")
-    parser.add_argument("--corpus", required=True, metavar="FILE", help="JSON lines with id (or _id), text and optionally title")
+    parser.add_argument(
+        "--corpus",
+        required=True,
+        metavar="FILE",
+        help="JSON lines with id (or _id), text and optionally title; also .gz; -: standard input",
+    )
     parser.add_argument("--encoder", default="minilm", help="minilm, or the folder of a Hugging Face encoder (default: %(default)s)")
     parser.add_argument(
         "--format", default="fp16", metavar="F",
@@ -42,12 +53,15 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
 
 
 def read_corpus(path: str) -> Iterator[dict[str, Any]]:
-    """Documents of a JSON-lines file. Raises InvalidInputError naming the line."""
+    """Documents of a JSON-lines file, compressed by gzip or not; ``-``: of standard input. Raises InvalidInputError naming the line."""
+    name = "standard input" if path == "-" else path
     try:
-        with open(path, "rb") as file:
-            yield from _parse(path, file)
-    except OSError as error:
-        raise InvalidInputError(f"cannot read corpus {path}", got=error.strerror, expected="a readable file") from error
+        with contextlib.nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb") as file:
+            is_gzip = file.peek(2)[:2] == b"\x1f\x8b"
+            yield from _parse(name, gzip.GzipFile(fileobj=file) if is_gzip else file)
+    except (OSError, EOFError, zlib.error) as error:  # also gzip's own, for a file that is cut short or damaged
+        got = getattr(error, "strerror", None) or str(error)
+        raise InvalidInputError(f"cannot read corpus {name}", got=got, expected="a readable file") from error
 
 
 def _parse(path: str, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
@@ -59,8 +73,35 @@ def _parse(path: str, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
         except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
             raise InvalidInputError(f"line {number} of {path}", got=str(error), expected="a JSON object") from error
         if not isinstance(item, dict):
-            raise InvalidInputError(f"line {number} of {path}", got=type(item).__name__, expected="a JSON object with id and text")
+            raise InvalidInputError(f"line {number} of {path}", got=type(item).__name__, expected=_EXPECTED)
+        _check_line(f"line {number} of {path}", item)
         yield item
+
+
+def _check_line(where: str, item: dict[str, Any]) -> None:
+    """Raises InvalidInputError where a line has not the keys of a document, or other values than one may have."""
+    identifier = item.get("id", item.get("_id"))
+    if identifier is None or "text" not in item:
+        found = ", ".join(list(item)[:8]) or "no key"
+        raise InvalidInputError(where, got=f"an object with {found}", expected=_EXPECTED)
+    if not isinstance(item["text"], str):
+        raise InvalidInputError(f"{where}: text", got=type(item["text"]).__name__, expected="text")
+    if not isinstance(identifier, str) and (not isinstance(identifier, int) or isinstance(identifier, bool)):
+        raise InvalidInputError(f"{where}: id", got=repr(identifier), expected="text or a whole number")
+
+
+def _disk_need(fmt: str, compact: str | None, pca: int | None, encoder: Any) -> str:
+    """What a build takes on disk, said before it starts."""
+    from ..retrieval.build import spool_format
+    from ..retrieval.options import BuildOptions
+    from ..retrieval.record import RecordSchema
+
+    options = BuildOptions(format=fmt, compact=compact, pca=pca)
+    spooled = RecordSchema(spool_format(options), encoder.d_cls, encoder.dim).row_bytes
+    stored = RecordSchema(fmt, encoder.d_cls, pca or encoder.dim).row_bytes
+    if compact is not None:
+        stored += RecordSchema(compact, 0, pca or encoder.dim).row_bytes
+    return f"while it builds it needs {spooled:,} bytes a token vector on disk beside the store's {stored:,}"
 
 
 def run_build(args: argparse.Namespace) -> int:
@@ -74,7 +115,7 @@ def run_build(args: argparse.Namespace) -> int:
     with ProgressLine() as progress, warnings.catch_warnings():
         warnings.simplefilter("default")
         warnings.showwarning = lambda message, *_: progress.say(str(message))
-        progress.say(f"building {args.store} from {args.corpus}; while it builds it needs about twice the store's size on disk")
+        progress.say(f"building {args.store} from {args.corpus}; {_disk_need(args.format, args.compact, args.pca, encoder)}")
         report = build(
             args.store,
             read_corpus(args.corpus),

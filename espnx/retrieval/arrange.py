@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import errors
 from ..storage import NativeEngine
 from ..storage.stream import StreamWriter, regroup
+from .budget import MemoryBudget
 from .first_stage import IvfFirstStage, choose_nlist, load_faiss, train_index
 from .probing import CANDIDATES, RECALL, distinct_sample, measure
 from .spool import CODES, LISTS, Spool, spool_windows
@@ -33,18 +33,16 @@ def train(spool: Spool, code: str, nlist: int | None, work_bytes: int) -> Any:
     return train_index(spool.vector_sample(chosen), lists, code)
 
 
-def assign(engine: NativeEngine, directory: str, spool: Spool, index: Any, work_bytes: int) -> list[int]:
+def assign(engine: NativeEngine, directory: str, spool: Spool, index: Any, budget: MemoryBudget) -> list[int]:
     """Fills the index; ids are record numbers. Writes every document's list, in arrival order, to `directory`/lists.i32.
 
     Returns the checksums of that file's windows, which `record_order` needs.
     Raises InvalidInputError where the filled index cannot fit the memory budget.
     """
     need_bytes = len(spool) * (index.code_size + 8) * 3 // 2  # FAISS grows its lists by doubling
-    if need_bytes > work_bytes:
-        raise errors.InvalidInputError(
-            "the first stage does not fit the memory budget", got=f"{work_bytes} bytes left", expected=f"about {need_bytes}",
-            fix="give more --memory, or a smaller code (--first-stage sq8 or pq16)",
-        )  # fmt: skip
+    budget.require(
+        need_bytes, "the first stage does not fit the memory budget", "give more --memory, or a smaller code (--first-stage sq8 or pq16)"
+    )
     counts = np.zeros(index.nlist, dtype=np.int64)
     path = os.path.join(directory, LISTS)
     with StreamWriter(engine, path, sums=()) as writer:

@@ -11,23 +11,28 @@ from ..sizes import format_size, parse_size
 
 _MARGIN_BYTES = 56 << 20  # SQLite, Python objects, what the allocator keeps between two trims
 _LEAST_BYTES = 32 << 20
+_FLOOR_BYTES = 64 << 20
 _DEFAULT_BYTES = 1 << 30
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM now."""
+    """Memory of this process that is in RAM now and its own: pages of files, which the system takes back when it needs them, are not.
+    A corpus that is read from a memory-mapped file does not count."""
     with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        _, resident, shared = statm.read().split()[:3]
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
 class MemoryBudget:
     """What a build may still take.
 
     Args:
-        total: bytes, or a size such as ``1GiB``; None: 1 GiB, or what the process holds now and half a GiB where that is more.
+        total: bytes, or a size such as ``1GiB``; None: 1 GiB, or what the process holds now and half a GiB where that is more. That
+            limit, which nobody gave, steers how much is taken at a time and refuses nothing.
     """
 
     def __init__(self, total: int | str | None):
+        self.is_given = total is not None
         if total is None:
             self.trim()
             self.total_bytes = max(_DEFAULT_BYTES, resident_bytes() + _DEFAULT_BYTES // 2)
@@ -37,10 +42,13 @@ class MemoryBudget:
         self.total_bytes = parse_size(total)
 
     def left(self) -> int:
-        """Bytes that may be used beside what is in use now. Raises InvalidInputError where that is too little to go on."""
+        """Bytes that may be used beside what is in use now. Raises InvalidInputError where a limit was given that is too little to go on;
+        without one, it is never less than `_FLOOR_BYTES`."""
         self.trim()
         used = resident_bytes()
         left = self.total_bytes - used - _MARGIN_BYTES
+        if not self.is_given:
+            return max(left, _FLOOR_BYTES)
         if left < _LEAST_BYTES:
             raise errors.InvalidInputError(
                 "memory budget too small",
@@ -53,6 +61,12 @@ class MemoryBudget:
     def record_bytes(self) -> int:
         """Of records that are held at a time while they are copied or encoded. Raises what `left` does."""
         return min(32 << 20, max(1 << 20, self.left() // 8))
+
+    def require(self, need_bytes: int, what: str, fix: str) -> None:
+        """Raises InvalidInputError where a limit was given that leaves less than that."""
+        left = self.left()
+        if self.is_given and need_bytes > left:
+            raise errors.InvalidInputError(what, got=f"{format_size(left)} left", expected=f"about {format_size(need_bytes)}", fix=fix)
 
     def trim(self) -> None:
         """Returns freed memory to the system. glibc would keep the gaps that batches of changing size leave, hundreds of MB in an hour."""

@@ -36,7 +36,7 @@ from .draft import place_of_base
 from .encoder import Encoder
 from .encoding import Target, fills, format_until_coded, tokens_of
 from .lists import trained_arrays
-from .options import BuildOptions, build_options
+from .options import BuildOptions, build_options, checked_dims
 from .part import PartEntry, Segment
 from .part_file import FileWriter
 from .part_writer import PartContents, PartPlace, finish_part
@@ -267,7 +267,7 @@ class Builder:
         sums: list[int] = []
         nprobe, steps, trained, codes = 0, dict[str, float](), 0, list[int]()
         if index is not None:
-            sums = arrange.assign(self.engine, self.building, spool, index, self.budget.left())
+            sums = arrange.assign(self.engine, self.building, spool, index, self.budget)
             sizes = [index.invlists.list_size(i) for i in range(index.nlist)]
             nprobe, steps = arrange.measure_probing(index, spool)
             _, trained = write_file(self.engine, os.path.join(self.building, TRAINED), save_safetensors(trained_arrays(index)))
@@ -505,6 +505,7 @@ def build(
         if encoder is None:
             raise errors.InvalidInputError("build needs an encoder, or dims=(d_cls, dim) and documents with vectors")
         dims = (encoder.d_cls, encoder.dim)
+    dims = checked_dims(dims)
     check_documents(documents)
     chosen = build_options(options)
     where = os.fspath(path)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from .. import errors
-from ..checks import check_finite, check_whole
+from ..checks import check_finite, check_whole, plain
 from .first_stage import CODES
 from .pooling import POOLINGS
 from .record import FORMAT_NUMBERS
@@ -49,12 +49,14 @@ class BuildOptions:
     centroids: int | None = None
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            object.__setattr__(self, field.name, plain(getattr(self, field.name)))  # NumPy's numbers are numbers
         if not isinstance(self.format, str) or self.format not in FORMAT_NUMBERS:
             raise errors.InvalidInputError("unknown record format", got=repr(self.format), expected=" or ".join(FORMAT_NUMBERS))
         code = self.first_stage
         if not isinstance(code, str) or (code not in CODES and re.fullmatch(r"pq[0-9]+", code) is None):
             raise errors.InvalidInputError("first-stage code", got=repr(code), expected=f"{', '.join(CODES)} or pqM")
-        for name, value in (("nlist", self.nlist), ("centroids", self.centroids)):
+        for name, value in (("nlist", self.nlist), ("centroids", self.centroids), ("pca", self.pca)):
             if value is not None:
                 check_whole(name, value, 1)
         if isinstance(self.directories, (str, bytes, os.PathLike)) or not isinstance(self.directories, Iterable):
@@ -71,6 +73,17 @@ class BuildOptions:
         if self.pooling not in (None, "cls", *POOLINGS):
             raise errors.InvalidInputError("pooling", got=repr(self.pooling), expected=f"cls, {' or '.join(POOLINGS)}")
         check_finite("cls_weight", self.cls_weight)
+
+
+def checked_dims(dims: Any) -> tuple[int, int]:
+    """(d_cls, dim) as Python's numbers. Raises InvalidInputError."""
+    try:
+        d_cls, dim = (plain(value) for value in dims)
+    except (TypeError, ValueError):
+        raise errors.InvalidInputError("dims", got=repr(dims), expected="(d_cls, dim)") from None
+    check_whole("d_cls of a record", d_cls, 0)
+    check_whole("dim of a record", dim, 1)
+    return d_cls, dim
 
 
 def build_options(given: dict[str, Any]) -> BuildOptions:

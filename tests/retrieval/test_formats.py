@@ -205,12 +205,12 @@ def assert_stands_for(values: np.ndarray, tokens: np.ndarray, fmt: str) -> None:
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("dims", [(D_CLS, 0), (D_CLS, 4), (D_CLS, 12), (D_CLS, -8), (D_CLS, 65_544), (12, 8), (-8, 8)])
+@pytest.mark.parametrize("dims", [(D_CLS, 0), (D_CLS, -8), (D_CLS, 65_544), (65_544, 8), (-8, 8)])
 def test_dimensions_that_no_format_holds(folder: Path, fmt: str, dims: tuple[int, int]) -> None:
     """Refused before a document is asked for; the directory can still be built in."""
     untouched = iter(corpus(3))
     for options in ({"format": fmt}, {"format": "fp16", "compact": fmt}) if fmt in COMPACT_FORMATS else ({"format": fmt},):
-        with pytest.raises(errors.InvalidInputError, match="multiple of 8"):
+        with pytest.raises(errors.InvalidInputError, match="of a record; got"):
             build(folder / "s", untouched, dims=dims, **options)
     assert len(list(untouched)) == 3
     build(folder / "s", corpus(3), format=fmt)

@@ -132,8 +132,8 @@ def test_an_index_that_is_closed(store: Path) -> None:
         ({"directories": 5}, "directories"),
         ({"directories": [""]}, "directories"),
         ({"directories": [3]}, "directories"),
-        ({"pca": 0}, "got 0"),
-        ({"pca": 12}, "multiple of 8"),
+        ({"pca": 0}, "pca; got 0"),
+        ({"pca": 12}, "at most 8"),
         ({"pca": 16}, "at most 8"),
         ({"cls_weight": float("nan")}, "cls_weight"),
         ({"cls_weight": float("-inf")}, "cls_weight"),
@@ -144,7 +144,10 @@ def test_an_index_that_is_closed(store: Path) -> None:
         ({"first_stag": "flat"}, "did you mean first_stage"),
         ({"xyzzy": 1}, "'xyzzy'.*expected format, first_stage"),
         ({"dims": None}, "needs an encoder"),
-        ({"dims": (12, 8)}, "d_cls.*multiple of 8"),
+        ({"dims": (-1, 8)}, "d_cls.*at least 0"),
+        ({"dims": (16, 0)}, "dim of a record.*at least 1"),
+        ({"dims": (16, 65537)}, "dim of a record; got 65537"),
+        ({"dims": 5}, "dims; got 5"),
     ],
 )
 def test_build_options_that_do_not_fit(folder: Path, options: dict[str, Any], said: str) -> None:
