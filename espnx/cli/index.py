@@ -10,7 +10,8 @@ import os
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from io import BufferedReader
+from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import InvalidInputError
 from .output import add_json_option, emit, json_document, render_table
@@ -56,7 +57,7 @@ def read_corpus(path: str) -> Iterator[dict[str, Any]]:
     """Documents of a JSON-lines file, compressed by gzip or not; ``-``: of standard input. Raises InvalidInputError naming the line."""
     name = "standard input" if path == "-" else path
     try:
-        with contextlib.nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb") as file:
+        with contextlib.nullcontext(cast(BufferedReader, sys.stdin.buffer)) if path == "-" else open(path, "rb") as file:
             is_gzip = file.peek(2)[:2] == b"\x1f\x8b"
             yield from _parse(name, gzip.GzipFile(fileobj=file) if is_gzip else file)
     except (OSError, EOFError, zlib.error) as error:  # also gzip's own, for a file that is cut short or damaged

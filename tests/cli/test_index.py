@@ -110,9 +110,9 @@ def test_an_interrupted_build_and_its_ways_out(tmp_path: Path, corpus: Path, cap
     assert f"line 281 of {corpus}" in err
     assert run(capsys, "index", "info", tmp_path / "store")[0] == 1
     write_corpus(corpus, 300)
-    code, out, err = run(capsys, *words, "--format", "fp32")
+    code, out, _ = run(capsys, *words, "--format", "fp32")
     assert code == 0
-    assert "interrupted" not in out + err, "what ended in a bad line is not gone on with"
+    assert "from the interrupted build" not in out, "what ended in a bad line is not gone on with"
     assert run(capsys, *words, "--format", "fp32", "--replace", "--restart")[0] == 0
 
 
@@ -254,8 +254,7 @@ def test_a_corpus_from_a_pipe_or_compressed(
         monkeypatch.setattr("sys.stdin", _stdin(given))
         (tmp_path / "c.jsonl.gz").write_bytes(given)
         assert run(capsys, "index", "build", store, "--corpus", name if name == "-" else tmp_path / name)[0] == 0
-        documents = json.loads(run(capsys, "index", "info", store, "--json")[1])["manifest"]["records"]["count"]
-        assert documents == len(plain.splitlines())
+        assert f"{sum(map(bool, plain.splitlines())):,}" in run(capsys, "index", "info", store)[1].splitlines()[0]
     for bad in (gzip.compress(plain)[:-9], gzip.compress(plain)[:40] + b"xxxx" + gzip.compress(plain)[44:]):
         (tmp_path / "bad.gz").write_bytes(bad)
         code, _, err = run(capsys, "index", "build", tmp_path / "bad", "--corpus", tmp_path / "bad.gz")

@@ -225,7 +225,7 @@ def test_dimensions_that_no_format_holds(folder: Path, fmt: str, dims: tuple[int
         {"compact": "fp16"},
         {"compact": "residual8"},
         {"centroids": 0},
-        {"pca": 12},
+        {"pca": 1.5},
     ],
 )
 def test_options_that_name_no_format(folder: Path, options: dict[str, Any]) -> None:
