@@ -69,7 +69,16 @@ def test_formats_on_a_labelled_collection(tmp_path: Path) -> None:
     words = ["--show", "formats", "--dataset", str(data), "--format", "int8,bit1", "--rerank", "8", "--cascade", "8", "--json", str(result)]
     assert bench(tmp_path, *words) == 0
     rows = {row.system: row for row in rows_of(load(result))}
-    assert set(rows) == {"fp16", "int8", "bit1", "fp16-rerank-8", "cascade-bit1-8", "cascade-residual1-8", "cascade-residual2-8"}
+    assert set(rows) == {
+        "fp16",
+        "int8",
+        "bit1",
+        "fp16-pca-128",
+        "fp16-rerank-8",
+        "cascade-bit1-8",
+        "cascade-residual1-8",
+        "cascade-residual2-8",
+    }
     assert (
         rows["bit1"].metrics["bytes_per_document"] < rows["int8"].metrics["bytes_per_document"] < rows["fp16"].metrics["bytes_per_document"]
     )

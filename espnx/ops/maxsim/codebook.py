@@ -8,6 +8,7 @@ import torch
 
 from ...errors import InvalidInputError
 from .kmeans import fit_centroids, nearest_centroids
+from .limits import DIM_MAX
 
 __all__ = ["NBITS", "Codebook", "nearest_centroids"]
 
@@ -17,6 +18,12 @@ CENTROIDS_MAX = 2**31 - 1
 HELD_OUT_SHARE = 0.05
 HELD_OUT_ROWS_MIN = 1000
 HELD_OUT_VALUES_MAX = 4 << 20
+
+
+def _check_width(d: int) -> None:
+    """Raises InvalidInputError. Any width can be fitted; what rows it has is the formats' affair."""
+    if not 1 <= d <= DIM_MAX:
+        raise InvalidInputError("dimensions of a codebook", got=d, expected=f"1 to {DIM_MAX}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +53,7 @@ class Codebook:
             if tensor.device != self.centroids.device:
                 raise InvalidInputError(f"codebook {name}", got=f"on {tensor.device}", expected=f"on {self.centroids.device}")
             object.__setattr__(self, name, tensor.detach().contiguous())
+        _check_width(self.d)
         if not 1 <= len(self.centroids) <= CENTROIDS_MAX:
             raise InvalidInputError("codebook centroids", got=len(self.centroids), expected=f"1 to {CENTROIDS_MAX}")
         if len(self.bucket_weights) not in [2**nbits for nbits in NBITS] or len(self.bucket_cutoffs) != len(self.bucket_weights) - 1:
@@ -96,6 +104,7 @@ class Codebook:
         """
         if sample.dtype != torch.float32 or sample.dim() != 2 or not bool(sample.isfinite().all()):
             raise InvalidInputError("codebook sample", got=f"{sample.dtype} {list(sample.shape)}", expected="finite float32 [m, d]")
+        _check_width(sample.shape[1])
         if nbits not in NBITS:
             raise InvalidInputError("codebook nbits", got=nbits, expected="1, 2 or 4")
         if not 1 <= n_centroids <= len(sample):
