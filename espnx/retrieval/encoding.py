@@ -42,7 +42,7 @@ class Spooled(Protocol):
 
 
 def format_until_coded(stored: str, has_compact: bool, is_projected: bool) -> str:
-    """What the encoder's vectors are kept in until records are made of them: as they came wherever something lossy still becomes of them."""
+    """What the encoder's vectors are kept in until records are made of them: as they came wherever something lossy is made of them."""
     return stored if token_format(stored).is_lossless_float and not has_compact and not is_projected else "fp32"
 
 

@@ -56,7 +56,7 @@ def test_without_a_limit_nothing_is_refused(folder: Path, monkeypatch: pytest.Mo
 def test_a_limit_that_was_given_holds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Said before lists are filled; the documents are kept for a larger one."""
     with monkeypatch.context() as patch:
-        patch.setattr(arrange, "assign", lambda *args: args[-2].require(1 << 40, "the first stage does not fit the memory budget", "more"))
+        patch.setattr(arrange, "assign", lambda *args: args[-1].require(1 << 40, "the first stage does not fit the memory budget", "more"))
         with pytest.raises(errors.InvalidInputError, match=r"first stage does not fit.*expected about 1 TiB"):
             build(folder / "s", corpus(60), memory="4GiB")
     assert build(folder / "s", corpus(60), memory="8GiB").resumed_documents == 60
