@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from espnx.ops.maxsim import FORMATS
 from espnx.retrieval.documents import Document
 from espnx.retrieval.encoder import Encoded
 from espnx.retrieval.evaluate import DEFAULT_METRICS, evaluate, read_qrels
+from espnx.retrieval.projection import Projection
 from espnx.retrieval.search import Index
 from espnx.retrieval.store import VERSION
 
@@ -56,6 +57,7 @@ class Variant:
     """One way to keep and search the collection; the answers to its queries as they come."""
 
     name: str
+    data: Dataset
     build: dict[str, Any]
     search: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
@@ -92,17 +94,36 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
             yield str(item["_id"]), f"{item['title']} {item['text']}" if item.get("title") else item["text"]
 
 
-def variants(options: Options) -> list[Variant]:
-    """fp16 first; then every other format, a projection, partial re-ranking, and cascades. All but the projection keep all dimensions."""
+def variants(options: Options, data: Dataset) -> list[Variant]:
+    """fp16 first; then every other format, a projection, partial re-ranking, and cascades. All but the projections keep all dimensions.
+
+    A build projects unit vectors to unit vectors. ``-plain``: vectors that were projected before they came to the build, so that each is
+    shorter by what it lost.
+    """
     formats = [BASELINE, *(fmt for fmt in (FORMATS if options.formats == ["all"] else options.formats) if fmt != BASELINE)]
-    found = [Variant(fmt, {"format": fmt}) for fmt in formats]
-    found.append(Variant(f"{BASELINE}-pca-{options.pca}", {"format": BASELINE, "pca": options.pca}))
+    found = [Variant(fmt, data, {"format": fmt}) for fmt in formats]
+    found.append(Variant(f"{BASELINE}-pca-{options.pca}", data, {"format": BASELINE, "pca": options.pca}))
+    found.append(Variant(f"{BASELINE}-pca-{options.pca}-plain", projected(data, options.pca), {"format": BASELINE}))
     depths = [depth for depth in options.reranks if depth is not None]
-    found += [Variant(f"{BASELINE}-rerank-{depth}", {"format": BASELINE}, {"rerank": depth}) for depth in depths]
+    found += [Variant(f"{BASELINE}-rerank-{depth}", data, {"format": BASELINE}, {"rerank": depth}) for depth in depths]
     for compact in COMPACT:
         build = {"format": BASELINE, "compact": compact}
-        found += [Variant(f"cascade-{compact}-{count}", build, {"cascade": count}) for count in options.cascades]
+        found += [Variant(f"cascade-{compact}-{count}", data, build, {"cascade": count}) for count in options.cascades]
     return found
+
+
+def projected(data: Dataset, dim: int) -> Dataset:
+    """The collection with all token vectors, of queries too, projected by PCA and not scaled to their length before."""
+    tokens = (document.vectors.tokens for document in data.documents if document.vectors is not None)
+    plain = Projection(Projection.fit(tokens, data.dims[1], dim).components)
+
+    def shortened(vectors: Encoded | None) -> Encoded:
+        assert vectors is not None
+        return Encoded(vectors.cls, plain(vectors.tokens))
+
+    documents = [replace(document, vectors=shortened(document.vectors)) for document in data.documents]
+    queries = {name: shortened(vectors) for name, vectors in data.queries.items()}
+    return replace(data, documents=documents, queries=queries, dims=(data.dims[0], dim))
 
 
 def show_formats(options: Options, say: Say) -> list[Row]:
@@ -114,29 +135,30 @@ def show_formats(options: Options, say: Say) -> list[Row]:
         raise InvalidInputError("--pca", got=options.pca, expected=f"fewer than the {data.dims[1]} dimensions of {data.encoder}")
     with ExitStack() as stack:
         opened: dict[str, Index] = {}
-        chosen = variants(options)
+        chosen = variants(options, data)
         for variant in chosen:
-            path = _ensure(options, data, variant.build, say)
+            path = _ensure(options, variant, say)
             if str(path) not in opened:
                 opened[str(path)] = stack.enter_context(Index(path, engine=options.engine, threads=options.threads))
-            variant.problem = _verify(opened[str(path)], data, options, variant)
+            variant.problem = _verify(opened[str(path)], options, variant)
             if variant.problem:
                 say(f"WRONG RESULT of {variant.name}: {variant.problem}. It is not measured.")
-        indexes = {variant.name: opened[str(_place(options, data, variant.build))] for variant in chosen}
-        _search_all([variant for variant in chosen if variant.problem is None], indexes, data, options)
-        return _rows(chosen, indexes, data, options, say)
+        indexes = {variant.name: opened[str(_place(options, variant))] for variant in chosen}
+        _search_all([variant for variant in chosen if variant.problem is None], indexes, options)
+        return _rows(chosen, indexes, options, say)
 
 
-def _place(options: Options, data: Dataset, build: dict[str, Any]) -> Path:
-    text = json.dumps([data.encoder, len(data.documents), VERSION, build], sort_keys=True)
+def _place(options: Options, variant: Variant) -> Path:
+    data = variant.data
+    text = json.dumps([data.encoder, data.dims, len(data.documents), VERSION, variant.build], sort_keys=True)
     return options.path / f"dataset-{data.name}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
 
 
-def _ensure(options: Options, data: Dataset, build: dict[str, Any], say: Say) -> Path:
-    path = _place(options, data, build)
+def _ensure(options: Options, variant: Variant, say: Say) -> Path:
+    path, data = _place(options, variant), variant.data
     if not (path / "MANIFEST.json").exists():
-        say(f"  building {', '.join(f'{key} {value}' for key, value in build.items())}")
-        espnx.build(path, data.documents, dims=data.dims, first_stage="flat", restart=True, memory="4GiB", **build)
+        say(f"  building {', '.join(f'{key} {value}' for key, value in variant.build.items())}, {data.dims[1]} dimensions")
+        espnx.build(path, data.documents, dims=data.dims, first_stage="flat", restart=True, memory="4GiB", **variant.build)
     return path
 
 
@@ -145,12 +167,12 @@ def _options(index: Index, options: Options) -> dict[str, Any]:
     return {"candidates": options.candidates, "nprobe": max(1, index.first_stage.nlist)}
 
 
-def _verify(index: Index, data: Dataset, options: Options, variant: Variant) -> str | None:
+def _verify(index: Index, options: Options, variant: Variant) -> str | None:
     """Exact search equals plain PyTorch on the same records."""
     if variant.search:
         return None
     reference = WholeStoreRanker(index, "memory")
-    for query in list(data.queries.values())[:_VERIFIED]:
+    for query in list(variant.data.queries.values())[:_VERIFIED]:
         expected = reference.reference(query, k=K, rerank=None, **_options(index, options))
         found = [(hit.number, hit.score) for hit in index.search(query, k=K, **_options(index, options)).hits]
         if problem := ranking_problem(found, expected, tolerance(query_vectors(index, query))):
@@ -158,12 +180,13 @@ def _verify(index: Index, data: Dataset, options: Options, variant: Variant) -> 
     return None
 
 
-def _search_all(chosen: list[Variant], indexes: Mapping[str, Index], data: Dataset, options: Options) -> None:
+def _search_all(chosen: list[Variant], indexes: Mapping[str, Index], options: Options) -> None:
     """Every query by every variant, in shuffled order."""
     rng = random.Random(options.seed)
-    for number, (name, query) in enumerate([*list(data.queries.items())[:_VERIFIED], *data.queries.items()]):
+    names = list(chosen[0].data.queries) if chosen else []
+    for number, name in enumerate([*names[:_VERIFIED], *names]):
         for variant in rng.sample(chosen, len(chosen)):
-            index = indexes[variant.name]
+            index, query = indexes[variant.name], variant.data.queries[name]
             begun = time.perf_counter()
             result = index.search(query, k=K, **_options(index, options), **variant.search)
             seconds = time.perf_counter() - begun
@@ -174,11 +197,11 @@ def _search_all(chosen: list[Variant], indexes: Mapping[str, Index], data: Datas
                 variant.bytes_moved.append(result.bytes_moved)
 
 
-def _rows(chosen: list[Variant], indexes: Mapping[str, Index], data: Dataset, options: Options, say: Say) -> list[Row]:
+def _rows(chosen: list[Variant], indexes: Mapping[str, Index], options: Options, say: Say) -> list[Row]:
     rows, baseline = [], chosen[0]
-    exact = evaluate(baseline.rankings, data.qrels) if baseline.rankings else {}
+    exact = evaluate(baseline.rankings, baseline.data.qrels) if baseline.rankings else {}
     for variant in chosen:
-        index = indexes[variant.name]
+        index, data = indexes[variant.name], variant.data
         metrics = _sizes(index)
         if variant.rankings:
             quality = evaluate(variant.rankings, data.qrels, DEFAULT_METRICS)

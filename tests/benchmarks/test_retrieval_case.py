@@ -74,6 +74,7 @@ def test_formats_on_a_labelled_collection(tmp_path: Path) -> None:
         "int8",
         "bit1",
         "fp16-pca-128",
+        "fp16-pca-128-plain",
         "fp16-rerank-8",
         "cascade-bit1-8",
         "cascade-residual1-8",

@@ -39,8 +39,7 @@ def compact_scores(index: espnx.Index, documents: list[espnx.Document], query: e
     scores = {}
     for document in documents:
         assert document.vectors is not None
-        # The compact tier is made of what the full record holds.
-        rows = fmt.encode(document.vectors.tokens.half().float(), compact.codebook)
+        rows = fmt.encode(document.vectors.tokens, compact.codebook)
         one = torch.tensor([0]), torch.tensor([len(document.vectors.tokens)])
         maxsim = maxsim_reference(query.tokens, rows, *one, compact.schema.format, codebook=compact.codebook)
         scores[document.id] = (float(maxsim[0]) if len(document.vectors.tokens) else 0.0) + weight * float(query.cls @ document.vectors.cls)

@@ -308,7 +308,7 @@ def stored(index: espnx.Index, documents: Sequence[espnx.Document]) -> list[espn
     fmt = token_format(schema.format)
     for document in documents:
         assert document.vectors is not None
-        tokens = document.vectors.tokens.half().float()
+        tokens = document.vectors.tokens
         tokens = tokens if index.store.projection is None else index.store.projection(tokens)
         shown = fmt.decode(fmt.encode(tokens, index.store.full.codebook), schema.dim, index.store.full.codebook)
         cls = document.vectors.cls.half().float()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import subprocess
 import sys
@@ -43,14 +42,14 @@ def cls_format(fmt: str) -> str:
 
 
 def encoded(document: espnx.Document, fmt: str, codebook: Codebook | None) -> torch.Tensor:
-    """The rows a store must hold. Builds keep vectors as fp16 on their way to a coded format."""
+    """The rows a store must hold: coded from the encoder's fp32 values."""
     if document.rows is not None:
         return torch.from_numpy(np.ascontiguousarray(document.rows).reshape(-1))
     assert document.vectors is not None
     tokens = document.vectors.tokens
     if not len(tokens):
         return torch.empty(0, dtype=torch.uint8)
-    return token_format(fmt).encode(tokens if fmt in DTYPES else tokens.half().float(), codebook)
+    return token_format(fmt).encode(tokens, codebook)
 
 
 def as_records(rows: list[torch.Tensor], fmt: str, dim: int, codebook: Codebook | None = None) -> Records:
@@ -65,13 +64,14 @@ def expected(
     schema, book, weight = index.store.schema, index.store.full.codebook, index.store.manifest["cls_weight"]
     records = as_records([encoded(document, schema.format, book) for document in documents], schema.format, schema.dim, book)
     maxsim = maxsim_reference(query.tokens, *records.args, codebook=book).double()
+    maxsim = maxsim.masked_fill(records.args[2] == 0, 0.0)  # no tokens: by CLS alone
     bound = maxsim_bound(query.tokens, records, cpu_level=level).double()
     if schema.d_cls:
         stored = [token_format(cls_format(schema.format)).encode(d.vectors.cls[None]) for d in documents if d.vectors]
         of_cls = as_records(stored, cls_format(schema.format), schema.d_cls)
         cls = weight * maxsim_reference(query.cls[None], *of_cls.args).double()
         bound += abs(weight) * maxsim_bound(query.cls[None], of_cls, cpu_level=level).double()
-        bound += gamma(2, 2.0**-24) * (maxsim.abs().nan_to_num(posinf=0.0) + cls.abs())  # the weight's product, and the total
+        bound += gamma(2, 2.0**-24) * (maxsim.abs() + cls.abs())  # the weight's product, and the total
         maxsim = maxsim + cls
     ids = [document.id for document in documents]
     return dict(zip(ids, maxsim.tolist(), strict=True)), dict(zip(ids, bound.tolist(), strict=True))
@@ -129,8 +129,11 @@ def test_no_documents_and_no_tokens(folder: Path, fmt: str) -> None:
     build(folder / "s", documents, format=fmt, compact="residual1")
     for where in ("ssd", "ram"):
         with espnx.open(folder / "s", compact=where) as index:
-            hits = index.search(queries(1)[0], k=9, cascade=4, nprobe=EVERYTHING).hits
-            assert [hit.score for hit in hits] == [-math.inf] * 9
+            query = queries(1)[0]
+            hits = index.search(query, k=9, cascade=4, nprobe=EVERYTHING).hits
+            by_cls = {document.id: float(query.cls @ document.vectors.cls) for document in documents if document.vectors}
+            assert [hit.id for hit in hits] == sorted(by_cls, key=lambda name: -by_cls[name])
+            assert [hit.score for hit in hits] == pytest.approx([by_cls[hit.id] for hit in hits], rel=1e-2)
 
 
 def rows_as_written(part: bytes, fmt: str, dim: int, tensors: dict[str, np.ndarray]) -> np.ndarray:
@@ -180,7 +183,7 @@ def test_bytes_on_disk(folder: Path, fmt: str, d_cls: int) -> None:
         assert record[16 + cls_bytes : end] == encoded(document, fmt, book).numpy().tobytes()
         assert not any(record[end:])
         values = rows_as_written(record[16 + cls_bytes : end], fmt, DIM, tensors)
-        assert_stands_for(values, tokens.half().float().numpy() if fmt not in DTYPES else tokens.to(DTYPES[fmt]).float().numpy(), fmt)
+        assert_stands_for(values, tokens.to(DTYPES.get(fmt, torch.float32)).float().numpy(), fmt)
         used |= set(range(at, at + size))
         at += size
     assert len(data) == -(-at // 4096) * 4096
