@@ -49,15 +49,14 @@ def format_until_coded(stored: str, has_compact: bool, is_projected: bool) -> st
 def tokens_of(spool: Spooled, arrivals: np.ndarray, projection: Projection | None) -> Iterator[torch.Tensor]:
     """Token vectors of some documents as records will hold them, float32 [n, dim], a few thousand rows at a time."""
     memory, positions = spool.read(arrivals)
-    rows, counts = _rows(spool, memory, positions, arrivals)
-    yield from _values(spool, rows, counts, projection)
+    for _, values in _values(spool, memory, positions, spool.n_tokens[arrivals], projection):
+        yield values
 
 
 def fills(spool: Spooled, arrivals: np.ndarray, projection: Projection | None, targets: list[Target]) -> list[Fill]:
     """Reads the spooled records now; returns for each tier the function that fills a block with their vectors."""
     memory, positions = spool.read(arrivals)
-    rows, counts = _rows(spool, memory, positions, arrivals)
-    old = spool.schema
+    counts, old = spool.n_tokens[arrivals], spool.schema
 
     def fill(target: Target, block: np.ndarray, offsets: np.ndarray) -> None:
         schema = target.schema
@@ -67,61 +66,55 @@ def fills(spool: Spooled, arrivals: np.ndarray, projection: Projection | None, t
                 if schema.cls_format != old.cls_format:
                     kept = cls_rows(cls_values(kept.copy()[None], old), schema)[0]
                 block[at + HEADER_BYTES : at + schema.fixed_bytes] = kept
+        begins = (offsets + schema.fixed_bytes).tolist()
         if schema.format == old.format and projection is None:
-            encoded = rows
-        else:
-            encoded = np.empty(int(counts.sum()) * schema.row_bytes, dtype=np.uint8)
-            begin = 0
-            for values in _values(spool, rows, counts, projection):
-                end = begin + len(values) * schema.row_bytes
-                encoded[begin:end] = schema.encode(values, target.codebook).numpy()
-                begin = end
-        begin = 0
-        for at, size in zip((offsets + schema.fixed_bytes).tolist(), (counts * schema.row_bytes).tolist(), strict=True):
-            block[at : at + size] = encoded[begin : begin + size]
-            begin += size
+            for source, at, count in zip((positions + old.fixed_bytes).tolist(), begins, counts.tolist(), strict=True):
+                block[at : at + count * schema.row_bytes] = memory[source : source + count * schema.row_bytes]
+            return
+        for group, values in _values(spool, memory, positions, counts, projection):
+            encoded, begin = schema.encode(values, target.codebook).numpy(), 0
+            for number, first, count in group:
+                at, size = begins[number] + first * schema.row_bytes, count * schema.row_bytes
+                block[at : at + size] = encoded[begin : begin + size]
+                begin += size
 
     return [lambda block, offsets, target=target: fill(target, block, offsets) for target in targets]  # type: ignore[misc]
 
 
-def _rows(spool: Spooled, memory: np.ndarray, positions: np.ndarray, arrivals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(token rows of all documents one after another, uint8; int64: tokens of each)."""
-    counts = spool.n_tokens[arrivals].astype(np.int64)
-    sizes = counts * spool.schema.row_bytes
-    rows = np.empty(int(sizes.sum()), dtype=np.uint8)
-    begin = 0
-    for source, size in zip((positions + spool.schema.fixed_bytes).tolist(), sizes.tolist(), strict=True):
-        rows[begin : begin + size] = memory[source : source + size]
-        begin += size
-    return rows, counts
+#: Rows of one document: its place among the documents, the first of them, how many.
+Piece = tuple[int, int, int]
 
 
-def _values(spool: Spooled, rows: np.ndarray, counts: np.ndarray, projection: Projection | None) -> Iterator[torch.Tensor]:
-    """The rows decoded, and projected if asked, float32 [m, dim] at a time."""
-    schema, begin = spool.schema, 0
-    for lengths in _groups(counts):
-        end = begin + sum(lengths) * schema.row_bytes
-        values = schema.decode(torch.from_numpy(rows[begin:end]), spool.codebook)
+def _values(
+    spool: Spooled, memory: np.ndarray, positions: np.ndarray, counts: np.ndarray, projection: Projection | None
+) -> Iterator[tuple[list[Piece], torch.Tensor]]:
+    """Rows of documents in `memory`, decoded, and projected if asked: which, and their values, float32 [m, dim] at a time."""
+    schema = spool.schema
+    begins = (positions + schema.fixed_bytes).tolist()
+    for group in _groups(counts):
+        places = [(begins[number] + first * schema.row_bytes, count * schema.row_bytes) for number, first, count in group]
+        rows = np.concatenate([memory[at : at + size] for at, size in places])
+        values = schema.decode(torch.from_numpy(rows), spool.codebook)
         if projection is not None:
             # Document by document, so that no stored bit depends on which documents happen to come together.
-            values = torch.cat([projection(tokens) for tokens in values.split(lengths)])
-        yield values
-        begin = end
+            values = torch.cat([projection(tokens) for tokens in values.split([count for _, _, count in group])])
+        yield group, values
 
 
-def _groups(counts: np.ndarray) -> Iterator[list[int]]:
-    """Token counts of documents that are handled together; a long document in pieces."""
-    group: list[int] = []
+def _groups(counts: np.ndarray) -> Iterator[list[Piece]]:
+    """Rows that are handled together: of several documents, or a part of a long one."""
+    group: list[Piece] = []
     held = 0
-    for count in counts.tolist():
+    for number, count in enumerate(counts.tolist()):
         if group and held + count > _ROWS_AT_ONCE:
             yield group
             group, held = [], 0
-        while count > _ROWS_AT_ONCE:
-            yield [_ROWS_AT_ONCE]
-            count -= _ROWS_AT_ONCE
-        if count:
-            group.append(count)
-            held += count
+        first = 0
+        while count - first > _ROWS_AT_ONCE:
+            yield [(number, first, _ROWS_AT_ONCE)]
+            first += _ROWS_AT_ONCE
+        if count > first:
+            group.append((number, first, count - first))
+            held += count - first
     if group:
         yield group

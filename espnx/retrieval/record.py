@@ -205,20 +205,17 @@ def pack(
     if not documents:
         return
     given = list(rows) or [None] * len(documents)
-    fresh = [document.tokens for document, has in zip(documents, given, strict=True) if has is None]
-    encoded = _encode_together(fresh, schema)
     cls = cls_rows(torch.stack([document.cls for document in documents]), schema)
-    cls_end, begin = HEADER_BYTES + schema.cls_bytes, 0
+    cls_end = HEADER_BYTES + schema.cls_bytes
+    fresh: list[tuple[torch.Tensor, int]] = []
     for i, offset in enumerate(offsets.tolist()):
-        out[offset + HEADER_BYTES : offset + cls_end] = cls[i]
-        size = len(documents[i].tokens) * schema.row_bytes
-        known = given[i]
+        begin, known = offset + cls_end, given[i]
+        out[offset + HEADER_BYTES : begin] = cls[i]
         if known is None:
-            part = encoded[begin : begin + size]
-            begin += size
+            fresh.append((documents[i].tokens, begin))
         else:
-            part = known.reshape(-1)
-        out[offset + cls_end : offset + cls_end + size] = part
+            out[begin : begin + known.size] = known.reshape(-1)
+    _encode_into(out, fresh, schema)
 
 
 def cls_rows(cls: torch.Tensor, schema: RecordSchema) -> np.ndarray:
@@ -231,24 +228,28 @@ def cls_values(rows: np.ndarray, schema: RecordSchema) -> torch.Tensor:
     return torch.from_numpy(rows).view(_DTYPES[schema.cls_format]).float()[:, : schema.d_cls]
 
 
-def _encode_together(tokens: Sequence[torch.Tensor], schema: RecordSchema) -> np.ndarray:
-    """Rows of several documents, one after another: a document alone costs more in calls than in bytes."""
-    out = np.empty(sum(map(len, tokens)) * schema.row_bytes, dtype=np.uint8)
-    begin, group, held = 0, list[torch.Tensor](), 0
-    for part in (piece for each in tokens for piece in each.split(_ROWS_AT_ONCE)):
-        group.append(part)
-        held += len(part)
-        if held >= _ROWS_AT_ONCE:
-            begin, group, held = _encode_group(group, schema, out, begin), [], 0
+def _encode_into(out: np.ndarray, fresh: Sequence[tuple[torch.Tensor, int]], schema: RecordSchema) -> None:
+    """Rows of documents, each where it belongs. Several are encoded at once, for a document alone costs more in calls than in bytes, and
+    a long one in parts, so that its rows are in memory once."""
+    group, held = list[tuple[torch.Tensor, int]](), 0
+    for tokens, begin in fresh:
+        for part in tokens.split(_ROWS_AT_ONCE):
+            group.append((part, begin))
+            begin += len(part) * schema.row_bytes
+            held += len(part)
+            if held >= _ROWS_AT_ONCE:
+                _encode_group(out, group, schema)
+                group, held = [], 0
     if group:
-        _encode_group(group, schema, out, begin)
-    return out
+        _encode_group(out, group, schema)
 
 
-def _encode_group(group: Sequence[torch.Tensor], schema: RecordSchema, out: np.ndarray, begin: int) -> int:
-    rows = schema.encode(torch.cat(list(group))).numpy()
-    out[begin : begin + len(rows)] = rows
-    return begin + len(rows)
+def _encode_group(out: np.ndarray, group: Sequence[tuple[torch.Tensor, int]], schema: RecordSchema) -> None:
+    rows, done = schema.encode(torch.cat([part for part, _ in group])).numpy(), 0
+    for part, begin in group:
+        size = len(part) * schema.row_bytes
+        out[begin : begin + size] = rows[done : done + size]
+        done += size
 
 
 def _headers(memory: np.ndarray, offsets: np.ndarray) -> np.ndarray:

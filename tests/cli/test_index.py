@@ -166,7 +166,7 @@ def test_options_that_do_not_fit(
 def test_several_directories(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(capsys, "index", "build", "store", "--corpus", corpus, "--directory", "a", "--directory", "b")[0] == 0
-    assert len(list(tmp_path.glob("[ab]/espnx-*/segment-*"))) == 1
+    assert len(list(tmp_path.glob("[ab]/espnx-*/gen-*/segment-*"))) == 1
     monkeypatch.chdir("/")
     assert run(capsys, "index", "verify", tmp_path / "store")[0] == 0
 
@@ -221,7 +221,7 @@ def test_add_delete_compact(tmp_path: Path, corpus: Path, capsys: pytest.Capture
     assert run(capsys, "index", "verify", store)[0] == 0
     out = run(capsys, "index", "info", store)[1]
     assert "bit1" in out
-    assert "deleted" not in out
+    assert "wait for compact" not in out
 
 
 def test_adding_in_the_place_of_others(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,7 +234,7 @@ def test_adding_in_the_place_of_others(tmp_path: Path, corpus: Path, capsys: pyt
     assert "1 documents added, generation 2" in run(capsys, "index", "add", store, "--corpus", more, "--replace")[1]
     out = run(capsys, "index", "info", store)[1]
     assert "50 (1 deleted ones wait for compact)" in out
-    assert [line.split() for line in out.splitlines() if line.startswith("generation")] == [["generation", "2,", "2", "parts"]]
+    assert [line.split() for line in out.splitlines() if line.startswith("generation")] == [["generation", "2"]]
 
 
 def test_an_empty_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
