@@ -7,7 +7,12 @@ expect (``ValueError``, ``OSError``, ``TimeoutError``), so existing ``except`` c
 
 from __future__ import annotations
 
+import errno as codes
 import os
+
+_TOO_MANY_FILES_FIX = (
+    "raise the limit of open files (`ulimit -n`), close what is not needed, or lower the number of a store's files (`espnx index compact`)"
+)
 
 
 class EspnxError(Exception):
@@ -97,6 +102,8 @@ class StorageError(EspnxError, OSError):
             what += f", {size_bytes} bytes"
         if errno and got is None:
             got = os.strerror(errno)
+        if errno in (codes.EMFILE, codes.ENFILE):  # whatever was attempted
+            fix = _TOO_MANY_FILES_FIX
         EspnxError.__init__(self, what, got=got, expected=expected, fix=fix)
         self.path = None if path is None else os.fspath(path)
         self.offset_bytes, self.size_bytes, self.errno = offset_bytes, size_bytes, errno
@@ -131,8 +138,6 @@ class DiskFullError(WriteError):
     def __init__(
         self, what: str, *, needed_bytes: int, free_bytes: int, path: str | os.PathLike[str] | None = None, fix: str | None = None
     ):
-        import errno as codes
-
         super().__init__(
             what,
             path=path,

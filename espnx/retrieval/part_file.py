@@ -138,8 +138,6 @@ def open_file(engine: NativeEngine, path: str, facts: FileFacts) -> tuple[FileHa
         file = engine.open(path)
     except errors.FileMissingError as error:
         raise errors.FormatError("data file of the store missing", path=path, fix=REBUILD) from error
-    except errors.StorageError as error:
-        raise too_many_files(error) from error
     try:
         if file.size_bytes != facts.size_bytes:
             raise errors.TruncatedFileError(
@@ -149,17 +147,6 @@ def open_file(engine: NativeEngine, path: str, facts: FileFacts) -> tuple[FileHa
     except BaseException:
         engine.close_file(file)
         raise
-
-
-def too_many_files(error: errors.StorageError) -> errors.StorageError:
-    """The error itself, or, where it says that too many files are open, one that says what helps."""
-    if error.errno not in (23, 24):
-        return error
-    limit = "the process's limit of open files" if error.errno == 24 else "the machine's limit of open files"
-    return errors.ReadError(
-        f"{limit} is reached", path=error.path, errno=error.errno,
-        fix="raise it (`ulimit -n`), close indexes that are not needed, or lower the number of the store's files (`espnx index compact`)",
-    )  # fmt: skip
 
 
 def read_section(engine: NativeEngine, file: FileHandle, section: Section) -> np.ndarray:

@@ -26,7 +26,7 @@ from .contents import Contents, read_contents
 from .lists import CENTROIDS, PARAMETERS, Filling, empty_index, parameter_values
 from .part import GROUP_RECORDS as GROUP_RECORDS
 from .part import Part, Segment
-from .part_file import REBUILD, too_many_files
+from .part_file import REBUILD
 from .part_file import VERSION as VERSION
 from .places import check_paths, shared_homes
 from .pooling import Pooling, make_pooling
@@ -312,10 +312,7 @@ class EmbeddingStore(Version):
         if part.segments(tier)[number].path != part.entry.path:
             self.engine.close_file(file)
         known = next((each for each in self._files if each.path == file.path), None)
-        try:
-            return known or self.record_engine.open(file.path)
-        except errors.StorageError as error:
-            raise too_many_files(error) from error
+        return known or self.record_engine.open(file.path)
 
     def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
         """Reads and checks every byte that means anything. Returns the number of live records. Raises what it finds."""

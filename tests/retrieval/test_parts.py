@@ -210,7 +210,7 @@ def test_too_many_files_says_what_helps(folder: Path, monkeypatch: pytest.Monkey
         return original(self, path, *args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(NativeEngine, "open", refuse)
-    with pytest.raises(errors.ReadError, match=r"limit of open files.*ulimit -n.*espnx index compact"):
+    with pytest.raises(errors.ReadError, match=r"Too many open files.*ulimit -n.*espnx index compact"):
         espnx.open(folder / "s")
 
 

@@ -1,0 +1,30 @@
+"""``espnx bench additions``, small: counts, no times."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from espnx.benchmarks.additions_case import CASE
+from espnx.benchmarks.result import load, rows_of
+from espnx.cli.main import main
+
+
+def test_a_quick_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = tmp_path / "r.json"
+    options = ["bench", "additions", "--path", str(tmp_path), "--quick", "--open-files", "100", "--json", str(result)]
+    for _ in range(2):  # the second adds to the store of the first
+        assert main(options) == 0
+        (row,) = rows_of(load(result))
+        assert row.correct
+        assert (row.n, row.params["docs"]) == (40, 2000)
+        assert 0 < row.metrics["parts"] <= 1 + 3 * 8
+    assert json.loads(result.read_text())["rows"][0]["case"] == CASE.name
+    assert "CPU in all" in capsys.readouterr().out
+
+
+def test_too_few_open_files_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "additions", "--path", str(tmp_path), "--quick", "--open-files", "5"]) != 0
+    assert "ulimit -n" in capsys.readouterr().err
