@@ -491,7 +491,7 @@ class KVCache(Cache):
         self.abort_pass()
         held = self.get_seq_length()
         if self._fingerprint is not None:
-            tensors = {} if self.tokens is None else {"tokens": self.tokens[:, :held]}
+            tensors = {} if self.tokens is None or not held else {"tokens": self.tokens[:, :held]}
             if self._hidden is not None:
                 tensors["hidden"] = self._hidden[:, :held].to(torch.uint8)
             save(self.store, self._kept.directories[0], self._fingerprint, tensors | self.rotations.tensors())
