@@ -33,6 +33,7 @@ def probe(model: PreTrainedModel) -> str | None:
 
     Raises:
         InvalidInputError: it computes what espnx does not; the message names it.
+        ReadError, ...: of weights that are streamed.
     """
     what = f"{type(model).__name__} cannot attend through espnx"
     if "past_key_values" not in inspect.signature(model.forward).parameters:
@@ -52,8 +53,10 @@ def probe(model: PreTrainedModel) -> str | None:
             for end, part in ((_TOKENS, ids[:, :_TOKENS]), (_TOKENS + 1, ids[:, _TOKENS:])):
                 model(input_ids=part, attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
                 cache.check(end)
-    except errors.EspnxError as error:
+    except errors.InvalidInputError as error:
         raise errors.InvalidInputError(what, got=f"{error.what}: {error.got}", expected=error.expected, fix=error.fix) from error
+    except (errors.EspnxError, MemoryError, torch.OutOfMemoryError):  # the disk, or memory: nothing that the model could help
+        raise
     except Exception as error:
         raise errors.InvalidInputError(
             what, got=f"{type(error).__name__} in a forward pass over a few tokens: {str(error).splitlines()[:1]}",

@@ -107,6 +107,20 @@ class Broken:
         return FaultyEngine([self.rule], pool_bytes=1 << 20)
 
 
+def test_a_read_that_fails_in_enable(folders: Any, expected: Any) -> None:
+    """It is the disk's error, not a model that is not supported; the model is as before and can be enabled."""
+    place = find_tensors(folders["llama"])["model.layers.3.mlp.up_proj.weight"]
+    broken = Broken(begin_bytes=place.offset_bytes + 8192, end_bytes=place.offset_bytes + 8193, nth=1, count=1, fault="error")
+    model = load_streamed(folders["llama"], least(folders["llama"]), engine=broken)
+    with pytest.raises(errors.ReadError) as caught:
+        enable(model)
+    assert caught.value.path == place.path
+    assert model.config._attn_implementation != "espnx"
+    enable(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, expected["llama"][0](IDS).logits, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("rule", "error"), [({"fault": "error"}, errors.ReadError), ({"fault": "short", "value": 0}, errors.ShortReadError)]
 )
@@ -117,8 +131,8 @@ def test_a_failing_read_is_typed_and_the_model_goes_on(
     folder = folders["llama"]
     place = find_tensors(folder)["model.layers.3.mlp.up_proj.weight"]
     begin = place.offset_bytes + 8192
-    # The second visit of layer 3 fails, whatever it is tried: `short` is continued 16 times.
-    broken = Broken(begin_bytes=begin, end_bytes=begin + 1, nth=2, count=1 if rule["fault"] == "error" else 40, **rule)
+    # The fourth visit of layer 3 fails, after two of `enable` and one pass, whatever it is tried: `short` is continued 16 times.
+    broken = Broken(begin_bytes=begin, end_bytes=begin + 1, nth=4, count=1 if rule["fault"] == "error" else 40, **rule)
     model = enable(load_streamed(folder, least(folder), engine=broken))
     reference, tokens = expected["llama"]
     cache = {"none": lambda: None, "dynamic": DynamicCache, "ssd": lambda: KVCache(model.config, tmp_path)}[cached]()

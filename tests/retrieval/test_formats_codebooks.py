@@ -131,10 +131,9 @@ def test_a_manifest_of_an_unknown_format_is_named(folder: Path, tier: str, unkno
     del fields["checksum"]
     fields[tier]["format"] = unknown
     top.write_text(json.dumps(fields | {"checksum": manifest._digest(fields)}))
-    with pytest.raises(errors.FormatError, match="unknown record format") as caught:
+    with pytest.raises(errors.FormatError, match=rf"field {tier}\.format.*; got .*; expected ") as caught:
         espnx.open(folder / "s")
     assert caught.value.path == str(top)
-    assert f"got {unknown!r}" in str(caught.value)
 
 
 @pytest.mark.parametrize("unknown", [[], ["fp16"], {}, None, 6])
