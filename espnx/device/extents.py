@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import errno as codes
 import os
+import resource
 
 from .. import errors
 from ..storage import NativeEngine
@@ -88,12 +89,24 @@ class Extents:
             if not self._engine.allocate(self._file, self.size_bytes + by_bytes) and by_bytes > free_bytes > 0:
                 raise errors.DiskFullError("no room for rows", needed_bytes=by_bytes, free_bytes=free_bytes, path=self._file.path)
         except errors.WriteError as error:
-            if error.errno not in (codes.ENOSPC, codes.EFBIG):  # EFBIG: more than any file of this file system may have
+            if error.errno == codes.EFBIG:
+                raise self._too_large(by_bytes) from error
+            if error.errno != codes.ENOSPC:
                 raise
             free_bytes = getattr(error, "free_bytes", free_bytes)
             raise errors.DiskFullError("no room for rows", needed_bytes=by_bytes, free_bytes=free_bytes, path=self._file.path) from error
         self._add(self.size_bytes, by_bytes)
         self.size_bytes += by_bytes
+
+    def _too_large(self, by_bytes: int) -> errors.DiskFullError:
+        """The disk may have room, but not the file: of a process with a limit of file sizes, or in a file system with one."""
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        is_own = limit != resource.RLIM_INFINITY and self.size_bytes + by_bytes > limit
+        return errors.DiskFullError(
+            "no room for rows: the file would be larger than " + ("this process may write" if is_own else "the file system takes"),
+            needed_bytes=by_bytes, free_bytes=max(limit - self.size_bytes, 0) if is_own else 0, path=self._file.path,
+            fix="raise the limit (`ulimit -f unlimited`)" if is_own else "name more directories in other file systems: each has a file",
+        )  # fmt: skip
 
     def _add(self, offset: int, size_bytes: int) -> None:
         at = bisect.bisect_left(self._free, (offset, 0))

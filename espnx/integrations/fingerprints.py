@@ -110,5 +110,5 @@ def compare(kept: dict[str, Any], now: dict[str, Any], path: str) -> None:
         changed = sorted(name for name in known.keys() | after.keys() if known.get(name) != after.get(name))
         raise errors.ForeignFileError(
             f"the cache holds K and V of another model ({', '.join(changed[:1])})", path=path,
-            got=f"{len(changed)} tensors that differ: {', '.join(changed[:3])}", expected="the same weights", fix=fix,
+            got=f"{len(changed)} that differ: {', '.join(changed[:3])}", expected="the same weights", fix=fix,
         )  # fmt: skip

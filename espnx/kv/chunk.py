@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from ..ops.precision import whole_float32
+
 _QUERIES_AT_ONCE = 256
 _WIDEST_FUSED = 256  # values of a head, on a GPU
 
@@ -75,6 +77,7 @@ def for_fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.
     return k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
 
 
+@whole_float32()
 def _masked(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, hidden: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -256,3 +257,29 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         assert (space.used_bytes, space.size_bytes) == (5 * MIB, 5 * MIB)
         assert space.take(2 * MIB) == 5 * MIB
         engine.close_file(file)
+
+
+def test_a_limit_of_file_sizes_is_no_full_disk(tmp_path: Path) -> None:
+    """What there is room for is what the limit leaves, and the limit is what helps."""
+    (tmp_path / "rows").touch()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with NativeEngine("posix") as engine:
+        file = engine.open(tmp_path / "rows", "r+")
+        space = Extents(engine, file)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3 * MIB, before[1]))
+        try:
+            with pytest.raises(errors.DiskFullError, match="ulimit -f") as caught:
+                space.take(4 * MIB)
+            assert (caught.value.needed_bytes, caught.value.free_bytes) == (4 * MIB, 3 * MIB)
+            assert space.take(2 * MIB) == 0
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert space.take(4 * MIB) == 2 * MIB
+        engine.close_file(file)
+
+
+def test_a_file_larger_than_the_file_system_takes(tmp_path: Path) -> None:
+    disk = Disk()
+    disk.allocate = lambda *args: (_ for _ in ()).throw(errors.WriteError("allocate", errno=27))  # type: ignore[method-assign]
+    with pytest.raises(errors.DiskFullError, match=r"the file system takes.*more directories"):
+        open_extents(disk, tmp_path).take(1)

@@ -87,3 +87,26 @@ def test_k_and_v_of_two_dtypes() -> None:
         o, _ = chunk_attention(q, k, v.bfloat16(), 0.25, padding, wants_lse=False)
         assert o.dtype == torch.float32
         torch.testing.assert_close(o, chunk_attention(q, k, v.bfloat16().float(), 0.25, padding, wants_lse=False)[0])
+
+
+def test_products_are_whole_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that allows TF32 for its own matrix products does not get it for attention over padded chunks."""
+    before, seen = torch.get_float32_matmul_precision(), []
+    original = torch.Tensor.__matmul__
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.get_float32_matmul_precision())
+        return original(a, b)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", product)
+    q, k, v = (each[:, :, :40] for each in rows(4, 2, 16, 16))
+    hidden = torch.zeros(1, 40, dtype=torch.bool)
+    hidden[0, 5] = True  # not on the left
+    torch.set_float32_matmul_precision("high")
+    try:
+        chunk_attention(q, k, v, 0.25, hidden, wants_lse=True)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen
+    assert set(seen) == {"highest"}
