@@ -88,7 +88,7 @@ class SearchResult:
         candidates: how many the first stage found.
         reranked: how many of them were scored exactly.
         hit_rate: share of the re-ranked documents whose read had been started by the prefetch; 0 without one.
-        bytes_asked: sizes of the records read (prefetched in vain included).
+        bytes_asked: sizes of the records read (prefetched in vain included); ids and texts of the hits, a few KiB, are not counted.
         bytes_moved: what the engine moved for them, alignment and gaps included.
         requests: after merging.
         hot: records that needed no read, being kept in RAM.
