@@ -69,19 +69,20 @@ def hit_rate(rows: Iterable[Row]) -> Any:
 
 
 def formats(rows: Iterable[Row]) -> Any:
-    """nDCG@10 over bytes a document, a point for each way to search; None without rows."""
-    points = [
-        (row.system, row.metrics["bytes_per_document"], row.metrics["nDCG@10"])
-        for row in rows
-        if "bytes_per_document" in row.metrics and "nDCG@10" in row.metrics
-    ]
+    """nDCG@10 over bytes a document, a point for each way to search, a colour for each collection; None without rows."""
+    points: dict[str, list[tuple[str, float, float]]] = defaultdict(list)
+    for row in rows:
+        if "bytes_per_document" in row.metrics and "nDCG@10" in row.metrics:
+            points[row.params["corpus"]].append((row.system, row.metrics["bytes_per_document"], row.metrics["nDCG@10"]))
     if not points:
         return None
     figure, axes = _axes("Quality of record formats", "bytes a document on SSD", "nDCG@10")
-    for name, size, quality in points:
-        axes.plot(size, quality, "o", color="tab:blue")
-        axes.annotate(name, (size, quality), textcoords="offset points", xytext=(4, 4), fontsize="x-small")
+    for corpus, found in points.items():
+        axes.plot(*zip(*(point[1:] for point in found), strict=True), "o", label=corpus)
+        for name, size, quality in found:
+            axes.annotate(name, (size, quality), textcoords="offset points", xytext=(4, 4), fontsize="x-small")
     axes.set_xscale("log")
+    axes.legend(fontsize="small")
     return figure
 
 
