@@ -37,41 +37,49 @@ device::RowGeometry to_geometry(const py::dict& d) {
   return geometry;
 }
 
-std::vector<device::RowSegment> to_segments(const at::Tensor& table, int64_t n_sums) {
+// `table`: the fields of RowSegment, but in place of the pointer which of `sums` its checksums lie in, and from where on.
+constexpr int64_t kSegmentFields = 11;
+
+std::vector<device::RowSegment> to_segments(const at::Tensor& table, const std::vector<at::Tensor>& sums,
+                                            int64_t block_rows) {
   if (!table.device().is_cpu() || table.scalar_type() != at::kLong || table.dim() != 2 ||
-      table.size(1) != device::kSegmentFields) {
-    invalid("segments must be an int64 tensor [n, 10] on the CPU");
+      table.size(1) != kSegmentFields) {
+    invalid("segments must be an int64 tensor [n, 11] on the CPU");
   }
   const at::Tensor flat = table.contiguous();
   const auto* field = flat.const_data_ptr<int64_t>();
   std::vector<device::RowSegment> segments;
-  for (int64_t i = 0; i < flat.size(0); ++i, field += device::kSegmentFields) {
+  segments.reserve(flat.size(0));
+  for (int64_t i = 0; i < flat.size(0); ++i, field += kSegmentFields) {
     segments.push_back(
-        {field[0], field[1], field[2], field[3], field[4], field[5], field[6], field[7], field[8], field[9]});
-    const device::RowSegment& s = segments.back();
-    if (s.n_heads < 0 || s.n_blocks < 0 || s.n_rows < 0 || s.first_sum < 0 || s.sequence < 0 || s.first_head < 0 ||
-        s.first_sum + s.n_heads * s.n_blocks > n_sums) {
+        {field[0], field[1], field[2], field[3], field[4], field[5], field[6], field[7], field[8], nullptr});
+    device::RowSegment& s = segments.back();
+    const int64_t piece = field[9], first = field[10];
+    if (s.n_heads < 0 || s.n_blocks < 0 || s.n_rows < 0 || s.sequence < 0 || s.first_head < 0 || piece < 0 ||
+        piece >= static_cast<int64_t>(sums.size()) || first < 0 ||
+        first + s.n_heads * s.n_blocks > sums[piece].numel()) {
       invalid("segment " + std::to_string(i) + " names checksums that are not there");
     }
+    if (s.n_rows > s.n_blocks * block_rows) invalid("a segment has more rows than its blocks hold");
+    s.sums = static_cast<const uint32_t*>(sums[piece].const_data_ptr()) + first;
   }
   return segments;
 }
 
-int64_t push(RowStream& stream, const py::dict& geometry, const at::Tensor& segments, const at::Tensor& sums,
-             int64_t unit_bytes) {
-  if (!sums.device().is_cpu() || sums.scalar_type() != at::kUInt32 || !sums.is_contiguous()) {
-    invalid("sums must be a contiguous uint32 tensor on the CPU");
-  }
+int64_t push(RowStream& stream, const py::dict& geometry, const at::Tensor& segments,
+             const std::vector<at::Tensor>& sums, int64_t unit_bytes) {
+  Remains::free();
   device::RowRequest request;
-  request.geometry = to_geometry(geometry);
-  const std::vector<device::RowSegment> found = to_segments(segments, sums.numel());
-  for (const device::RowSegment& s : found) {
-    if (s.n_rows > s.n_blocks * request.geometry.block_rows) invalid("a segment has more rows than its blocks hold");
+  for (const at::Tensor& each : sums) {
+    if (!each.device().is_cpu() || each.scalar_type() != at::kUInt32 || !each.is_contiguous()) {
+      invalid("sums must be contiguous uint32 tensors on the CPU");
+    }
+    request.keeps_alive.push_back(Remains::keep(each));
   }
-  const auto* values = static_cast<const uint32_t*>(sums.const_data_ptr());
+  request.geometry = to_geometry(geometry);
+  request.segments = to_segments(segments, sums, request.geometry.block_rows);
+  request.unit_bytes = unit_bytes;
   py::gil_scoped_release unlocked;
-  request.sums.assign(values, values + sums.numel());
-  request.units = device::plan_rows(found, request.geometry, unit_bytes);
   return stream.push(std::move(request));
 }
 
@@ -209,9 +217,9 @@ std::tuple<at::Tensor, at::Tensor> attend(RowStream* stream, int64_t ticket, con
   return {o, lse};
 }
 
-at::Tensor piece_table(const device::RowUnit& unit) {
+at::Tensor piece_table(const device::RowPlan& plan, const device::RowUnit& unit) {
   std::vector<int64_t> flat;
-  for (const device::RowPiece& p : unit.pieces) {
+  for (const device::RowPiece& p : plan.pieces(unit)) {
     flat.insert(flat.end(), {p.sequence, p.head, p.offset_bytes, p.n_rows, p.first_position});
   }
   return to_tensor(flat).view({-1, 5});
@@ -223,10 +231,10 @@ void visit(RowStream& stream, int64_t ticket, const py::function& see) {
   run_interruptibly([&](const std::function<bool()>& interrupted) {
     stream.visit(
         ticket,
-        [&](const device::RowUnit& unit, const char* memory) {
+        [&](const device::RowPlan& plan, const device::RowUnit& unit, const char* memory) {
           py::gil_scoped_acquire locked;
           see(at::from_blob(const_cast<char*>(memory), {unit.size_bytes}, at::TensorOptions().dtype(at::kByte)),
-              piece_table(unit));
+              piece_table(plan, unit));
         },
         interrupted);
   });

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "cpu/attention.hpp"
+#include "io/pooled.hpp"
 
 namespace espnx::device {
 
@@ -28,7 +30,7 @@ struct RowSegment {
   int64_t n_blocks;                        // of each head
   int64_t n_rows;                          // of each head that count, from the first on
   int64_t first_position;
-  int64_t first_sum;  // of the blocks' checksums, [heads][blocks]
+  const uint32_t* sums;  // CRC32C of the blocks, [heads][blocks]
 };
 
 // Rows of a read that belong to one (sequence, head).
@@ -38,18 +40,41 @@ struct RowPiece {
   int64_t n_rows, first_position;
 };
 
+// A part of a list.
+template <typename T>
+struct Some {
+  const T* first;
+  int64_t count;
+
+  const T* begin() const { return first; }
+  const T* end() const { return first + count; }
+};
+
+// Checksums of blocks that follow one another.
+using RowSums = Some<uint32_t>;
+
 // One read: whole blocks that follow one another in a file.
 struct RowUnit {
   int64_t file, offset_bytes, size_bytes;
-  std::vector<int64_t> first_sum;  // of each block: the number of its checksum
-  std::vector<RowPiece> pieces;
+  int64_t first_piece, n_pieces, first_sums, n_sums;  // in the plan's lists
 };
 
-constexpr int64_t kSegmentFields = 10;
+// The reads of some segments. Three lists, however many reads there are: they come and go in whole mappings, and leave
+// the allocator's heap as it was.
+struct RowPlan {
+  explicit RowPlan(const std::shared_ptr<io::BufferPool>& pool) : units(pool), all_pieces(pool), all_sums(pool) {}
+
+  Some<RowPiece> pieces(const RowUnit& unit) const { return {all_pieces.data() + unit.first_piece, unit.n_pieces}; }
+  Some<RowSums> sums(const RowUnit& unit) const { return {all_sums.data() + unit.first_sums, unit.n_sums}; }
+
+  io::PooledVector<RowUnit> units;
+  io::PooledVector<RowPiece> all_pieces;
+  io::PooledVector<RowSums> all_sums;
+};
 
 // Cuts the segments into reads of at most `unit_bytes` (at least a block), in the order of the file; what several
 // segments share is read once.
-std::vector<RowUnit> plan_rows(const std::vector<RowSegment>& segments, const RowGeometry& geometry,
-                               int64_t unit_bytes);
+RowPlan plan_rows(const std::vector<RowSegment>& segments, const RowGeometry& geometry, int64_t unit_bytes,
+                  const std::shared_ptr<io::BufferPool>& pool);
 
 }  // namespace espnx::device

@@ -33,8 +33,12 @@ io::FailureError forgotten() { return failure(io::Kind::cancelled, "the rows tha
 }  // namespace
 
 struct RowStream::Reading {
+  Reading(RowRequest wanted, const std::shared_ptr<io::BufferPool>& pool) : request(std::move(wanted)), plan(pool) {}
+
   RowRequest request;
-  // The stream's mutex guards these four.
+  // The stream's mutex guards these. Planned when its turn to be read comes: many are in line, for all that is stored.
+  bool is_planned = false;
+  RowPlan plan;  // does not change once it is made
   std::vector<std::shared_ptr<io::Transfer>> transfers;  // by unit; null: not submitted, or consumed
   size_t n_submitted = 0;
   bool is_taken = false;      // somebody consumes it
@@ -56,9 +60,7 @@ RowStream::~RowStream() {
 }
 
 int64_t RowStream::push(RowRequest request) {
-  auto reading = std::make_shared<Reading>();
-  reading->request = std::move(request);
-  reading->transfers.resize(reading->request.units.size());
+  auto reading = std::make_shared<Reading>(std::move(request), engine_->pool());
   try {
     std::lock_guard lock(mutex_);
     reading->request.ticket = next_ticket_++;
@@ -98,8 +100,16 @@ RowStream::Stats RowStream::stats() {
   return stats_;
 }
 
+void RowStream::plan(Reading& reading) {
+  if (reading.is_planned) return;
+  const RowRequest& request = reading.request;
+  reading.plan = plan_rows(request.segments, request.geometry, request.unit_bytes, engine_->pool());
+  reading.transfers.resize(reading.plan.units.size());
+  reading.is_planned = true;
+}
+
 void RowStream::submit(Reading& reading, size_t unit) {
-  const RowUnit& wanted = reading.request.units[unit];
+  const RowUnit& wanted = reading.plan.units[unit];
   io::TransferSpec spec;
   spec.file = {wanted.file};
   spec.offset_bytes = {wanted.offset_bytes};
@@ -112,8 +122,10 @@ void RowStream::submit(Reading& reading, size_t unit) {
 
 void RowStream::pump() {
   for (const auto& reading : line_) {
+    if (!reading->is_planned && ahead_bytes_ >= window_bytes_) return;
+    plan(*reading);
     for (size_t unit = reading->n_submitted; unit < reading->transfers.size(); ++unit) {
-      const int64_t size_bytes = reading->request.units[unit].size_bytes;
+      const int64_t size_bytes = reading->plan.units[unit].size_bytes;
       if (ahead_bytes_ > 0 && ahead_bytes_ + size_bytes > window_bytes_) return;
       submit(*reading, unit);
     }
@@ -125,6 +137,7 @@ std::shared_ptr<RowStream::Reading> RowStream::take_front(int64_t ticket) {
   if (line_.empty() || line_.front()->request.ticket != ticket) {
     throw failure(io::Kind::invalid, "rows are consumed in the order in which they were asked for");
   }
+  plan(*line_.front());
   return line_.front();
 }
 
@@ -135,19 +148,22 @@ bool RowStream::is_forgotten(const Reading& reading) {
 
 void RowStream::check(const Reading& reading, const RowUnit& unit, const char* memory) const {
   const int64_t block_bytes = reading.request.geometry.block_bytes;
-  for (size_t i = 0; i < unit.first_sum.size(); ++i) {
-    const uint32_t expected = reading.request.sums[unit.first_sum[i]];
-    const uint32_t got = crc32c(0, memory + i * block_bytes, block_bytes);
-    if (got == expected) continue;
-    io::Failure damage;
-    damage.kind = io::Kind::checksum;
-    damage.what = "stored rows are damaged";
-    damage.path = engine_->file(unit.file)->path;
-    damage.offset_bytes = unit.offset_bytes + static_cast<int64_t>(i) * block_bytes;
-    damage.size_bytes = block_bytes;
-    damage.got = "CRC32C " + std::to_string(got);
-    damage.expected = "CRC32C " + std::to_string(expected);
-    throw io::FailureError(damage);
+  int64_t at_bytes = 0;
+  for (const RowSums& sums : reading.plan.sums(unit)) {
+    for (const uint32_t expected : sums) {
+      const uint32_t got = crc32c(0, memory + at_bytes, block_bytes);
+      at_bytes += block_bytes;
+      if (got == expected) continue;
+      io::Failure damage;
+      damage.kind = io::Kind::checksum;
+      damage.what = "stored rows are damaged";
+      damage.path = engine_->file(unit.file)->path;
+      damage.offset_bytes = unit.offset_bytes + at_bytes - block_bytes;
+      damage.size_bytes = block_bytes;
+      damage.got = "CRC32C " + std::to_string(got);
+      damage.expected = "CRC32C " + std::to_string(expected);
+      throw io::FailureError(damage);
+    }
   }
 }
 
@@ -159,7 +175,7 @@ void RowStream::work(Reading& reading, int thread, const Arrived& arrived, const
     for (;;) {
       const size_t i = reading.n_taken.fetch_add(1);
       if (i >= reading.transfers.size() || reading.stopped) break;
-      const RowUnit& unit = reading.request.units[i];
+      const RowUnit& unit = reading.plan.units[i];
       std::shared_ptr<io::Transfer> transfer;
       {
         std::lock_guard lock(mutex_);
@@ -223,9 +239,9 @@ void RowStream::consume(Reading& reading, int n_threads, const Arrived& arrived,
   }
   std::lock_guard lock(mutex_);
   if (!reading.is_forgotten) line_.pop_front();
-  for (const RowUnit& unit : reading.request.units) stats_.bytes_asked += unit.size_bytes;
+  for (const RowUnit& unit : reading.plan.units) stats_.bytes_asked += unit.size_bytes;
   stats_.bytes_moved += reading.moved_bytes;
-  stats_.units += static_cast<int64_t>(reading.request.units.size());
+  stats_.units += static_cast<int64_t>(reading.plan.units.size());
   stats_.waiting_s += reading.waiting_s;
   stats_.computing_s += reading.computing_s;
 }
@@ -234,11 +250,12 @@ void RowStream::consume(Reading& reading, int n_threads, const Arrived& arrived,
 static void check_fits(const RowRequest& request, const RowQueries& queries) {
   const RowGeometry& geometry = request.geometry;
   bool fits = geometry.d == queries.d && geometry.dv == queries.dv;
-  for (const RowUnit& unit : request.units) {
-    for (const RowPiece& piece : unit.pieces) {
-      fits = fits && piece.sequence < queries.n_sequences && piece.head < queries.n_heads && piece.first_position >= 0;
-      fits = fits && (queries.visible == nullptr || piece.first_position + piece.n_rows <= queries.visible_stride);
-    }
+  for (const RowSegment& segment : request.segments) {
+    if (segment.n_rows == 0 || segment.n_heads == 0) continue;
+    const int64_t last_head = segment.first_head + (segment.n_heads - 1) * segment.head_step;
+    fits = fits && segment.sequence < queries.n_sequences && segment.first_position >= 0;
+    fits = fits && std::max(segment.first_head, last_head) < queries.n_heads && last_head >= 0;
+    fits = fits && (queries.visible == nullptr || segment.first_position + segment.n_rows <= queries.visible_stride);
   }
   if (!fits)
     throw failure(io::Kind::invalid, "the queries do not fit the rows: sequences, heads, widths, or positions");
@@ -249,7 +266,7 @@ void RowStream::attend(int64_t ticket, const RowQueries& queries, int n_threads,
   const std::shared_ptr<Reading> reading = take_front(ticket);
   check_fits(reading->request, queries);
   const RowGeometry& geometry = reading->request.geometry;
-  const auto n_units = static_cast<int64_t>(reading->request.units.size());
+  const auto n_units = static_cast<int64_t>(reading->plan.units.size());
   n_threads = static_cast<int>(std::clamp<int64_t>(n_threads, 1, std::max<int64_t>(1, n_units)));
   const int64_t states = queries.n_sequences * queries.n_heads * queries.n;
   // Every thread but the first has states of its own, so that two may work on rows of one head.
@@ -266,9 +283,9 @@ void RowStream::attend(int64_t ticket, const RowQueries& queries, int n_threads,
     float* base = own + (thread - 1) * own_floats;
     return {base, base + states * queries.dv, base + states * (queries.dv + 1)};
   };
-  const Arrived fold = [&](const Reading&, const RowUnit& unit, const char* memory, int thread) {
+  const Arrived fold = [&](const Reading& reading, const RowUnit& unit, const char* memory, int thread) {
     const AttentionState states = state_of(thread);
-    for (const RowPiece& piece : unit.pieces) {
+    for (const RowPiece& piece : reading.plan.pieces(unit)) {
       const auto* block = reinterpret_cast<const uint8_t*>(memory) + piece.offset_bytes;
       const uint8_t* k = block + geometry.k_offset_bytes;
       const AttentionRows rows{k,
@@ -290,10 +307,12 @@ void RowStream::attend(int64_t ticket, const RowQueries& queries, int n_threads,
   }
 }
 
-void RowStream::visit(int64_t ticket, const std::function<void(const RowUnit&, const char*)>& see,
+void RowStream::visit(int64_t ticket, const std::function<void(const RowPlan&, const RowUnit&, const char*)>& see,
                       const std::function<bool()>& interrupted) {
   const std::shared_ptr<Reading> reading = take_front(ticket);
-  const Arrived show = [&](const Reading&, const RowUnit& unit, const char* memory, int) { see(unit, memory); };
+  const Arrived show = [&](const Reading& reading, const RowUnit& unit, const char* memory, int) {
+    see(reading.plan, unit, memory);
+  };
   consume(*reading, 1, show, interrupted);
 }
 

@@ -23,8 +23,9 @@ namespace espnx::device {
 struct RowRequest {
   int64_t ticket = 0;
   RowGeometry geometry;
-  std::vector<RowUnit> units;
-  std::vector<uint32_t> sums;  // CRC32C of blocks, by number
+  std::vector<RowSegment> segments;
+  int64_t unit_bytes = 0;                           // of a read, at most
+  std::vector<std::shared_ptr<void>> keeps_alive;  // what the segments' checksums lie in
 };
 
 // The queries of one layer: for each (sequence, KV head) the query heads that look at it, all positions.
@@ -58,7 +59,7 @@ class RowStream {
 
   // Shows the reads of the ticket at the front, checked, one after the other, in the caller's thread. The memory is
   // void afterwards.
-  void visit(int64_t ticket, const std::function<void(const RowUnit&, const char*)>& see,
+  void visit(int64_t ticket, const std::function<void(const RowPlan&, const RowUnit&, const char*)>& see,
              const std::function<bool()>& interrupted);
 
   // Forgets everything that was pushed. Any thread, at any time: attend() and visit() that are under way in another one
@@ -79,6 +80,7 @@ class RowStream {
   using Arrived = std::function<void(const Reading&, const RowUnit&, const char*, int thread)>;
 
   void pump();                                 // under mutex_
+  void plan(Reading& reading);                 // under mutex_; once
   void submit(Reading& reading, size_t unit);  // under mutex_
   std::shared_ptr<Reading> take_front(int64_t ticket);
   bool is_forgotten(const Reading& reading);

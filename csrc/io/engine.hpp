@@ -68,6 +68,7 @@ class Engine {
 
   // Memory for what is read and written, from the pool that reads without a place of their own use. Throws bad_alloc.
   std::shared_ptr<Buffer> memory(int64_t size_bytes) { return pool_->take(size_bytes); }
+  const std::shared_ptr<BufferPool>& pool() const { return pool_; }
   int64_t mapped_bytes() { return pool_->mapped_bytes(); }
 
   // False in a child after fork(): it has the memory of the engine, but neither its thread nor the state of its locks.

@@ -101,7 +101,7 @@ class GpuDevice(RowStore):
             self._reader.close()
             self._reader = None
 
-    def _push(self, layout: RowLayout, table: np.ndarray, sums: np.ndarray) -> int:
+    def _push(self, layout: RowLayout, table: np.ndarray, sums: list[np.ndarray]) -> int:
         with _typed_memory_errors(self.device):
             return int(self._stream.push(RowReads(layout, table, sums, group_bytes(self._read_ahead_bytes), UNIT_BYTES)))
 

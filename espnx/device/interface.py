@@ -111,7 +111,7 @@ class DeviceStats:
     waiting_s: float = 0.0
     computing_s: float = 0.0
     stored_bytes: int = 0
-    buffer_bytes: int = 0  # mapped for reads, writes, rows that wait and checksums
+    buffer_bytes: int = 0  # mapped for reads and their plans, writes, and rows that wait
     extra: dict[str, Any] = field(default_factory=dict)
 
 

@@ -33,8 +33,7 @@ class RowReads:
 
     Args:
         layout: of the blocks.
-        table: int64 [n, 10]: the segments of csrc/device/row_plan.hpp.
-        sums: the checksums that they number.
+        table, sums: of `RowStore._push`.
         group_bytes: that are read, checked and computed on together; at least a block.
         unit_bytes: of a single read.
 
@@ -44,7 +43,7 @@ class RowReads:
         group_blocks: blocks of each group but the last.
     """
 
-    def __init__(self, layout: RowLayout, table: np.ndarray, sums: np.ndarray, group_bytes: int, unit_bytes: int):
+    def __init__(self, layout: RowLayout, table: np.ndarray, sums: list[np.ndarray], group_bytes: int, unit_bytes: int):
         self.layout = layout
         self.group_blocks = max(1, group_bytes // layout.block_bytes)
         self._unit_blocks = max(1, unit_bytes // layout.block_bytes)
@@ -64,10 +63,14 @@ class RowReads:
         ends = np.cumsum(longest)
         at_place = np.repeat(np.arange(begins.size), np.diff(begins, append=place.size))
         self._begin, self._end = (ends - longest)[at_place], ends[at_place]
-        first_sum = (table[of, 9] + at_head * table[of, 6])[begins]
+        first_sum, source = (table[of, 10] + at_head * table[of, 6])[begins], table[of, 9][begins]
         within = np.arange(int(longest.sum())) - np.repeat(ends - longest, longest)
         self.offset_bytes = np.repeat(place[begins], longest) + within * layout.block_bytes
-        self.sums = sums[np.repeat(first_sum, longest) + within]
+        # Those of a place lie together; places that lie in one array are looked up together.
+        number, self.sums = np.repeat(first_sum, longest) + within, np.empty(within.size, np.uint32)
+        by_source = np.argsort(np.repeat(source, longest), kind="stable")
+        for each, mine in zip(sums, np.split(by_source, np.cumsum(np.bincount(source, longest, len(sums)).astype(int))), strict=False):
+            self.sums[mine] = each.reshape(-1)[number[mine]]
 
     def groups(self) -> list[range]:
         """The groups' blocks."""

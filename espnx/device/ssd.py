@@ -43,8 +43,9 @@ class SsdDevice(RowStore):
         sums.reshape(-1)[:] = block_sums(memory, layout.block_bytes).numpy()
         return Write(self.engine, plan, memory, self._deadline_s)
 
-    def _push(self, layout: RowLayout, table: np.ndarray, sums: np.ndarray) -> int:
-        return int(self._stream.push(layout.geometry(), torch.from_numpy(table), torch.from_numpy(sums), UNIT_BYTES))
+    def _push(self, layout: RowLayout, table: np.ndarray, sums: list[np.ndarray]) -> int:
+        tensors = [torch.from_numpy(each) for each in sums]
+        return int(self._stream.push(layout.geometry(), torch.from_numpy(table), tensors, UNIT_BYTES))
 
     def attend(self, ticket: int, queries: Queries, tail: Tail | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Device`. Ticket -1: over the rows in memory alone."""

@@ -86,7 +86,7 @@ class RowStore(ABC):
         self._writing_bytes = 0
         self._counts = DeviceStats()
         self._pinned: dict[int, int] = {}
-        self._sums = SumsMemory(self.engine)
+        self._sums = SumsMemory()
 
     # --- what subclasses bring ---
 
@@ -102,8 +102,9 @@ class RowStore(ABC):
         """Starts writing blocks. Their checksums come into `sums`, uint32 [sequences, heads, blocks], by the end of the write."""
 
     @abstractmethod
-    def _push(self, layout: RowLayout, table: np.ndarray, sums: np.ndarray) -> int:
-        """Puts reads in line. `table` int64 [n, 10]: the segments of csrc/device/row_plan.hpp; `sums`: what they number."""
+    def _push(self, layout: RowLayout, table: np.ndarray, sums: list[np.ndarray]) -> int:
+        """Puts reads in line. `table` int64 [n, 11]: file, offset, sequence, first head, step of heads, heads, blocks of a head, rows,
+        first position, which of `sums` holds the checksums, and from where on."""
 
     @abstractmethod
     def attend(self, ticket: int, queries: Queries, tail: Tail | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -281,23 +282,17 @@ class RowStore(ABC):
             self._wait(use.segment)
         return self._push(layout, *self._table(uses))
 
-    def _table(self, uses: Sequence[Use]) -> tuple[np.ndarray, np.ndarray]:
-        """(the rows of csrc/device/row_plan.hpp's segments, the checksums that they number)."""
-        number, first_sums, parts, rows = self._file.number, dict[int, int](), list[np.ndarray](), list[tuple[int, ...]]()
-        count = 0
-        for use in uses:
-            segment = use.segment
-            if id(segment) not in first_sums:
-                first_sums[id(segment)] = count
-                parts.append(segment.sums.reshape(-1))
-                count += segment.sums.size
-            heads = segment.heads
-            rows.append(
-                (number, segment.place, use.sequence, heads.start, heads.step, len(heads), segment.n_blocks, use.n_rows,
-                 use.first_position, first_sums[id(segment)])
+    def _table(self, uses: Sequence[Use]) -> tuple[np.ndarray, list[np.ndarray]]:
+        """What `_push` is given. The checksums are not copied: every ticket that waits in line would hold those of what it reads."""
+        number, pieces, table = self._file.number, dict[int, tuple[int, np.ndarray]](), np.empty((len(uses), 11), np.int64)
+        for row, use in zip(table, uses, strict=True):
+            segment, heads = use.segment, use.segment.heads
+            piece, _ = pieces.setdefault(id(segment.every_sum), (len(pieces), segment.every_sum))
+            row[:] = (
+                number, segment.place, use.sequence, heads.start, heads.step, len(heads), segment.n_blocks, use.n_rows,
+                use.first_position, piece, segment.first_sum,
             )  # fmt: skip
-        sums = np.concatenate(parts) if parts else np.empty(0, np.uint32)
-        return np.array(rows, dtype=np.int64).reshape(-1, 10), sums
+        return table, [sums for _, sums in pieces.values()]
 
     def visit(self, ticket: int, see: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
         """See `Device`."""

@@ -3,26 +3,27 @@ tensors of every forward pass, they would keep its holes from ever closing, and 
 
 from __future__ import annotations
 
-import numpy as np
+import mmap
 
-from ..storage import NativeEngine
+import numpy as np
 
 _PIECE_BYTES = 64 << 10
 _ITEM_BYTES = 4
 
 
 class SumsMemory:
-    """Cuts pieces of an engine's memory into parts, one after the other. A piece returns when nobody refers to it."""
+    """Cuts mappings of its own into parts, one after the other. A mapping goes when nobody refers to it. Not the engine's memory, which
+    rounds sizes up: that is for what comes and goes."""
 
-    def __init__(self, engine: NativeEngine):
-        self._engine = engine
+    def __init__(self) -> None:
         self._piece = np.empty(0, np.uint32)
         self._used = 0
 
     def take(self, count: int) -> tuple[np.ndarray, int]:
         """(uint32, from where on `count` of them are the caller's). Not an array of its own: that would be small, and stay."""
         if self._used + count > self._piece.size:
-            self._piece = self._engine.memory(max(_PIECE_BYTES, count * _ITEM_BYTES)).numpy().view(np.uint32)
+            mapped = mmap.mmap(-1, max(_PIECE_BYTES, count * _ITEM_BYTES), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._piece = np.frombuffer(mapped, np.uint32)
             self._used = 0
         first, self._used = self._used, self._used + count
         return self._piece, first

@@ -184,7 +184,7 @@ def _restore(cache: SsdCache, kept: KeptRows, tables: KeptTables) -> LayerRows:
             known[device, place].references += 1
         else:
             own = range(first, first + heads * step, step)
-            known[device, place] = Segment(kept.layout, own, n_rows, place, tables.sums[begin : begin + size].reshape(heads, -1))
+            known[device, place] = Segment(kept.layout, own, n_rows, place, tables.sums, begin)
         runs[number].parts[sequence].append((device, known[device, place]))
         begin += size
     rows.restore(runs, kept.count, kept.stored, kept.first, tables.k, tables.v)

@@ -10,6 +10,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <map>
+#include <memory>
+#include <numeric>
 #include <random>
 #include <set>
 #include <string>
@@ -29,6 +31,18 @@ using Place = std::pair<int64_t, int64_t>;  // file, offset
 }
 
 int64_t below(Random& random, int64_t limit) { return static_cast<int64_t>(random() % static_cast<uint64_t>(limit)); }
+
+constexpr size_t kMostSums = 12 * 3 * 4;
+
+// 0, 1, 2, ...: what stands in a place is its number.
+const std::array<uint32_t, kMostSums>& numbers() {
+  static const auto made = [] {
+    std::array<uint32_t, kMostSums> all{};
+    std::iota(all.begin(), all.end(), 0);
+    return all;
+  }();
+  return made;
+}
 
 struct Case {
   device::RowGeometry geometry;
@@ -52,7 +66,7 @@ Case random_case(Random& random) {
     segment.n_blocks = below(random, 5);
     segment.first_head = below(random, 3);
     segment.head_step = 1 + below(random, 3);
-    segment.first_sum = sums;
+    segment.sums = numbers().data() + sums;
     if (below(random, 3) == 0) end[segment.file] += made.geometry.block_bytes * below(random, 4);
     segment.offset_bytes = end[segment.file];
     const int64_t blocks = segment.n_heads * segment.n_blocks;
@@ -90,19 +104,24 @@ std::set<Row> wanted_rows(const Case& made) {
   return found;
 }
 
-void check_unit(const Case& made, const device::RowUnit& unit, std::set<Place>& read, std::set<Row>& rows) {
+void check_unit(const Case& made, const device::RowPlan& plan, const device::RowUnit& unit, std::set<Place>& read,
+                std::set<Row>& rows) {
   const device::RowGeometry& g = made.geometry;
   const int64_t most = std::max(g.block_bytes, made.unit_bytes);
   if (unit.size_bytes < 1 || unit.size_bytes > most) broken("a read of " + std::to_string(unit.size_bytes) + " bytes");
-  if (unit.size_bytes != static_cast<int64_t>(unit.first_sum.size()) * g.block_bytes) broken("sums and blocks differ");
-  for (size_t i = 0; i < unit.first_sum.size(); ++i) {
-    const Place block{unit.file, unit.offset_bytes + static_cast<int64_t>(i) * g.block_bytes};
-    const auto sum = made.sum_of.find(block);
-    if (sum == made.sum_of.end()) broken("a block that is nobody's is read");
-    if (sum->second != unit.first_sum[i]) broken("a block is checked against another's sum");
-    if (!read.insert(block).second) broken("a block is read twice");
+  int64_t end_bytes = 0;
+  for (const device::RowSums& sums : plan.sums(unit)) {
+    for (const uint32_t number : sums) {
+      const Place block{unit.file, unit.offset_bytes + end_bytes};
+      end_bytes += g.block_bytes;
+      const auto sum = made.sum_of.find(block);
+      if (sum == made.sum_of.end()) broken("a block that is nobody's is read");
+      if (sum->second != number) broken("a block is checked against another's sum");
+      if (!read.insert(block).second) broken("a block is read twice");
+    }
   }
-  for (const device::RowPiece& piece : unit.pieces) {
+  if (unit.size_bytes != end_bytes) broken("sums and blocks differ");
+  for (const device::RowPiece& piece : plan.pieces(unit)) {
     if (piece.n_rows < 1) broken("a piece without rows");
     for (int64_t row = 0; row < piece.n_rows; ++row) {
       const int64_t at = piece.offset_bytes + row / g.block_rows * g.block_bytes;
@@ -116,14 +135,16 @@ void check_unit(const Case& made, const device::RowUnit& unit, std::set<Place>& 
 
 // The bytes that are read, and how many reads there are.
 std::pair<size_t, size_t> check(const Case& made) {
-  const std::vector<device::RowUnit> units = device::plan_rows(made.segments, made.geometry, made.unit_bytes);
+  const auto pool = std::make_shared<espnx::io::BufferPool>(1 << 20, true);
+  const device::RowPlan plan = device::plan_rows(made.segments, made.geometry, made.unit_bytes, pool);
+  const auto& units = plan.units;
   std::set<Place> read, needed;
   std::set<Row> rows;
   Place before{-1, -1};
   for (const device::RowUnit& unit : units) {
     if (Place{unit.file, unit.offset_bytes} <= before) broken("reads are not in the order of the file");
     before = {unit.file, unit.offset_bytes + unit.size_bytes - 1};
-    check_unit(made, unit, read, rows);
+    check_unit(made, plan, unit, read, rows);
   }
   const std::set<Row> wanted = wanted_rows(made);
   if (rows != wanted) broken("rows are missing, or too many");
@@ -133,7 +154,7 @@ std::pair<size_t, size_t> check(const Case& made) {
   for (size_t i = 1; i < units.size(); ++i) {
     const device::RowUnit &a = units[i - 1], &b = units[i];
     const bool touch = a.file == b.file && a.offset_bytes + a.size_bytes == b.offset_bytes;
-    if (touch && static_cast<int64_t>(a.first_sum.size()) < unit_blocks) broken("a read that could be longer");
+    if (touch && a.size_bytes < unit_blocks * made.geometry.block_bytes) broken("a read that could be longer");
   }
   return {read.size(), units.size()};
 }

@@ -52,12 +52,16 @@ struct Store {
   std::unique_ptr<device::RowStream> stream;
   int64_t file;
   std::vector<char> data;
+  std::vector<uint32_t> sums;  // of its blocks
 };
 
 Store make_store(const std::string& name, const std::string& path, Random& random) {
   Store store;
   store.data.resize(kBlocks * kBlock);
   for (char& byte : store.data) byte = static_cast<char>(random() % 16);
+  for (int64_t block = 0; block < kBlocks; ++block) {
+    store.sums.push_back(espnx::crc32c(0, store.data.data() + block * kBlock, kBlock));
+  }
   const int fd = open(name.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
   if (fd < 0 || write(fd, store.data.data(), store.data.size()) != kBlocks * kBlock) broken("cannot make files");
   close(fd);
@@ -77,18 +81,11 @@ device::RowRequest request_of(const Store& store, Random& random, double& expect
   request.geometry.is_shared = true;
   request.geometry.block_rows = request.geometry.block_bytes = kBlock;
   const int64_t units = 1 + static_cast<int64_t>(random() % (kBlocks / kUnitBlocks));
+  const int64_t blocks = units * kUnitBlocks;
+  request.segments.push_back({store.file, 0, 0, 0, 1, 1, blocks, blocks * kBlock, 0, store.sums.data()});
+  request.unit_bytes = kUnitBlocks * kBlock;
   expected = 0;
-  for (int64_t i = 0; i < units; ++i) {
-    device::RowUnit unit{store.file, i * kUnitBlocks * kBlock, kUnitBlocks * kBlock, {}, {}};
-    for (int64_t block = 0; block < kUnitBlocks; ++block) {
-      const char* bytes = store.data.data() + unit.offset_bytes + block * kBlock;
-      unit.first_sum.push_back(static_cast<int64_t>(request.sums.size()));
-      request.sums.push_back(espnx::crc32c(0, bytes, kBlock));
-      for (int64_t b = 0; b < kBlock; ++b) expected += bytes[b];
-    }
-    unit.pieces.push_back({0, 0, 0, kUnitBlocks * kBlock, i * kUnitBlocks * kBlock});
-    request.units.push_back(unit);
-  }
+  for (int64_t b = 0; b < blocks * kBlock; ++b) expected += store.data[b];
   return request;
 }
 
@@ -128,7 +125,7 @@ void check_window(Store& store, Random& random) {
   double expected = 0;
   for (int i = 0; i < 4; ++i) {
     device::RowRequest request = request_of(store, random, expected);
-    while (request.units.size() * kUnitBlocks < kBlocks) request = request_of(store, random, expected);
+    while (request.segments[0].n_blocks < kBlocks) request = request_of(store, random, expected);
     store.stream->push(std::move(request));
   }
   const int64_t ahead = store.engine->stats().bytes_asked - before;

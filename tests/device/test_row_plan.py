@@ -21,7 +21,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which(compiler) is None:
         pytest.skip(f"no C++ compiler ({compiler})")
     target = tmp_path_factory.mktemp("row_plan") / "row_plan_check"
-    words = [compiler, *FLAGS, str(CSRC / "device" / "row_plan.cpp"), str(ROOT / "tests" / "cpp" / "row_plan_check.cpp"), "-o", str(target)]
+    sources = [CSRC / "device" / "row_plan.cpp", CSRC / "io" / "buffer.cpp", ROOT / "tests" / "cpp" / "row_plan_check.cpp"]
+    words = [compiler, *FLAGS, *map(str, sources), "-o", str(target)]
     done = subprocess.run([*words, *SANITIZERS], capture_output=True, text=True)
     if done.returncode != 0 and ("cannot find" in done.stderr or "libasan" in done.stderr or "libubsan" in done.stderr):
         done = subprocess.run(words, capture_output=True, text=True)
