@@ -37,7 +37,8 @@ device::RowGeometry to_geometry(const py::dict& d) {
   return geometry;
 }
 
-// `table`: the fields of RowSegment, but in place of the pointer which of `sums` its checksums lie in, and from where on.
+// `table`: the fields of RowSegment, but in place of the pointer which of `sums` its checksums lie in, and from where
+// on.
 constexpr int64_t kSegmentFields = 11;
 
 std::vector<device::RowSegment> to_segments(const at::Tensor& table, const std::vector<at::Tensor>& sums,

@@ -79,9 +79,8 @@ RowPlan plan_rows(const std::vector<RowSegment>& segments, const RowGeometry& ge
                            plan.units.back().offset_bytes + plan.units.back().size_bytes == offset_bytes &&
                            plan.units.back().size_bytes < unit_blocks * geometry.block_bytes;
       if (!follows) {
-        plan.units.push_back(
-            {place.file, offset_bytes, 0, static_cast<int64_t>(plan.all_pieces.size()), 0,
-             static_cast<int64_t>(plan.all_sums.size()), 0});
+        plan.units.push_back({place.file, offset_bytes, 0, static_cast<int64_t>(plan.all_pieces.size()), 0,
+                              static_cast<int64_t>(plan.all_sums.size()), 0});
       }
       RowUnit& unit = plan.units.back();
       const int64_t held = unit.size_bytes / geometry.block_bytes;

@@ -38,7 +38,7 @@ struct RowStream::Reading {
   RowRequest request;
   // The stream's mutex guards these. Planned when its turn to be read comes: many are in line, for all that is stored.
   bool is_planned = false;
-  RowPlan plan;  // does not change once it is made
+  RowPlan plan;                                          // does not change once it is made
   std::vector<std::shared_ptr<io::Transfer>> transfers;  // by unit; null: not submitted, or consumed
   size_t n_submitted = 0;
   bool is_taken = false;      // somebody consumes it

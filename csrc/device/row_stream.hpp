@@ -24,7 +24,7 @@ struct RowRequest {
   int64_t ticket = 0;
   RowGeometry geometry;
   std::vector<RowSegment> segments;
-  int64_t unit_bytes = 0;                           // of a read, at most
+  int64_t unit_bytes = 0;                          // of a read, at most
   std::vector<std::shared_ptr<void>> keeps_alive;  // what the segments' checksums lie in
 };
 

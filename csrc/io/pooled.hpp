@@ -1,5 +1,5 @@
-// Vectors in a pool's memory: large ones come and go in whole mappings. From the allocator's heap they would leave holes,
-// and what is small and stays would settle in them.
+// Vectors in a pool's memory: large ones come and go in whole mappings. From the allocator's heap they would leave
+// holes, and what is small and stays would settle in them.
 #pragma once
 
 #include <cstddef>
