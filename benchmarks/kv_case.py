@@ -8,7 +8,7 @@ from .kv_table import VIEWS, table
 from .registry import Case, Say
 from .result import Row
 
-SHOWS = ("decode", "spill", "context", "batch", "attend", "x", "x-sweep", "rss")
+SHOWS = ("decode", "spill", "context", "batch", "attend", "x", "x-sweep", "rss", "growth")
 BASELINES = ("host", "dynamic", "static", "memmap", "flexgen-disk", "fio")
 
 DESCRIPTION = """A model with random weights decodes; each system runs in a process of its own and all take turns, in shuffled order. Nobody
@@ -24,6 +24,7 @@ over ours (above 1: ours is faster). A turn begins with nothing read ahead.
   espnx bench kv --show x --model opt-1.3b                                       X rows absorbed, and K and V recomputed from them
   espnx bench kv --path /mnt/nvme --show x-sweep --model opt-1.3b --throttle 800MB/s   X rows of none to all, and the scheduler's choice
   espnx bench kv --path /mnt/nvme --show rss                                     peak memory of decoding and of prefill in chunks
+  espnx bench kv --path /mnt/nvme --show growth --model llama-rows --batch 256 --context 2048 --dtype fp32   memory beside what is stored
 
 host: our reads, attention in the framework. dynamic, static: transformers' caches in memory. memmap: a file for each layer, gathered in
 each step. flexgen-disk: FlexGen 0.1.8 (pip install --no-deps flexgen==0.1.8; pip install pulp attrs tqdm), OPT in fp16 only, with
@@ -37,7 +38,7 @@ def configure(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--path", metavar="DIR", default=".", help="a directory on the disk to measure (default: the current one)")
     add("--show", metavar="S,...", default="decode", help=f"what to measure: {', '.join(SHOWS)} (default: decode)")
-    add("--model", metavar="CONFIG", default="opt-125m", help="opt-125m (default), opt-1.3b, llama-small, llama-mha, or a JSON file")
+    add("--model", metavar="CONFIG", default="opt-125m", help="opt-125m (default), opt-1.3b, llama-small, -mha, -rows, or a JSON file")
     add("--batch", type=int, metavar="B", default=4, help="sequences (default: 4; with --quick at most 2)")
     add("--context", type=int, metavar="S", default=3840, help="cached tokens of each at the start (default: 3840; --quick: at most 512)")
     add("--new", type=int, metavar="N", help="measured tokens of each sequence (default: as many as --pairs and --steps give)")

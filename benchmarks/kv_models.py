@@ -23,6 +23,8 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
                     "num_key_value_heads": 4, "intermediate_size": 2816, "vocab_size": 32000},
     "llama-mha": {"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16,
                   "num_key_value_heads": 16, "intermediate_size": 5504, "vocab_size": 32000},
+    "llama-rows": {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8,
+                   "head_dim": 128, "intermediate_size": 96, "vocab_size": 97},  # many bytes of K and V, and little else to compute
 }  # fmt: skip
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}

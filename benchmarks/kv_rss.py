@@ -15,7 +15,7 @@ from .memory import status_bytes
 from .registry import Say
 from .result import Row
 
-CHUNK_TOKENS = 256
+CHUNK_TOKENS, GROWTH_CHUNK_TOKENS = 256, 128
 _STEPS = 3
 _CLEAR = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
@@ -42,6 +42,45 @@ def show_rss(options: Options, say: Say) -> list[Row]:
         with Fleet(task, specs, plan.path, Limit("ample"), 0, list(range(_STEPS)), say, is_seeded=False) as fleet:
             found += [_row(options, fleet, spec, phase, say) for spec in specs]
             found[-len(specs) :] = _judged(fleet, specs, found[-len(specs) :], say)
+    return found
+
+
+def show_growth(options: Options, say: Say) -> list[Row]:
+    """Memory after each chunk of a prompt, above that of the model before it: at 1, 4, 16, ... chunks, of one prefill."""
+    plan = options.plan(new=_STEPS)
+    task = options.task(plan)
+    found = list[Row]()
+    for spec in options.ours():
+        say(f"growth: {spec.name}, {task.name}, {task.batch} x {task.context} tokens")
+        with Fleet(task, [spec], plan.path, Limit("ample"), 0, [], say, is_seeded=False) as fleet:
+            base = fleet.ask(spec.name, "touch")["now"]
+            answer = fleet.ask(spec.name, "prefill", chunk=GROWTH_CHUNK_TOKENS)
+            path = str(fleet.facts[spec.name]["effective_path"])
+        chunks, is_whole = answer["chunks"], int(answer["stored_bytes"]) == task.kv_bytes(task.context)
+        for count in sorted({*(4**i for i in range(16) if 4**i < len(chunks)), len(chunks)}):
+            reached = dataclasses.replace(task, context=min(count * GROWTH_CHUNK_TOKENS, task.context))
+            then, stored = chunks[count - 1], reached.kv_bytes(reached.context)
+            more = max(0, then["resident_bytes"] - base)
+            say(f"    {format_size(stored)} stored: {format_size(more)} more")
+            found.append(
+                Row(
+                    case="kv",
+                    params={**options.params("growth", reached), "chunk_tokens": GROWTH_CHUNK_TOKENS},
+                    system=spec.name,
+                    kind="measured",
+                    requested_path=path,
+                    effective_path=path,
+                    cache="cold",
+                    n=1,
+                    median_s=then["seconds"],
+                    p99_s=then["seconds"],
+                    iqr_s=0.0,
+                    bytes_asked=stored,
+                    bytes_moved=int(then["read_bytes"] or 0),
+                    correct=is_whole,
+                    metrics={"more_bytes": more, "base_bytes": base, "stored_bytes": stored},
+                )
+            )
     return found
 
 

@@ -121,12 +121,15 @@ class Session:
     def do_prefill(self, chunk: int) -> Answer:
         """Feeds the task's context, random tokens, in chunks."""
         decoder, task = cast(HFDecoder, self.decoder), self._task
-        before, begin = read_counters(), time.perf_counter()
+        before, begin, chunks = read_counters(), time.perf_counter(), list[Answer]()
         with torch.inference_mode():
             for part in task.prompt().split(chunk, dim=1):
                 decoder.model(input_ids=part, past_key_values=decoder.cache, use_cache=True, logits_to_keep=1)
+                read = (read_counters() - before).device_read_bytes
+                chunks.append({"seconds": time.perf_counter() - begin, "read_bytes": read, "resident_bytes": resident_bytes()[0]})
         seconds, spent = time.perf_counter() - begin, read_counters() - before
-        return {"seconds": seconds, "read_bytes": spent.device_read_bytes, "stored_bytes": decoder.counters().get("stored_bytes", 0)}
+        stored = decoder.counters().get("stored_bytes", 0)
+        return {"seconds": seconds, "read_bytes": spent.device_read_bytes, "stored_bytes": stored, "chunks": chunks}
 
     # --- attention from memory ---
 

@@ -9,7 +9,7 @@ from .kv_attend import show_attend
 from .kv_fleet import Spec
 from .kv_measure import measure
 from .kv_options import Options
-from .kv_rss import show_rss
+from .kv_rss import show_growth, show_rss
 from .kv_xrows import show_x
 from .registry import Say
 from .result import Row
@@ -29,6 +29,7 @@ def measure_shows(options: Options, say: Say) -> list[Row]:
         "x": show_x,
         "x-sweep": show_x_sweep,
         "rss": show_rss,
+        "growth": show_growth,
     }
     if set(options.shows) - {"attend", "x"}:
         say("No prefill: every system starts from the same seeded random K and V; all are fed the same tokens.")

@@ -79,6 +79,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("write amplification", metric("write_amplification")),
     ("peak memory", _memory("peak_bytes")),
     ("stored", _memory("stored_bytes")),
+    ("memory after", _memory("more_bytes")),
     ("memory/stored", metric("memory_over_stored", 1, 4)),
     ("same tokens", metric("same_tokens", 1, 3)),
     ("logit error", metric("logit_error", 1, 4)),
@@ -118,6 +119,7 @@ VIEWS: Mapping[str, Table] = {
     "x": _view("what", "system", "X rows (* chosen)", "ms/step (IQR)", "predicted ms", "MB read", "bound"),
     "ops": _view("what", "system", "ms/step (IQR)", "GB/s", "GFLOP", "GFLOP/s"),
     "spill": _view("what", "system", "ms/step (IQR)", "write requests", "MB written", "write amplification"),
+    "growth": _view("what", "system", "stored", "memory after"),
     "rss": _view("what", "system", "peak memory", "stored", "memory/stored"),
 }
 
