@@ -18,13 +18,13 @@ from ..storage.manifest import NAME as MANIFEST
 from ..storage.parse import check_plain_file
 from ..storage.stream import write_error
 from .kept import ROWS_NAME
-from .kept_format import FIX, STATE_NAME
+from .kept_format import FIX, STATE_FILES, STATE_NAME
 from .spread import Storage, directories_of
 
 LOCK, USED = "LOCK", "LAST_USED"
 _PART = "PART"  # "1 of 3 <id>": which folder of one cache this is; the first of them has it before the others, and loses it last
 _MANIFESTS = re.compile(r"MANIFEST\.json(\.new)?")
-_FILES = re.compile(rf"{re.escape(ROWS_NAME)}|{USED}|{STATE_NAME.pattern}(\.new)?")
+_FILES = re.compile(rf"{re.escape(ROWS_NAME)}|{USED}|{STATE_FILES.pattern}")
 _MARKS = re.compile(rf"{_PART}|{LOCK}|{re.escape(ownership.MARK)}(\.new)?")
 _NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _LOCK_ATTEMPTS, _LOCK_PAUSE_S = 50, 0.02  # whoever lists caches holds each lock for a moment

@@ -28,7 +28,7 @@ from .kept_format import (
     FIX,
     MAGIC,
     SEGMENT_FIELDS,
-    STATE_NAME,
+    STATE_FILES,
     VERSION,
     KeptRows,
     KeptState,
@@ -78,7 +78,7 @@ def save(cache: SsdCache, directory: str, fingerprint: dict[str, Any], tensors: 
     for device, new in zip(cache.spread.devices, places, strict=True):
         device.pin(new)
     for name in os.listdir(directory):
-        if STATE_NAME.fullmatch(name) and name != state:
+        if STATE_FILES.fullmatch(name) and name != state:
             with contextlib.suppress(OSError):  # then the next save removes it
                 os.unlink(os.path.join(directory, name))
 

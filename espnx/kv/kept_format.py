@@ -22,6 +22,7 @@ from ..storage.parse import Fields
 MAGIC, VERSION = "espnx-kv", 1
 FIX = "remove the cache (`espnx cache rm`); it is made again from its prompt"
 STATE_NAME = re.compile(r"state-[0-9a-f]{8}\.safetensors")
+STATE_FILES = re.compile(rf"{STATE_NAME.pattern}(\.new)?")  # one that was being written, too
 SEGMENT_FIELDS = 8  # run, sequence, device, place, first head, head step, heads, rows
 _LAYERS_MAX, _HEADS_MAX, _WIDTH_MAX, _SEQUENCES_MAX, _DEVICES_MAX = 1 << 16, 1 << 16, 1 << 20, 1 << 24, 1 << 12
 _STATE_BYTES_MAX = 1 << 36
