@@ -30,10 +30,11 @@ def killed_at(owner: Any, name: str, nth: int, after: bool) -> None:
         calls += 1
         if calls == nth and not after:
             os.kill(os.getpid(), signal.SIGKILL)
-        result = original(*args, **options)
-        if calls == nth:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
+        try:
+            return original(*args, **options)
+        finally:  # whether it succeeded or not
+            if calls == nth:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     setattr(owner, name, call)
 

@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))
 import demo_generate
 
 from espnx.benchmarks.recall import HeldOut, question
-from espnx.kv.rows import LayerRows
+from espnx.kv.spread import Spread
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "models" / "demo"
@@ -102,8 +102,8 @@ def test_prompts_fill_the_context_and_hold_their_lines(model: Path, text: list[i
 def test_rows_that_are_stored_wrong_make_it_fail(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["read a file", "wait for it, " * 9]
     assert demo_generate.generate(model, texts, tmp_path)
-    put = LayerRows._put
-    monkeypatch.setattr(LayerRows, "_put", lambda self, k, v: put(self, k.roll(1, dims=2), v))
+    put = Spread.put
+    monkeypatch.setattr(Spread, "put", lambda self, layout, k, *others: put(self, layout, k.roll(1, dims=2), *others))
     assert not demo_generate.generate(model, texts, tmp_path)
 
 

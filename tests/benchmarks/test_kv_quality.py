@@ -21,7 +21,7 @@ from espnx.benchmarks.recall import NAME, HeldOut, question
 from espnx.benchmarks.result import Row, load, rows_of
 from espnx.cli.main import main
 from espnx.errors import FormatError, InvalidInputError
-from espnx.kv.rows import LayerRows
+from espnx.kv.spread import Spread
 
 CONTEXT, VOCABULARY = 640, 97
 MARKS = {"KEY": [1], "GET": [2], ":": [3], "\n": [4]}
@@ -84,12 +84,12 @@ def test_exact_rows_equal_memory_and_int8_rows_come_close(folder: Path, tmp_path
 def test_rows_that_are_stored_wrong_are_seen(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    put = LayerRows._put
+    put = Spread.put
 
-    def off_by_one(self: LayerRows, k: torch.Tensor, v: Any) -> None:
-        put(self, k.roll(1, dims=2), v)
+    def off_by_one(self: Spread, layout: Any, k: torch.Tensor, *others: Any) -> Any:
+        return put(self, layout, k.roll(1, dims=2), *others)
 
-    monkeypatch.setattr(LayerRows, "_put", off_by_one)
+    monkeypatch.setattr(Spread, "put", off_by_one)
     code, rows = bench(folder, tmp_path, "--quick")
     assert code == 1
     assert rows["dynamic"].correct

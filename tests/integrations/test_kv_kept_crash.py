@@ -64,7 +64,7 @@ PLACES = [
     ("engine", "truncate", [1, 2, 3]),
     ("engine", "allocate", [1]),
     ("engine", "write", [1, 2, 5, 12, 20]),
-    ("os", "unlink", [1]),
+    ("os", "unlink", [1, 2, 3]),  # of two files that are replaced, and of the state before
     ("module", "save", [1, 2]),
     ("kept", "write_manifest", [1, 2]),
 ]
