@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from espnx.integrations.transformers import KVCache, enable
 from tests.integrations import kv_models
@@ -32,12 +33,23 @@ MODES: dict[str, tuple[list[int], dict[str, Any], dict[str, Any]]] = {
 pytestmark = pytest.mark.filterwarnings("ignore:no layer of this model")
 
 
+class Written(StoppingCriteria):
+    """After every step all rows are on the disk, however slow it is: the next step reads them there and not where they wait."""
+
+    def __init__(self, cache: KVCache):
+        self.cache = cache
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **options: Any) -> torch.Tensor:
+        self.cache.store.spread.flush()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_are_the_frameworks(folder: Path, name: str) -> None:
     model = enabled(name)
     for mode, (lengths, options, stored) in MODES.items():
         with KVCache(model.config, folder, **stored) as cache:
-            got = generate(model, prompt(lengths), cache, **options)
+            got = generate(model, prompt(lengths), cache, stopping_criteria=StoppingCriteriaList([Written(cache)]), **options)
             was_read = cache.stats()["bytes_asked"]
         assert torch.equal(got, expected(name, lengths, **options)), f"{name}, {mode}"
         assert was_read > 0 or name == "mistral", f"{name}, {mode}: nothing was read from disk"
