@@ -5,7 +5,7 @@ CXX_FILES = $(shell git ls-files -co --exclude-standard 'csrc/*.cpp' 'csrc/*.h' 
 # Tests on as many processes as there are cores, a file of tests on one; on one process where pytest-xdist could not be installed.
 PARALLEL = $(shell $(PYTHON_VENV) -c 'import xdist' 2>/dev/null && printf '%s' '-n auto --maxprocesses 4 --dist loadfile')
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test models lint format bench gpu-check clean
+.PHONY: help setup build demo check test models lint format bench gpu-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -15,6 +15,9 @@ setup: ## .venv with pinned packages and the compiled extension (a second run ta
 
 demo: setup ## index the installed libraries' documentation on SSD, search it, show where the bytes went
 	@$(PYTHON_VENV) scripts/demo.py
+
+check: lint ## before a commit: the linters, style and layers, and tests that go through every room once (tests/smoke.txt)
+	@$(PYTHON_VENV) -m pytest -q $(PARALLEL) --durations=0 --durations-min=5 @tests/smoke.txt
 
 test: setup ## the whole test suite; what needs a GPU is skipped and counted
 	@$(PYTHON_VENV) -m pytest $(PARALLEL) $(PYTEST_ARGS)

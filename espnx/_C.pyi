@@ -1,5 +1,148 @@
-"""The compiled extension, for type checkers: it is untyped, and what uses it wraps it in typed classes."""
+"""The compiled extension as type checkers see it. tests/test_extension.py compares it with what is compiled.
 
+Positional-only names are of this file alone: the extension takes those arguments by position.
+"""
+
+from collections.abc import Callable, Sequence
 from typing import Any
 
-def __getattr__(name: str) -> Any: ...
+from torch import Tensor
+
+class Engine:
+    """csrc/io/engine.hpp. Paths may be given as bytes, as the operating system has them."""
+
+    def __init__(
+        self, *, path: str, queue_depth: int, threads: int, request_bytes: int, pool_bytes: int, poison: bool,
+        rules: Sequence[dict[str, Any]], seed: int,
+    ) -> None: ...  # fmt: skip
+    @property
+    def effective(self) -> str: ...
+    @property
+    def fallback_reason(self) -> str: ...
+    @property
+    def mapped_bytes(self) -> int: ...
+    def open(self, path: str | bytes, mode: str, direct: bool | None) -> int: ...
+    def close_file(self, number: int, /) -> None: ...
+    def file_info(self, number: int, /) -> tuple[int, bool, int]:
+        """(size_bytes, whether it bypasses the page cache, alignment_bytes)."""
+
+    def allocate(self, number: int, size_bytes: int, /) -> bool: ...
+    def truncate(self, number: int, size_bytes: int, /) -> None: ...
+    def sync(self, number: int, /) -> None: ...
+    def sync_directory(self, path: str | bytes, /) -> None: ...
+    def before(self, operation: str, path: str | bytes, /) -> None: ...
+    def submit(
+        self, *, reading: bool, file: Tensor, offset_bytes: Tensor, size_bytes: Tensor, out_offset_bytes: Tensor | None,
+        crc32c: Tensor | None, memory: Tensor | None, gap_bytes: int, priority: int, deadline_s: float,
+    ) -> Future: ...  # fmt: skip
+    def stats(self) -> dict[str, int]: ...
+    def memory(self, size_bytes: int, /) -> Tensor: ...
+    def close(self, grace_s: float, /) -> None: ...
+
+class Future:
+    """A transfer of an `Engine`."""
+
+    @property
+    def memory(self) -> Tensor: ...
+    @property
+    def position_bytes(self) -> Tensor: ...
+    @property
+    def bytes_asked(self) -> int: ...
+    @property
+    def bytes_moved(self) -> int: ...
+    @property
+    def request_count(self) -> int: ...
+    def next(self, at_least: int, timeout_s: float) -> tuple[Tensor, bool]: ...
+    def cancel(self) -> None: ...
+    def done(self) -> bool: ...
+
+class KeptRecords:
+    """Records of a store that a stream may read: their places and the rules they are scored by."""
+
+class RecordStream:
+    """csrc/device/record_stream.hpp."""
+
+    def __init__(self, engine: Engine, window_bytes: int, max_workers: int) -> None: ...
+    def push(
+        self, kept: KeptRecords, numbers: Tensor, queries: Sequence[tuple[Tensor, Tensor, float]], pair_item: Tensor | None,
+        pair_query: Tensor | None, is_urgent: bool, gap_bytes: int, deadline_s: float, /,
+    ) -> RecordTicket:  # fmt: skip
+        """`queries`: (tokens, CLS, weight of CLS) each. `pair_item`, `pair_query`: which records are scored for which queries."""
+
+    def clear(self) -> None: ...
+    def stats(self) -> dict[str, Any]: ...
+
+class RecordTicket:
+    """Records that a `RecordStream` reads and scores."""
+
+    def next(self, at_least: int, timeout_s: float) -> tuple[Tensor, bool]: ...
+    def scores(self) -> Tensor: ...
+    def score_more(self, pair_item: Tensor, pair_query: Tensor, /) -> Tensor: ...
+    def memory(self) -> tuple[Tensor, Tensor] | None:
+        """(uint8 memory, where each record begins in it); None while the reads wait for the window."""
+
+    @property
+    def damaged(self) -> int: ...
+    def costs(self) -> tuple[int, int, int, float, float, float]:
+        """(bytes_asked, bytes_moved, requests, waiting_s, computing_s, age_s)."""
+
+    def forget(self) -> None: ...
+
+class RowStream:
+    """csrc/device/row_stream.hpp."""
+
+    def __init__(self, engine: Engine, window_bytes: int, deadline_s: float) -> None: ...
+    def push(self, geometry: dict[str, Any], segments: Tensor, sums: Sequence[Tensor], unit_bytes: int, /) -> int: ...
+    def front(self) -> int: ...
+    def clear(self) -> None: ...
+    def visit(self, ticket: int, see: Callable[[Tensor, Tensor], object], /) -> None: ...
+    def stats(self) -> dict[str, Any]: ...
+
+# In `Extension` the plain names are its own attributes.
+_KeptRecords = KeptRecords
+_RowStream = RowStream
+
+class Extension:
+    """The module itself, as `espnx.storage.native.load_native` returns it."""
+
+    Engine: type[Engine]
+    Future: type[Future]
+    KeptRecords: type[KeptRecords]
+    RecordStream: type[RecordStream]
+    RecordTicket: type[RecordTicket]
+    RowStream: type[RowStream]
+    ROW_SEGMENT_FIELDS: tuple[str, ...]
+    ROW_PIECE_FIELDS: tuple[str, ...]
+
+    @staticmethod
+    def set_error_factory(factory: Callable[..., Exception], /) -> None: ...
+    @staticmethod
+    def free_bytes(path: str | bytes, /) -> int: ...
+    @staticmethod
+    def reserve_file_numbers() -> int: ...
+    @staticmethod
+    def crc32c(address: int, size_bytes: int, seed: int, /) -> int: ...
+    @staticmethod
+    def pack_plan(
+        file_sizes: Tensor, alignments: Tensor, file: Tensor, offset_bytes: Tensor, size_bytes: Tensor, gap_bytes: int, limit_bytes: int, /
+    ) -> tuple[Any, ...]: ...
+    @staticmethod
+    def lay_out_records(n_tokens: Tensor, fixed_bytes: int, row_bytes: int, begin_bytes: int, /) -> tuple[Tensor, int]: ...
+    @staticmethod
+    def locate_records(
+        records: Tensor, n_tokens: Tensor, group_offset_bytes: Tensor, segment_begin: Tensor, fixed_bytes: int, row_bytes: int, /
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(segment, offset_bytes, size_bytes) of each."""
+
+    @staticmethod
+    def keep_records(
+        n_tokens: Tensor, group_offset_bytes: Tensor, segment_begin: Tensor, files: Tensor, rules: dict[str, Any],
+        centroids: Tensor | None, bucket_weights: Tensor | None, /,
+    ) -> _KeptRecords: ...  # fmt: skip
+    @staticmethod
+    def attend_rows(
+        stream: _RowStream | None, ticket: int, *, q: Tensor, dv: int, rows: tuple[Tensor, Tensor, int, int, int] | None = None,
+        position: Tensor | None = None, last_position: Tensor | None = None, first_visible: Tensor | None = None,
+        visible: Tensor | None = None, window: int = 0, soft_cap: float = 0.0, slopes: Tensor | None = None, threads: int = 0,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """(o, lse). `rows`: K, V, how many to skip, how many count, and the position of the first: those in memory."""

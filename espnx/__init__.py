@@ -6,93 +6,110 @@
 >>> with espnx.open("my.index", encoder) as index:
 ...     print(index.search("what a says", k=1).hits)
 
->>> espnx.enable(model)                                     # doctest: +SKIP
+>>> espnx.enable_kv_cache(model)                                     # doctest: +SKIP
 >>> with espnx.KVCache(model.config, storage="/mnt/nvme") as cache:
 ...     model.generate(**inputs, past_key_values=cache, max_new_tokens=64)
+
+`build`, `open`, `add`, `delete`, `compact` and `detach` are of an index on disk, whose path comes first, as for ``espnx index``; what is of
+a KV cache says so in its name. What only some need is imported from its own module (`espnx.kv.cache`, `espnx.storage`, ...).
 
 Importing this package loads neither torch nor anything else heavy: names are resolved when they are first used.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import errors
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from .integrations import load_encoder
-    from .integrations.streamed import load_streamed
-    from .integrations.transformers import KVCache, enable
-    from .retrieval.build import BuildReport, build
-    from .retrieval.detaching import DetachReport, detach
-    from .retrieval.documents import Document
-    from .retrieval.encoder import Encoded, FunctionEncoder
+    from .encoders import load_encoder
+    from .integrations.streamed.load import load_streamed
+    from .integrations.transformers.cache import KVCache
+    from .integrations.transformers.enable import enable_kv_cache
+    from .kv.schedule import Decision
+    from .retrieval.build.builder import BuildReport, build, train
+    from .retrieval.build.changes import CompactReport, add, compact, delete
+    from .retrieval.build.detach import DetachReport, detach
+    from .retrieval.build.documents import Document
+    from .retrieval.build.trained import Trained
+    from .retrieval.encoder import Encoded, Encoder, FunctionEncoder
     from .retrieval.evaluate import evaluate
-    from .retrieval.mutate import CompactReport, add, compact, delete
-    from .retrieval.result import Hit, SearchResult
-    from .retrieval.search import Index
-    from .storage import open_engine
+    from .retrieval.search.index import Index
+    from .retrieval.search.read_cost import DeviceCost
+    from .retrieval.search.result import Hit, SearchResult, Timings, TokenMatch
+    from .storage import Engine, EngineStats, FileHandle, Future, Plan, open_engine
 
-    open = Index  # noqa: A001 - espnx.open reads as it should; nobody star-imports a package like this
+    open = Index  # noqa: A001 - espnx.open reads as it should, and a package like this is not star-imported
 
 _HOME = {
-    "BuildReport": ("retrieval.build", "BuildReport"),
-    "CompactReport": ("retrieval.mutate", "CompactReport"),
-    "DetachReport": ("retrieval.detaching", "DetachReport"),
-    "Document": ("retrieval.documents", "Document"),
-    "Encoded": ("retrieval.encoder", "Encoded"),
-    "FunctionEncoder": ("retrieval.encoder", "FunctionEncoder"),
-    "Hit": ("retrieval.result", "Hit"),
-    "Index": ("retrieval.search", "Index"),
-    "SearchResult": ("retrieval.result", "SearchResult"),
-    "KVCache": ("integrations.transformers", "KVCache"),
-    "add": ("retrieval.mutate", "add"),
-    "build": ("retrieval.build", "build"),
-    "compact": ("retrieval.mutate", "compact"),
-    "delete": ("retrieval.mutate", "delete"),
-    "detach": ("retrieval.detaching", "detach"),
-    "enable": ("integrations.transformers", "enable"),
-    "evaluate": ("retrieval.evaluate", "evaluate"),
-    "load_encoder": ("integrations", "load_encoder"),
-    "load_streamed": ("integrations.streamed", "load_streamed"),
-    "open": ("retrieval.search", "Index"),
-    "open_engine": ("storage", "open_engine"),
+    "encoders": ["load_encoder"],
+    "integrations.streamed.load": ["load_streamed"],
+    "integrations.transformers.cache": ["KVCache"],
+    "integrations.transformers.enable": ["enable_kv_cache"],
+    "kv.schedule": ["Decision"],
+    "retrieval.build.builder": ["BuildReport", "build", "train"],
+    "retrieval.build.changes": ["CompactReport", "add", "compact", "delete"],
+    "retrieval.build.detach": ["DetachReport", "detach"],
+    "retrieval.build.documents": ["Document"],
+    "retrieval.build.trained": ["Trained"],
+    "retrieval.encoder": ["Encoded", "Encoder", "FunctionEncoder"],
+    "retrieval.evaluate": ["evaluate"],
+    "retrieval.search.index": ["Index"],
+    "retrieval.search.read_cost": ["DeviceCost"],
+    "retrieval.search.result": ["Hit", "SearchResult", "Timings", "TokenMatch"],
+    "storage": ["Engine", "EngineStats", "FileHandle", "Future", "Plan", "open_engine"],
 }
 
 __all__ = [
     "BuildReport",
     "CompactReport",
+    "Decision",
     "DetachReport",
+    "DeviceCost",
     "Document",
     "Encoded",
+    "Encoder",
+    "Engine",
+    "EngineStats",
+    "FileHandle",
     "FunctionEncoder",
+    "Future",
     "Hit",
     "Index",
     "KVCache",
+    "Plan",
     "SearchResult",
+    "Timings",
+    "TokenMatch",
+    "Trained",
     "__version__",
     "add",
     "build",
     "compact",
     "delete",
     "detach",
-    "enable",
+    "enable_kv_cache",
     "errors",
     "evaluate",
     "load_encoder",
     "load_streamed",
     "open",
     "open_engine",
+    "train",
 ]
 
+if not TYPE_CHECKING:  # a type checker that saw it would take any misspelt name for one
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    def __getattr__(name: str) -> object:
+        import importlib
+
+        known = "Index" if name == "open" else name
+        for module, names in _HOME.items():
+            if known in names:
+                return getattr(importlib.import_module(f"espnx.{module}"), known)
         raise AttributeError(f"module 'espnx' has no attribute {name!r}")
-    module, attribute = _HOME[name]
-    return getattr(importlib.import_module(f"espnx.{module}"), attribute)
 
 
 def __dir__() -> list[str]:

@@ -42,6 +42,10 @@ class InvalidInputError(EspnxError, ValueError):
     """An argument has the wrong shape, dtype, range or content."""
 
 
+class StateError(EspnxError, RuntimeError):
+    """A call that the object does not take now: a step before it is missing, another call is under way, or it is closed."""
+
+
 class MissingDependencyError(EspnxError, ImportError):
     """An optional package, library or compiled part is not installed."""
 

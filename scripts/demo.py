@@ -22,7 +22,7 @@ import espnx
 from espnx.cli.output import render_table
 from espnx.cli.progress import ProgressLine
 from espnx.cli.search import render
-from espnx.retrieval.first_stage import load_faiss
+from espnx.ops.quantise import load_faiss
 from espnx.retrieval.reference import InMemoryReference
 from espnx.sizes import format_size
 
@@ -57,7 +57,7 @@ def build(directory: Path, documents: list[dict[str, str]], encoder: object) -> 
     rows = [
         ("documents", f"{report.documents:,}"),
         ("token vectors", f"{report.tokens:,} x 128 fp16"),
-        ("on SSD", f"{format_size(report.record_bytes)} of records, in the order of {report.nlist} inverted lists"),
+        ("on SSD", f"{format_size(report.record_bytes)} of records, in the order of {report.first_stage['nlist']} inverted lists"),
         ("in memory", f"{report.resident_bytes_per_document:.2f} bytes a document, beside the first stage"),
         ("time", f"{report.spool_s:.1f} s encoding, {report.arrange_s:.1f} s arranging, {report.write_s:.1f} s writing"),
     ]
@@ -78,7 +78,7 @@ def compare(index: espnx.Index, documents: list[dict[str, str]]) -> bool:
     results = [index.search(vector, k=10) for vector in vectors]
     elapsed, fetched = time.perf_counter() - begun, device_bytes() - before
     reference = InMemoryReference(index.store, index.first_stage)
-    weight = index.store.manifest["cls_weight"]
+    weight = index.store.manifest.cls_weight
     same = 0
     for vector, result in zip(vectors, results, strict=True):
         ranked = reference.rank(vector, candidates=1000, nprobe=index.default_nprobe, cls_weight=weight)

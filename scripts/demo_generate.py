@@ -17,9 +17,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging
 
-from espnx.benchmarks.recall import HeldOut
+from espnx.benchmarks.kv_quality.recall import HeldOut
 from espnx.cli.output import render_table
-from espnx.integrations.transformers import KVCache, enable
+from espnx.integrations.transformers.cache import KVCache
+from espnx.integrations.transformers.enable import enable_kv_cache
 from espnx.sizes import format_size
 
 NEW_TOKENS = 24
@@ -70,7 +71,7 @@ def make_prompt(text: list[int], held_out: HeldOut, count: int, rng: np.random.G
 def ask(model: Any, prompts: Sequence[Prompt], number: int, cache: Any) -> tuple[list[list[int]], int, int]:
     """(what was generated, tokens of each prompt, how many of them were in the cache already) for one question of every prompt."""
     ids = torch.tensor([prompt.body + prompt.questions[number] for prompt in prompts])
-    known = cache.match(ids) if isinstance(cache, KVCache) else 0
+    known = cache.reuse_prefix(ids) if isinstance(cache, KVCache) else 0
     made = model.generate(
         ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0,
         prefill_chunk_size=PREFILL_CHUNK,
@@ -97,7 +98,7 @@ def generate(folder: Path, texts: Sequence[str], storage: Path) -> bool:
     context = model.config.max_position_embeddings
     prompts = [make_prompt(tokenizer(text, verbose=False).input_ids, held_out, context, rng) for text in texts]
     expected = [ask(model, prompts, number, DynamicCache(config=model.config))[0] for number in (0, 1)]
-    enable(model)
+    enable_kv_cache(model)
     storage.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=storage) as kept:
         with KVCache(model.config, kept, name="demo") as cache:

@@ -29,7 +29,7 @@ OK, FAILED, NO_GPU = 0, 1, 3
 
 
 def check_row(name: str, seconds: float, failures: Sequence[str]) -> dict[str, Any]:
-    """The row that says whether a check passed, in the schema of `benchmarks.result`."""
+    """The row that says whether a check passed, in the schema of `benchmarks.harness.result`."""
     passed = not failures
     return {
         "case": f"gpu-check/{name}",
@@ -105,7 +105,7 @@ def run_one(name: str, work: Path, results: Path) -> int:
 
 
 def machine_facts(work: Path) -> dict[str, Any]:
-    """The machine, for the result file: what `benchmarks.result` asks for, and the GPU."""
+    """The machine, for the result file: what `benchmarks.harness.result` asks for, and the GPU."""
     import platform
 
     import torch
@@ -171,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_all(names: Sequence[str], work: Path, out: Path) -> int:
-    from benchmarks.result import make_document
+    from benchmarks.harness.result import make_document
 
     machine = machine_facts(work)
     say(f"{machine['gpu']}, driver {machine['driver']}, CUDA {machine['cuda']}, torch {machine['torch']}")
@@ -199,7 +199,7 @@ def _run_all(names: Sequence[str], work: Path, out: Path) -> int:
 
 
 def _row(fields: dict[str, Any]) -> Any:
-    from benchmarks.result import Row
+    from benchmarks.harness.result import Row
 
     return Row(**fields)
 

@@ -14,7 +14,7 @@ _NEW_TOKENS = 24
 
 def check_attention(work: Path, rows: Rows, failures: list[str]) -> None:
     """The attention kernel against float64 over odd shapes, and its bytes per second beside the memory's."""
-    from espnx.device.layout import DTYPES
+    from espnx.device.row_layout import DTYPES
 
     for fmt in DTYPES:
         for heads, group, d, dv, n in ((2, 1, 64, 64, 70), (2, 4, 128, 128, 1000), (1, 7, 80, 40, 33), (3, 2, 256, 8, 300)):
@@ -31,7 +31,7 @@ def check_attention(work: Path, rows: Rows, failures: list[str]) -> None:
 
 def attention_error(fmt: str, heads: int, group: int, d: int, dv: int, n: int, device: str) -> float:
     """Largest error over its bound (docs/tolerances.md): sums of d and of n products in fp32, in exponents the largest score counts."""
-    from espnx.device.layout import RowLayout
+    from espnx.device.row_layout import RowLayout
     from espnx.ops import attention
 
     layout = RowLayout(fmt, d, dv)
@@ -84,15 +84,16 @@ def generate_all(
     """One model, with the framework's cache and with ours, once for each of `points` (options of `KVCache`)."""
     from transformers import DynamicCache
 
-    from espnx.integrations.transformers import KVCache, enable
-    from tests.integrations.kv_models import make, prompt
+    from espnx.integrations.transformers.cache import KVCache
+    from espnx.integrations.transformers.enable import enable_kv_cache
+    from tests.integrations.transformers.tiny import make, prompt
 
     changes: dict[str, Any] = {"max_position_embeddings": 2048}
     if name == "opt":  # X rows that are longer than the attention kernel takes
         changes |= {"hidden_size": 512, "word_embed_proj_dim": 512, "num_attention_heads": 4}
     plain, ours = (make(name, dtype=dtype, **changes).to(device) for _ in range(2))
     plain.set_attn_implementation("eager")
-    enable(ours)
+    enable_kv_cache(ours)
     inputs = {key: value.to(device) for key, value in prompt([900, 411]).items()}
     wanted, _ = _generate(plain, inputs, DynamicCache(config=plain.config))
     for options in points:

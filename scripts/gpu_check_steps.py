@@ -1,8 +1,8 @@
 """What scripts/gpu_check.py runs, one function ``check_NAME(work, rows, failures)`` a check. Needs a CUDA device.
 
-A check appends rows (schema of `benchmarks.result`) and failures (sentences). Results are verified before anything is timed, on fresh
-random data. A kernel's own time is that of the device (events around many launches); what a call costs with its checks and tables stands
-beside it. Several input sets take turns, since one might fit in the cache.
+A check appends rows (schema of `benchmarks.harness.result`) and failures (sentences). Results are verified before anything is timed, on
+fresh random data. A kernel's own time is that of the device (events around many launches); what a call costs with its checks and tables
+stands beside it. Several input sets take turns, since one might fit in the cache.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LAUNCHES = 12
 
 
 def row(case: str, params: dict[str, Any], system: str, times_s: Sequence[float], **fields: Any) -> dict[str, Any]:
-    """A row of `benchmarks.result` from the times of its runs."""
+    """A row of `benchmarks.harness.result` from the times of its runs."""
     ordered = sorted(times_s)
     quarters = statistics.quantiles(ordered, n=4) if len(ordered) > 1 else [0.0, 0.0, 0.0]
     made: dict[str, Any] = {
@@ -402,7 +402,7 @@ def check_search(work: Path, rows: Rows, failures: list[str]) -> None:
         rows.append(_time_search("espnx-cpu", index, queries, correct=True, requested_path="auto"))
     for path in ("auto", "gds", "gds-compat"):
         try:
-            with espnx.open(work / "index", engine=path, device="cuda") as index:
+            with espnx.open(work / "index", engine=path, compute="cuda") as index:
                 found = index.search(queries, k, candidates=500)
                 pairs = enumerate(zip(expected, found, strict=True))
                 problems = [problem for number, (a, b) in pairs for problem in _ranking_problem(number, a.hits, b.hits)]

@@ -5,7 +5,7 @@
     python scripts/make_late_interaction_fixtures.py fast-plaid     # fast-plaid 1.7.0 and the torch that it pins
     python scripts/make_late_interaction_fixtures.py pylate-index   # pylate 1.6.0 with fast-plaid 1.4.6, and the torch that that pins
 
-Writes under tests/integrations/data. Models have two layers and weights made from their names (tests/integrations/tiny.py), so the folders
+Writes under tests/data. Models have two layers and weights made from their names (tests/encoders/tiny.py), so the folders
 are kept without them. What names the machine or the time (paths, host, git state) is taken out of the packages' JSON files.
 """
 
@@ -32,7 +32,7 @@ INDEX_QUERIES = 4
 def load_tiny() -> Any:
     spec = importlib.util.spec_from_file_location("tiny", ROOT / "tests" / "integrations" / "tiny.py")
     if spec is None or spec.loader is None:
-        raise FileNotFoundError("tests/integrations/tiny.py")
+        raise FileNotFoundError("tests/encoders/tiny.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

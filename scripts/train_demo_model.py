@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import docstrings
 
-from espnx.benchmarks.recall import DISTANCES, HeldOut, question, text_window
+from espnx.benchmarks.kv_quality.recall import DISTANCES, HeldOut, question, text_window
 
 END = "<|endoftext|>"  # before and after every document; id 0
 STAGES = ((0.30, 8), (0.60, 4), (0.75, 2), (1.0, 1))  # until this part of the training, the context divided by so much

@@ -16,6 +16,9 @@ import pytest
 from tests.forks import Forks, forks
 
 TESTS = Path(__file__).parent
+# OpenMP's threads wait for the next piece of work by spinning, which takes the core from the other processes of a parallel run: a third of
+# the time without it. The libraries read this when they are loaded; processes that tests start inherit it.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @functools.cache
@@ -57,6 +60,17 @@ def folder() -> Iterator[Path]:
 
     with memory_folder() as path:
         yield path
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Models this small are faster so, the more on a machine that has other work."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

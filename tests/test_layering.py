@@ -9,29 +9,44 @@ from pathlib import Path
 import pytest
 
 from espnx.cli.registry import COMMANDS
-from tests.layers import violations
+from tests.layers import circles, module_graph, modules, own_graph, room_graph, violations
 
 ROOT = Path(__file__).resolve().parent.parent
 HELPS = ("--help", "index --help", *(f"{key} --help" for key in COMMANDS))
 HEAVY = ("torch", "numpy", "faiss", "triton", "safetensors", "transformers", "rich")
 
 
-def modules() -> list[tuple[Path, str, bool]]:
-    """Every Python file of espnx, kernels and benchmarks with its module name and whether it is a package's ``__init__``."""
-    found = []
-    for folder, prefix in (("espnx", "espnx"), ("kernels", "espnx.kernels"), ("benchmarks", "espnx.benchmarks")):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            if folder == "espnx" and parts[0] in ("kernels", "benchmarks"):  # links to folders that are walked themselves
-                continue
-            is_package = parts[-1] == "__init__"
-            found.append((path, ".".join([prefix, *(parts[:-1] if is_package else parts)]), is_package))
-    return found
-
-
 def test_imports_point_down() -> None:
     found = [problem for path, module, is_package in modules() for problem in violations(path.read_text(), module, is_package=is_package)]
     assert not found, "\n".join(found)
+
+
+def test_no_module_imports_one_that_imports_it() -> None:
+    found = circles(own_graph())
+    assert not found, "\n".join(map(str, found))
+
+
+def test_no_room_imports_one_that_imports_it() -> None:
+    packages = {module for _, module, is_package in modules() if is_package}
+    found = circles(room_graph(own_graph(), packages))
+    assert not found, "\n".join(map(str, found))
+
+
+def test_circles_are_found() -> None:
+    """Through relative imports, inside functions, over a third module; between rooms where no module closes a circle."""
+    files = {
+        "espnx.a.b": ("from .c import x", False),
+        "espnx.a.c": ("def f():\n    from ..d import e", False),
+        "espnx.d": ("", True),
+        "espnx.d.e": ("import espnx.a.b\nimport os", False),
+        "espnx.a": ("from .b import y", True),
+    }
+    assert circles(module_graph(files)) == [["espnx.a.b", "espnx.a.c", "espnx.d.e"]]
+    files["espnx.d.e"] = ("import espnx.a.f", False)
+    files["espnx.a.f"] = ("import espnx", False)
+    graph = module_graph(files)
+    assert circles(graph) == []
+    assert circles(room_graph(graph, {"espnx", "espnx.a", "espnx.d"})) == [["espnx.a.*", "espnx.d.*"]]
 
 
 def test_the_walk_sees_the_package() -> None:
@@ -44,28 +59,34 @@ def test_the_walk_sees_the_package() -> None:
     [
         ("espnx.errors", "import torch"),
         ("espnx.errors", "from espnx.storage import open_engine"),
-        ("espnx.storage.plan", "from espnx import ops"),
-        ("espnx.storage.plan", "def f():\n    import espnx.ops.crc32c"),
-        ("espnx.storage.plan", "from ..retrieval import store"),
-        ("espnx.storage.plan", "import cupy"),
-        ("espnx.storage.plan", "from espnx.kernels import crc32c"),
-        ("espnx.storage.plan", "from espnx import Index"),
+        ("espnx.storage.native", "from espnx import ops"),
+        ("espnx.storage.native", "def f():\n    import espnx.ops.crc32c"),
+        ("espnx.storage.native", "from ..retrieval import encoder"),
+        ("espnx.storage.native", "import cupy"),
+        ("espnx.storage.native", "from espnx.kernels import crc32c"),
+        ("espnx.storage.native", "from espnx import Index"),
         ("espnx.ops.maxsim.api", "import espnx.storage"),
-        ("espnx.ops.maxsim.api", "from ...storage.plan import Plan"),
+        ("espnx.ops.maxsim.api", "from ...storage.engine import Plan"),
         ("espnx.device.ssd", "from espnx.kv import cache"),
-        ("espnx.retrieval.build", "import espnx.kv.layout"),
-        ("espnx.retrieval.build", "from espnx import _C"),
-        ("espnx.retrieval.build", "import tokenizers"),
-        ("espnx.kv.layout", "from espnx.retrieval import store"),
-        ("espnx.kv.layout", "import faiss"),
-        ("espnx.integrations.minilm", "from espnx.cli import main"),
+        ("espnx.retrieval.build.builder", "import espnx.kv.layout"),
+        ("espnx.retrieval.build.builder", "from espnx import _C"),
+        ("espnx.retrieval.build.builder", "import tokenizers"),
+        ("espnx.kv.rows", "from espnx.retrieval import store"),
+        ("espnx.kv.rows", "import faiss"),
+        ("espnx.kv.cache", "from ..device.ssd import SsdDevice"),
+        ("espnx.kv.kept.state", "from ...device.gpu.device import GpuDevice"),
+        ("espnx.encoders.minilm", "from espnx.cli import main"),
         ("espnx.cli.doctor", "import faiss"),
         ("espnx.benchmarks.io", "import espnx.cli.output"),
-        ("espnx.retrieval.build", "from espnx.benchmarks import registry"),
-        ("espnx.retrieval.build", "import benchmarks.registry"),
+        ("espnx.retrieval.build.builder", "from espnx.benchmarks.harness import registry"),
+        ("espnx.retrieval.build.builder", "import benchmarks.harness.registry"),
         ("espnx.kernels.maxsim", "import torch"),
+        ("espnx.retrieval.build.builder", "import faiss"),
+        ("espnx.retrieval.first_stage.ivf", "import faiss"),
+        ("espnx.retrieval.build.builder", "from ...ops.quantise import load_faiss"),
         ("espnx.kernels.maxsim", "from espnx.errors import EspnxError"),
         ("espnx.kernels.maxsim", "import os"),
+        ("espnx.retrieval.store.tier", "from ...storage.native import load_native"),
         ("espnx.surprise.room", "import os"),
         ("espnx.__main__", "import torch"),
     ],
@@ -77,14 +98,18 @@ def test_the_checker_reports(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("espnx.storage.plan", "import os\nimport torch\nfrom espnx.errors import ReadError\nfrom . import engine\nfrom espnx import _C"),
-        ("espnx.storage.gds", "import cupy\nfrom cuda.bindings import cufile"),
+        ("espnx.storage.native", "import os\nimport torch\nfrom espnx.errors import ReadError\nfrom . import engine\nfrom espnx import _C"),
+        ("espnx.ops.quantise", "import faiss"),
+        ("espnx.device.records", "from ..storage.native import NativeEngine, load_native"),
+        ("espnx.retrieval.first_stage.ivf_arrays", "from ...ops.quantise import load_faiss"),
+        ("espnx.storage.gds.engine", "import cupy\nfrom cuda.bindings import cufile"),
         ("espnx.ops.maxsim.api", "from espnx.kernels import maxsim\nfrom .reference import maxsim_reference"),
         (
-            "espnx.retrieval.build",
-            "import faiss\nfrom espnx import storage\nfrom espnx.ops.maxsim import maxsim\nfrom ..sizes import parse_size",
+            "espnx.retrieval.build.builder",
+            "import safetensors\nfrom espnx import storage\nfrom espnx.ops.maxsim import maxsim\nfrom ..sizes import parse_size",
         ),
-        ("espnx.cli.bench", "import espnx\nfrom espnx import retrieval\nfrom espnx.benchmarks import registry"),
+        ("espnx.kv.cache", "from ..device.interface import RowDevice\nfrom ..device.registry import open_rows"),
+        ("espnx.cli.bench", "import espnx\nfrom espnx import retrieval\nfrom espnx.benchmarks.harness import registry"),
         ("espnx.kernels.maxsim", "from __future__ import annotations\nimport triton\nimport triton.language as tl"),
         ("espnx.__main__", "from espnx.cli.main import main"),
     ],
@@ -94,7 +119,7 @@ def test_the_checker_is_silent(module: str, source: str) -> None:
 
 
 def test_relative_imports_in_a_package_front() -> None:
-    assert violations("from ..storage import plan", "espnx.ops", is_package=True)
+    assert violations("from ..storage import engine", "espnx.ops", is_package=True)
     assert not violations("from .api import maxsim", "espnx.ops", is_package=True)
 
 

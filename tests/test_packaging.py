@@ -115,7 +115,7 @@ def test_what_the_gds_extra_brings_is_imported() -> None:
     import tomllib
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    text = "".join(path.read_text() for path in (ROOT / "espnx" / "storage").glob("gds*.py"))
+    text = "".join(path.read_text() for path in (ROOT / "espnx" / "storage" / "gds").glob("*.py"))
     for requirement in extras["gds"]:
         module = requirement.split(">")[0].removesuffix("-cu13").replace("-", ".")
         assert f"import {module}" in text or f"from {module} import" in text or f'"{module}' in text, requirement

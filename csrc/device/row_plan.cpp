@@ -1,5 +1,5 @@
 // See row_plan.hpp.
-#include "device/row_plan.hpp"
+#include "row_plan.hpp"
 
 #include <algorithm>
 #include <tuple>

@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "cpu/attention.hpp"
+#include "cpu/attention/attention.hpp"
 #include "io/pooled.hpp"
 
 namespace espnx::device {

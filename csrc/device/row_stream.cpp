@@ -1,5 +1,5 @@
 // See row_stream.hpp.
-#include "device/row_stream.hpp"
+#include "row_stream.hpp"
 
 #include <algorithm>
 #include <chrono>
@@ -241,7 +241,7 @@ void RowStream::consume(Reading& reading, int n_threads, const Arrived& arrived,
   if (!reading.is_forgotten) line_.pop_front();
   for (const RowUnit& unit : reading.plan.units) stats_.bytes_asked += unit.size_bytes;
   stats_.bytes_moved += reading.moved_bytes;
-  stats_.units += static_cast<int64_t>(reading.plan.units.size());
+  stats_.read_requests += static_cast<int64_t>(reading.plan.units.size());
   stats_.waiting_s += reading.waiting_s;
   stats_.computing_s += reading.computing_s;
 }
@@ -319,7 +319,12 @@ void RowStream::visit(int64_t ticket, const std::function<void(const RowPlan&, c
 void attend_group(const RowQueries& queries, int64_t sequence, int64_t head, AttentionRows rows,
                   AttentionState states) {
   thread_local std::vector<int64_t> first_visible;
-  if (queries.first_visible != nullptr) first_visible.assign(queries.n, queries.first_visible[sequence]);
+  const bool has_first = queries.first_visible != nullptr || queries.window > 0;
+  if (has_first)
+    first_visible.assign(queries.n, queries.first_visible != nullptr ? queries.first_visible[sequence] : 0);
+  for (int64_t i = 0; queries.window > 0 && i < queries.n; ++i) {
+    first_visible[i] = std::max(first_visible[i], queries.position[i] - queries.window + 1);
+  }
   if (queries.visible != nullptr) {
     rows.visible = queries.visible + sequence * queries.visible_stride + rows.first_position;
   }
@@ -329,7 +334,10 @@ void attend_group(const RowQueries& queries, int64_t sequence, int64_t head, Att
                                  queries.d,
                                  queries.dv,
                                  queries.last_position,
-                                 queries.first_visible != nullptr ? first_visible.data() : nullptr};
+                                 has_first ? first_visible.data() : nullptr,
+                                 queries.soft_cap,
+                                 queries.slopes != nullptr ? queries.slopes + head * queries.n : nullptr,
+                                 queries.position};
   espnx::attend(looking, rows, {states.o + before * queries.dv, states.m + before, states.l + before});
 }
 

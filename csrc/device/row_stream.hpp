@@ -13,9 +13,9 @@
 #include <mutex>
 #include <vector>
 
-#include "cpu/attention.hpp"
-#include "device/row_plan.hpp"
+#include "cpu/attention/attention.hpp"
 #include "io/engine.hpp"
+#include "row_plan.hpp"
 
 namespace espnx::device {
 
@@ -36,7 +36,11 @@ struct RowQueries {
   const int64_t* first_visible;  // [sequences] or nullptr: rows before that position are padding
   const uint8_t* visible;        // [sequences, visible_stride] or nullptr
   int64_t visible_stride;
-  float *o, *m, *l;  // states, [sequences, heads, n, (dv)]
+  const int64_t* position;  // [n], where there are a window or slopes
+  int64_t window;           // 0: none; otherwise a query sees so many positions, its own the last of them
+  float soft_cap;           // 0: none
+  const float* slopes;      // [heads, n] or nullptr
+  float *o, *m, *l;         // states, [sequences, heads, n, (dv)]
 };
 
 // Folds rows of one (sequence, head) into its state; `states`: of all of them. What hides rows comes from the queries.
@@ -70,7 +74,7 @@ class RowStream {
   int64_t front();
 
   struct Stats {
-    int64_t bytes_asked = 0, bytes_moved = 0, units = 0;
+    int64_t bytes_asked = 0, bytes_moved = 0, read_requests = 0;
     double waiting_s = 0, computing_s = 0;
   };
   Stats stats();

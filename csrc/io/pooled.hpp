@@ -8,7 +8,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "io/buffer.hpp"
+#include "buffer.hpp"
 
 namespace espnx::io {
 

@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "../cpu/crc32c.hpp"
+#include "cpu/crc32c.hpp"
 
 namespace espnx::io {
 namespace {

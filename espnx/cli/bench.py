@@ -11,8 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ..benchmarks.registry import cases
-from ..benchmarks.result import make_document
+from ..benchmarks.harness.registry import cases
+from ..benchmarks.harness.result import make_document
 from ..errors import MissingDependencyError
 from . import host
 from .env import git_state, package_root
@@ -88,7 +88,7 @@ def say(text: str) -> None:
 
 def render(files: Sequence[str], *, check: bool) -> int:
     """Fills the documents' tables, or checks that they are up to date."""
-    from ..benchmarks.render import render_all, result_files, source_root
+    from ..benchmarks.report.render import render_all, result_files, source_root
 
     root = source_root()
     stale = render_all(root, [Path(file) for file in files] or result_files(root), write=not check)
@@ -101,8 +101,8 @@ def render(files: Sequence[str], *, check: bool) -> int:
 
 def _draw(root: Path, files: Sequence[Path]) -> None:
     """The documents' plots; without matplotlib the tables alone are rendered."""
-    from ..benchmarks.plots import draw_all
-    from ..benchmarks.result import load
+    from ..benchmarks.harness.result import load
+    from ..benchmarks.report.plots import draw_all
 
     try:
         for path in draw_all(root, {file: load(file) for file in files}):
@@ -119,7 +119,7 @@ def command_line(argv: Sequence[str]) -> str:
 
 def machine(args: Namespace) -> dict[str, Any]:
     """What a reader must know of this machine."""
-    from ..benchmarks.baselines.fio import version
+    from ..benchmarks.io.fio import version
 
     cpu, mount = host.cpu(), host.mount_of(getattr(args, "path", "."))
     disk: Mapping[str, Any] = host.disk_of(mount.device) if mount.device else {}

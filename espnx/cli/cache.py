@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from .output import add_json_option, emit, json_document, render_table
 
 if TYPE_CHECKING:
-    from ..kv.library import Entry
+    from ..kv.kept.library import Entry
 
 
 def _storage(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def configure_ls(parser: argparse.ArgumentParser) -> None:
 
 
 def run_ls(args: argparse.Namespace) -> int:
-    from ..kv.library import entries
+    from ..kv.kept.library import entries
 
     found = entries(args.storage)
     rows = [_row(entry) for entry in found]
@@ -46,7 +46,7 @@ def configure_verify(parser: argparse.ArgumentParser) -> None:
 
 def run_verify(args: argparse.Namespace) -> int:
     from ..errors import StorageError
-    from ..kv.library import verify
+    from ..kv.kept.library import verify
 
     lines, found = list[str](), list[dict[str, object]]()
     for name in args.name:  # all of them: one that is damaged says nothing about the next
@@ -70,7 +70,7 @@ def configure_rm(parser: argparse.ArgumentParser) -> None:
 
 def run_rm(args: argparse.Namespace) -> int:
     from ..errors import InvalidInputError
-    from ..kv.library import evict, remove
+    from ..kv.kept.library import evict, remove
     from ..sizes import parse_size
 
     limit_bytes = None if args.keep is None else parse_size(args.keep)

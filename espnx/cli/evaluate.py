@@ -12,8 +12,8 @@ from .queries import read_queries
 from .search import add_index_options, add_search_options, open_index, search_options
 
 if TYPE_CHECKING:
-    from ..retrieval.search import Index
-    from ..retrieval.texts import DocumentId
+    from ..retrieval.search.index import Index
+    from ..retrieval.store.texts import DocumentId
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .output import add_json_option, emit, json_document, render_table
 
 if TYPE_CHECKING:
-    from ..integrations.generation import Report
+    from ..integrations.generate.generate import Report
 
 
 def _whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -70,9 +70,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from ..integrations.generation import generate_file
-    from ..integrations.model_folder import load_model, model_fingerprint
-    from ..integrations.prompt_files import read_done, read_prompts
+    from ..integrations.generate.generate import generate_file
+    from ..integrations.generate.model_folder import load_model, model_fingerprint
+    from ..integrations.generate.prompt_files import read_done, read_prompts
     from .progress import ProgressLine
 
     prompts = read_prompts(args.prompts)

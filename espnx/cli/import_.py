@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import Any
 
-from .output import add_json_option, emit, json_document, render_table
+from .output import add_json_option, emit, json_document, render_table, stage_in_words
 from .progress import ProgressLine
 
 
@@ -22,7 +22,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pooling", choices=("mean", "muvera"), help="how the first stage's vector is made of a document's tokens (default: mean)"
     )
-    parser.add_argument("--first-stage", default="sq8", metavar="CODE", help="flat, sq8 or pqM: code of the lists (default: %(default)s)")
+    parser.add_argument(
+        "--first-stage-code", default="sq8", metavar="CODE", help="flat, sq8 or pqM: code of the lists (default: %(default)s)"
+    )
     parser.add_argument("--nlist", type=int, help="number of inverted lists (default: 4 sqrt(documents))")
     parser.add_argument("--memory", metavar="SIZE", help="what the process may use (default: 1GiB)")
     parser.add_argument(
@@ -36,13 +38,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from ..integrations import load_encoder
-    from ..integrations.imports import import_index, inspect_index
+    from ..encoders import load_encoder
+    from ..importers.convert import import_index, inspect_index
     from ..sizes import format_size
 
     found = inspect_index(args.folder)
     encoder = load_encoder(args.encoder) if args.encoder else None
-    options: dict[str, Any] = {"first_stage": args.first_stage, "nlist": args.nlist, "memory": args.memory}
+    options: dict[str, Any] = {"first_stage_code": args.first_stage_code, "nlist": args.nlist, "memory": args.memory}
     if args.pooling:
         options["pooling"] = args.pooling
     with ProgressLine() as progress:
@@ -62,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         ("documents", f"{report.documents:,}"),
         ("token vectors", f"{report.tokens:,} x {found.dim} {found.format}, {found.centroids:,} centroids"),
         ("records on disk", format_size(report.record_bytes)),
-        ("first stage", f"{args.first_stage}, {report.nlist} lists, nprobe {report.nprobe}"),
+        ("first stage", stage_in_words(report.first_stage)),
         ("time", f"{report.spool_s:.1f} s read and spool, {report.arrange_s:.1f} s arrange, {report.write_s:.1f} s write"),
     ]
     emit(args, render_table(("", ""), rows), json_document("index import", index=asdict(found), report=asdict(report)))

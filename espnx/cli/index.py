@@ -14,11 +14,11 @@ from io import BufferedReader
 from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import InvalidInputError
-from .output import add_json_option, emit, json_document, render_table
+from .output import add_json_option, emit, json_document, render_table, stage_in_words
 from .progress import ProgressLine
 
 if TYPE_CHECKING:
-    from ..retrieval.contents import Contents
+    from ..retrieval.store.manifest import Manifest
 
 _EXPECTED = "a JSON object with id (or _id), text and perhaps title"
 
@@ -36,11 +36,14 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
         "--format", default="fp16", metavar="F",
         help="of the stored token vectors: fp32, fp16, bf16, int8, bit1, residual1, residual2, residual4 (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--compact", metavar="F", help="a second, small record of every document for the cascade, such as bit1")
+    parser.add_argument("--coarse", metavar="F", help="a second, small record of every document for the cascade, such as bit1")
     parser.add_argument("--pooling", metavar="P", help="first-stage vectors: cls, mean or muvera (default: cls where the encoder has one)")
     parser.add_argument("--pca", type=int, metavar="DIM", help="project token vectors to fewer dimensions")
     parser.add_argument(
-        "--first-stage", default="sq8", metavar="CODE", help="flat, sq8, sq6, sq4 or pqM: code of the inverted lists (default: %(default)s)"
+        "--first-stage-code",
+        default="sq8",
+        metavar="CODE",
+        help="flat, sq8, sq6, sq4 or pqM: code of the inverted lists (default: %(default)s)",
     )
     parser.add_argument("--nlist", type=int, help="number of inverted lists (default: 4 sqrt(documents))")
     parser.add_argument("--cls-weight", type=float, default=1.0, help="weight of the CLS similarity beside MaxSim (default: %(default)s)")
@@ -91,18 +94,14 @@ def _check_line(where: str, item: dict[str, Any]) -> None:
         raise InvalidInputError(f"{where}: id", got=repr(identifier), expected="text or a whole number")
 
 
-def _disk_need(fmt: str, compact: str | None, pca: int | None, encoder: Any) -> str:
+def _disk_need(fmt: str, coarse: str | None, pca: int | None, encoder: Any) -> str:
     """What a build takes on disk, said before it starts."""
-    from ..retrieval.build import spool_format
-    from ..retrieval.options import BuildOptions
-    from ..retrieval.record import RecordSchema
+    from ..retrieval.build.options import BuildOptions
+    from ..retrieval.build.training import Recipe
 
-    options = BuildOptions(format=fmt, compact=compact, pca=pca)
-    spooled = RecordSchema(spool_format(options), encoder.d_cls, encoder.dim).row_bytes
-    stored = RecordSchema(fmt, encoder.d_cls, pca or encoder.dim).row_bytes
-    if compact is not None:
-        stored += RecordSchema(compact, 0, pca or encoder.dim).row_bytes
-    return f"while it builds it needs {spooled:,} bytes a token vector on disk beside the store's {stored:,}"
+    recipe = Recipe.of(BuildOptions(format=fmt, coarse=coarse, pca=pca), (encoder.d_cls, encoder.dim), None, codebook=None)
+    stored = sum(schema.row_bytes for schema in recipe.tiers.values())
+    return f"while it builds it needs {recipe.spooled.row_bytes:,} bytes a token vector on disk beside the store's {stored:,}"
 
 
 def run_build(args: argparse.Namespace) -> int:
@@ -116,15 +115,15 @@ def run_build(args: argparse.Namespace) -> int:
     with ProgressLine() as progress, warnings.catch_warnings():
         warnings.simplefilter("default")
         warnings.showwarning = lambda message, *_: progress.say(str(message))
-        progress.say(f"building {args.store} from {args.corpus}; {_disk_need(args.format, args.compact, args.pca, encoder)}")
+        progress.say(f"building {args.store} from {args.corpus}; {_disk_need(args.format, args.coarse, args.pca, encoder)}")
         report = build(
             args.store,
             read_corpus(args.corpus),
             encoder,
             format=args.format,
             pca=args.pca,
-            first_stage=args.first_stage,
-            compact=args.compact,
+            first_stage_code=args.first_stage_code,
+            coarse=args.coarse,
             pooling=args.pooling,
             nlist=args.nlist,
             cls_weight=args.cls_weight,
@@ -142,7 +141,7 @@ def run_build(args: argparse.Namespace) -> int:
         ("token vectors", f"{report.tokens:,}"),
         ("records on disk", format_size(report.record_bytes)),
         ("resident metadata", f"{report.resident_bytes_per_document:.3f} bytes a document"),
-        ("first stage", f"{args.first_stage}, {report.nlist} lists, nprobe {report.nprobe}"),
+        ("first stage", stage_in_words(report.first_stage)),
         *([("began anew", report.restarted_because)] if report.restarted_because else []),
         ("time", f"{report.spool_s:.1f} s encode and spool, {report.arrange_s:.1f} s arrange, {report.write_s:.1f} s write"),
     ]
@@ -257,7 +256,7 @@ def configure_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    from ..retrieval.store import EmbeddingStore
+    from ..retrieval.store.store import EmbeddingStore
     from ..storage import NativeEngine
 
     with NativeEngine() as engine, EmbeddingStore(args.store, engine) as store, ProgressLine() as progress:
@@ -272,54 +271,51 @@ def configure_info(parser: argparse.ArgumentParser) -> None:
     add_json_option(parser)
 
 
-def _parts_in_words(contents: Contents) -> str:
-    text = f"{len(contents.parts)}; {contents.added_share:.1%} of the records added since the base, {contents.dead_share:.1%} deleted"
-    return text + ("; `espnx index compact` pays" if contents.compacting_pays else "")
+def _parts_in_words(manifest: Manifest) -> str:
+    text = f"{len(manifest.parts)}; {manifest.added_share:.1%} of the records added since the base, {manifest.dead_share:.1%} deleted"
+    return text + ("; `espnx index compact` pays" if manifest.compacting_pays else "")
 
 
 def run_info(args: argparse.Namespace) -> int:
-    from ..retrieval.store import EmbeddingStore
+    from ..retrieval.first_stage.registry import described
+    from ..retrieval.store.store import EmbeddingStore
     from ..sizes import format_size
     from ..storage import NativeEngine
 
     with NativeEngine() as engine, EmbeddingStore(args.store, engine) as store:
-        manifest = store.manifest
-        records, stage = manifest["records"], manifest["first_stage"]
+        manifest, schema, encoder = store.manifest, store.manifest.schema, store.manifest.encoder
         data_bytes = sum(segment.size_bytes for segment in store.segments)
         stage_bytes = store.first_stage_bytes
-        compact = "none" if store.compact is None else f"{store.compact.schema.format}, {format_size(store.compact.size_bytes)}"
+        coarse = "none" if store.coarse is None else f"{store.coarse.schema.format}, {format_size(store.coarse.size_bytes)}"
         deleted = sum(part.count for part in store.parts) - store.count
         per_document = store.resident_bytes / max(1, store.count)
         rows = [
-            ("documents", f"{records['count']:,}" + (f" ({deleted:,} deleted ones wait for compact)" if deleted else "")),
-            ("token vectors", f"{records['tokens']:,} x {records['dim']} {records['format']}"),
-            ("CLS vectors", f"{records['d_cls']} dimensions, weight {manifest['cls_weight']}" if records["d_cls"] else "none"),
-            ("encoder", manifest["encoder"]["name"] or "none: documents brought their vectors"),
-            ("projection", f"{manifest['encoder']['dim']} to {records['dim']} dimensions" if store.projection else "none"),
-            (
-                "first stage",
-                f"IVF {stage['code']} over {stage['vector']} ({stage['dim']}), {stage['nlist']} lists, nprobe {stage['nprobe']}",
-            ),
+            ("documents", f"{manifest.count:,}" + (f" ({deleted:,} deleted ones wait for compact)" if deleted else "")),
+            ("token vectors", f"{manifest.tokens:,} x {schema.dim} {schema.format}"),
+            ("CLS vectors", f"{schema.d_cls} dimensions, weight {manifest.cls_weight}" if schema.d_cls else "none"),
+            ("encoder", encoder.name or "none: documents brought their vectors"),
+            ("projection", f"{encoder.dim} to {schema.dim} dimensions" if store.projection else "none"),
+            ("first stage", stage_in_words(described(manifest.first_stage))),
             ("on disk", f"{format_size(data_bytes)} in {len(store.segments)} data files, path {store.effective_path}"),
             ("in memory: metadata", f"{format_size(store.resident_bytes)}, {per_document:.3f} bytes a document"),
             ("in memory: first stage", format_size(stage_bytes)),
-            ("compact tier", compact),
-            ("generation", f"{manifest['generation']}"),
-            ("parts", _parts_in_words(store.contents)),
+            ("coarse tier", coarse),
+            ("generation", str(manifest.generation)),
+            ("parts", _parts_in_words(manifest)),
             *(("shares data", f"{home}: `espnx index detach` before it can be changed") for home in store.shared_homes),
         ]
         document = json_document(
             "index info",
-            manifest=manifest,
+            manifest=manifest.fields(),
             shared_homes=store.shared_homes,
             data_bytes=data_bytes,
             resident_bytes=store.resident_bytes,
             resident_bytes_per_document=per_document,
             first_stage_bytes=stage_bytes,
             parts=len(store.parts),
-            added_share=store.contents.added_share,
-            dead_share=store.contents.dead_share,
-            compacting_pays=store.contents.compacting_pays,
+            added_share=manifest.added_share,
+            dead_share=manifest.dead_share,
+            compacting_pays=manifest.compacting_pays,
             effective_path=store.effective_path,
         )
     emit(args, render_table(("", ""), rows), document)

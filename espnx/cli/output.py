@@ -21,6 +21,12 @@ def add_json_option(parser: ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the result as JSON ('-': on standard output, instead of the table)")
 
 
+def stage_in_words(described: Mapping[str, Any]) -> str:
+    """A first stage as its manifest has it, on one line: its kind, and what can be said in a word."""
+    words = (f"{name} {value}" for name, value in described.items() if name != "kind" and isinstance(value, (str, int, float)))
+    return ", ".join([str(described["kind"]), *words])
+
+
 def render_table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()) -> str:
     """Plain text columns, two spaces apart.
 

@@ -36,7 +36,7 @@ def run(args: Namespace) -> int:
     try:
         import torch
 
-        from ..integrations.streamed_plan import plan_model
+        from ..integrations.streamed.plan import plan_model
     except ImportError as error:
         if error.name != "transformers":
             raise

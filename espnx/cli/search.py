@@ -14,8 +14,8 @@ from .output import add_json_option, emit, json_document
 from .queries import read_queries
 
 if TYPE_CHECKING:
-    from ..retrieval.result import SearchResult
-    from ..retrieval.search import Index
+    from ..retrieval.search.index import Index
+    from ..retrieval.search.result import SearchResult
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     """Those of `search_options`."""
     parser.add_argument("--candidates", type=int, default=1000, help="handed on by the first stage, at least k (default: %(default)s)")
     parser.add_argument("--rerank", type=int, help="how many of them are scored exactly (default: all)")
-    parser.add_argument("--cascade", type=int, metavar="N", help="score compact records of all candidates, full ones of the best N")
+    parser.add_argument("--cascade", type=int, metavar="N", help="score coarse records of all candidates, full ones of the best N")
     parser.add_argument("--nprobe", default="auto", help="lists the first stage scans (default: measured at build)")
 
 
@@ -58,12 +58,10 @@ def search_options(args: argparse.Namespace) -> dict[str, Any]:
 def add_index_options(parser: argparse.ArgumentParser) -> None:
     """Those of `open_index`."""
     parser.add_argument("--hot", default="0", metavar="SIZE", help="RAM for documents that several queries want (default: none)")
-    parser.add_argument(
-        "--compact", default="ssd", choices=("ssd", "ram"), help="where compact records are read from (default: %(default)s)"
-    )
+    parser.add_argument("--coarse", default="ssd", choices=("ssd", "ram"), help="where coarse records are read from (default: %(default)s)")
     parser.add_argument("--encoder", help="default: the one the store was built with")
     parser.add_argument("--engine", default="auto", help="path of the reads: auto, uring, posix, memory (default: %(default)s)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+    parser.add_argument("--compute", default="cpu", help="cpu or cuda (default: %(default)s)")
 
 
 @contextmanager
@@ -73,14 +71,14 @@ def open_index(args: argparse.Namespace) -> Iterator[Index]:
     from .. import open as open_store
     from ..errors import InvalidInputError
 
-    with open_store(args.store, engine=args.engine, device=args.device, hot=args.hot, compact=args.compact) as index:
-        built_with = index.store.manifest["encoder"]["name"] or ""
+    with open_store(args.store, engine=args.engine, compute=args.compute, hot=args.hot, coarse=args.coarse) as index:
+        built_with = index.store.manifest.encoder.name or ""
         spec = args.encoder or ("minilm" if built_with.startswith("minilm@") else None)
         if spec is None:
             raise InvalidInputError(
                 "the encoder's folder is not known", got=built_with or "a store without one", fix="name it with --encoder"
             )
-        index.use_encoder(load_encoder(spec, device=args.device))
+        index.use_encoder(load_encoder(spec, device=args.compute))
         yield index
 
 

@@ -8,34 +8,45 @@ from typing import Any
 import numpy as np
 import torch
 
+from .. import errors
+from ..ops.attention import Queries, RowsInMemory
+from ..ops.attention.rows import native_arguments
 from ..ops.crc32c import crc32c_ranges
 from ..storage import Plan
 from ..storage.engine import FileHandle
 from ..storage.native import load_native
-from .interface import Queries, Tail
-from .layout import RowLayout
-from .store import UNIT_BYTES, RowStore
+from .interface import PIECE, Capabilities, FilePath, Show
+from .row_file import UNIT_BYTES, RowFileDevice
+from .row_layout import RowLayout
 from .writes import Write
 
 
-class SsdDevice(RowStore):
-    """See `espnx.device.interface.Device`.
+class SsdDevice(RowFileDevice):
+    """See `espnx.device.interface.RowDevice`.
 
     Args:
         threads: that compute; None: as many as PyTorch uses.
-        directory, **options: of `RowStore`.
+        compute: the CPU.
+        directory, **options: of `RowFileDevice`.
     """
 
-    device = torch.device("cpu")
+    compute = torch.device("cpu")
+    capabilities = Capabilities(
+        attends_window=True, attends_soft_cap=True, attends_slopes=True, attends_unlike_widths=True, keeps=True
+    )  # fmt: skip
 
-    def __init__(self, directory: str | os.PathLike[str], *, threads: int | None = None, **options: Any):
+    def __init__(
+        self, directory: str | os.PathLike[str], *, threads: int | None = None, compute: torch.device | None = None, **options: Any
+    ):
+        if compute is not None and compute.type != "cpu":
+            raise errors.InvalidInputError("an SSD beside the CPU", got=f"rows computed on {compute}", fix="device='gpu'")
         self._threads = threads or 0
         super().__init__(directory, **options)
 
     def _begin_reads(self, file: FileHandle) -> None:
-        self._stream = load_native().RowStream(self.engine.native, self._read_ahead_bytes, self._deadline_s)
-        self.effective_path = file.effective
-        self.fallback_reason = self.engine.fallback_reason
+        self._native = load_native()
+        self._stream = self._native.RowStream(self.engine.native, self._read_ahead_bytes, self._deadline_s)
+        self._path = FilePath(file.path, file.effective, self.engine.fallback_reason)
 
     def _begin_write(self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, sums: np.ndarray, plan: Plan) -> Write:
         memory = self.engine.memory(int(plan.size_bytes[0]))
@@ -45,22 +56,21 @@ class SsdDevice(RowStore):
 
     def _push(self, layout: RowLayout, table: np.ndarray, sums: list[np.ndarray]) -> int:
         tensors = [torch.from_numpy(each) for each in sums]
-        return int(self._stream.push(layout.geometry(), torch.from_numpy(table), tensors, UNIT_BYTES))
+        return int(self._stream.push(layout.geometry(), torch.from_numpy(table.view(np.int64)), tensors, UNIT_BYTES))
 
-    def attend(self, ticket: int, queries: Queries, tail: Tail | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Device`. Ticket -1: over the rows in memory alone."""
+    def visit(self, ticket: int, show: Show) -> None:
+        """See `RowDevice`."""
         self._check_open()
-        return attend_rows(self._stream, ticket, queries, tail, self._threads)
+        self._stream.visit(ticket, lambda memory, pieces: show(memory, pieces.numpy().view(PIECE).reshape(-1)))
 
-
-def attend_rows(stream: Any, ticket: int, queries: Queries, tail: Tail | None, threads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over stored rows (`ticket` of a compiled stream; -1: none) and over those in memory."""
-    k, v, skip, n_rows, first = (tail.k, tail.v, tail.skip, tail.n_rows, tail.first_position) if tail else (None, None, 0, 0, 0)
-    o, lse = load_native().attend_rows(
-        stream, ticket, queries.q, queries.dv, k, v, skip, n_rows, first, queries.last_position, queries.first_visible, queries.visible,
-        threads,
-    )  # fmt: skip
-    return o, lse
+    def attend(self, ticket: int, queries: Queries, tail: RowsInMemory | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `RowDevice`."""
+        self._check_open()
+        there = queries.q.device
+        if there != self.compute:
+            queries, tail = queries.to(self.compute), tail if tail is None else tail.to(self.compute)
+        o, lse = self._native.attend_rows(self._stream, ticket, **native_arguments(queries, tail), threads=self._threads)
+        return o.to(there), lse.to(there)
 
 
 def block_sums(memory: torch.Tensor, block_bytes: int) -> torch.Tensor:

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from espnx.checks import check_whole
-from espnx.errors import InvalidInputError
-from espnx.integrations import load_encoder
-from espnx.retrieval.encoder import Encoded, Encoder
-from espnx.retrieval.result import SearchResult
-from espnx.retrieval.search import Index
-from espnx.retrieval.texts import DocumentId, document_id, document_ids
+from ..checks import check_whole
+from ..encoders import load_encoder
+from ..errors import InvalidInputError
+from ..retrieval.encoder import Encoded, Encoder
+from ..retrieval.search.index import Index
+from ..retrieval.search.result import SearchResult
+from ..retrieval.store.texts import DocumentId, document_id, document_ids
 
 CANDIDATES = 1000
 FilterFunction = Callable[[torch.Tensor], torch.Tensor]
@@ -33,7 +33,7 @@ class Searcher:
     """Searches a store as ``colbert.Searcher`` searches an index.
 
     Args:
-        index: the store's directory, see `espnx.integrations.imports.import_index`; or an open `Index`, which stays the caller's.
+        index: the store's directory, see `espnx.importers.convert.import_index`; or an open `Index`, which stays the caller's.
         checkpoint: a ColBERT checkpoint's folder (or any that `load_encoder` knows), or an encoder; for queries given as text.
         index_root: the folder above `index`, if it is not part of it.
         **options: of `Index.search`: candidates, nprobe, rerank, ...

@@ -22,8 +22,9 @@ import torch
 import torch.nn.functional as F
 
 from .. import errors
-from .generation import batches
-from .transformers import KVCache, enable
+from .generate.generate import batches
+from .transformers.cache import KVCache
+from .transformers.enable import enable_kv_cache
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -87,7 +88,7 @@ class EspnxLM(HFLM):
         self.cache_stats: list[dict[str, Any]] = []
         options.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(pretrained, **options)
-        enable(self.model)
+        enable_kv_cache(self.model)
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> torch.Tensor:
         if self._prefill_chunk is not None:

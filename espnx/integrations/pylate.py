@@ -19,15 +19,15 @@ from typing import Any, TypedDict
 import numpy as np
 import torch
 
-from espnx.checks import check_whole
-from espnx.errors import InvalidInputError
-from espnx.retrieval.build import build
-from espnx.retrieval.documents import Document
-from espnx.retrieval.encoder import Encoded
-from espnx.retrieval.mutate import add, delete, settings_of
-from espnx.retrieval.search import Index
-from espnx.retrieval.texts import DocumentId, document_id, document_ids
-from espnx.storage.manifest import NAME as MANIFEST
+from ..checks import check_whole
+from ..errors import InvalidInputError
+from ..retrieval.build.builder import build
+from ..retrieval.build.changes import add, delete
+from ..retrieval.build.documents import Document
+from ..retrieval.encoder import Encoded
+from ..retrieval.search.index import Index
+from ..retrieval.store.texts import DocumentId, document_id, document_ids
+from ..storage.manifest import NAME as MANIFEST
 
 CANDIDATES = 1000
 
@@ -46,8 +46,8 @@ class EspnxIndex:
         index_folder, index_name: the store's directory is ``index_folder/index_name``; a store that is there is used.
         override: begin anew; the first documents that are added replace the store that is there.
         candidates: how many documents the first stage hands on to be scored exactly (PLAID's ``n_full_scores``); at least k are.
-        build_options: of `espnx.retrieval.build.build`: format (``fp16`` unless given; ``residual2`` or ``residual4`` make the sizes of a
-            PLAID index), first_stage, nlist, pooling, memory, directories, ...
+        build_options: of `espnx.build`: format (``fp16`` unless given; ``residual2`` or ``residual4`` make the sizes of a PLAID index),
+            first_stage_code, nlist, pooling, memory, directories, ...
         search_options: of `Index.search`: nprobe, rerank, cascade, ...
 
     Safe to search from several threads; adding, removing and searching at the same time is not.
@@ -85,7 +85,7 @@ class EspnxIndex:
         if self._opened is None:
             self._check_indexed()
             opened = Index(self.path)
-            if opened.store.manifest["encoder"]["d_cls"]:
+            if opened.store.manifest.encoder.d_cls:
                 opened.close()
                 raise InvalidInputError(
                     f"store {self.path}", got="documents with a CLS vector", expected="tokens alone, as PyLate has", fix="use espnx.Index"
@@ -125,15 +125,14 @@ class EspnxIndex:
         if not ids:
             return self
         documents = _documents(ids, documents_embeddings)
-        manifest = self.index.store.manifest if self.is_indexed else None
+        is_indexed = self.is_indexed
         self.close()
-        if manifest is not None and manifest["parts"]:
-            add(self.path, documents, replace=replace)
+        if is_indexed:
+            add(self.path, documents, replace=replace, memory=self._build_options.get("memory"))
             return self
-        options = self._build_options if manifest is None else {**self._build_options, **settings_of(manifest)}
         dim = _matrix(documents_embeddings[0], "embeddings of document 0").shape[1]
         # What an attempt that failed has spooled is of documents that may have changed since.
-        build(self.path, documents, dims=(0, dim), restart=True, replace=self._override or manifest is not None, **options)
+        build(self.path, documents, dims=(0, dim), restart=True, replace=self._override, **self._build_options)
         self._override = False
         return self
 

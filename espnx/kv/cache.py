@@ -7,27 +7,29 @@ layer computes: the device never waits for the dense layers, and decoding takes 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from .. import errors
 from ..checks import check_whole
-from ..device.gpu import GpuDevice
-from ..device.interface import Queries, Tail
-from ..device.layout import DTYPES, RowLayout, format_of
-from ..device.readers import GDS_PATHS
-from ..device.ssd import SsdDevice
-from ..device.store import RowStore
-from ..ops.attention import merge
+from ..device.interface import RowDevice
+from ..device.registry import check_rows, default_name, open_rows
+from ..device.row_layout import DTYPES, RowLayout, format_of
+from ..ops.attention import Queries, RowsInMemory, add_sinks, attend_rows, merge
 from ..sizes import parse_size
-from .chunk import chunk_attention
+from ..storage import NativeEngine
+from .prefill import chunk_attention
 from .rows import LayerRows
-from .spread import Spread, Storage, directories_of
+from .scores import PLAIN, ScoreRules
+from .shown import ShownAttention
+from .striping import Storage, StripedDevices, directories_of
 from .visibility import Visibility
-from .xrows import Projection, Recomputer, absorb, release
+from .x_rows import Projection, Recomputer, absorb, bias_scores, release
 
 #: From so many new tokens on, their attention over one another is left to the framework's fused kernels.
 CHUNK_TOKENS = 17
@@ -55,16 +57,11 @@ class Arrived:
 
     sequences: range
     tickets: list[int] | None
-    whole_tail: Tail | None
+    whole_tail: RowsInMemory | None
 
     @property
-    def tail(self) -> Tail | None:
-        tail = self.whole_tail
-        if tail is None:
-            return None
-        k = tail.k[self.sequences.start : self.sequences.stop]
-        v = k if tail.v is tail.k else tail.v[self.sequences.start : self.sequences.stop]
-        return Tail(k, v, tail.skip, tail.n_rows, tail.first_position)
+    def tail(self) -> RowsInMemory | None:
+        return None if self.whole_tail is None else self.whole_tail.part(self.sequences.start, self.sequences.stop)
 
 
 @dataclass(frozen=True)
@@ -78,6 +75,7 @@ class Step:
         visibility: of all positions, the new ones included.
         x: [sequences, n, hidden]: what K and V were projected from; needed where X rows are stored.
         projection: how.
+        rules: what the model does to scores.
     """
 
     q: torch.Tensor
@@ -87,12 +85,22 @@ class Step:
     visibility: Visibility
     x: torch.Tensor | None = None
     projection: Projection | None = None
+    rules: ScoreRules = PLAIN
 
     def part(self, begin: int, end: int) -> Step:
         """Of some of the sequences."""
         x = None if self.x is None else self.x[begin:end]
         q, k, v = (rows[begin:end] for rows in (self.q, self.k, self.v))
-        return Step(q, k, v, self.scale, self.visibility.part(begin, end), x, self.projection)
+        return replace(self, q=q, k=k, v=v, visibility=self.visibility.part(begin, end), x=x)
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Where the queries of a pass stand: the first one's position; and the last position that each of them sees, int64 [n], or None for all
+    that there is."""
+
+    first: int
+    last: torch.Tensor | None = None
 
 
 class SsdCache:
@@ -106,7 +114,10 @@ class SsdCache:
         read_ahead_bytes: of rows read before they are asked for, on each device; a size (``64MiB``).
         capacity_tokens: of each sequence: space for as many is reserved when the first rows come, so that a full disk shows then.
         engine: ``auto``, ``uring``, ``posix``, ``gds``, ``gds-compat``, or how to make an engine (tests inject faults so).
-        device: where rows are computed on: ``cpu``, ``cuda``; None: where the model's K and V turn out to be.
+        device: what keeps the rows and attends over them, by name (`espnx.device.registry`); None: ``ssd``, or ``gpu`` where rows are
+            computed on in a GPU's memory.
+        compute: where rows are computed on: ``cpu``, ``cuda``; None: where the model's K and V turn out to be. The devices are opened when
+            that is known.
         threads: that compute on rows; None: as many as PyTorch uses.
         deadline_s: of each transfer.
         names: of the data files, to keep them; None: their space returns when the process ends.
@@ -127,14 +138,15 @@ class SsdCache:
         read_ahead_bytes: int | str = 64 << 20,
         capacity_tokens: int | None = None,
         engine: str | Callable[[], Any] = "auto",
-        device: str | torch.device | None = None,
+        device: str | None = None,
+        compute: str | torch.device | None = None,
         threads: int | None = None,
         deadline_s: float = 30.0,
         names: Sequence[str] | None = None,
     ):
-        for number, value in (("spill_interval", spill_interval), ("capacity_tokens", capacity_tokens), ("threads", threads)):
+        for option, value in (("spill_interval", spill_interval), ("capacity_tokens", capacity_tokens), ("threads", threads)):
             if value is not None:
-                check_whole(number, value, 1)
+                check_whole(option, value, 1)
         read_ahead_bytes = parse_size(read_ahead_bytes)
         if not read_ahead_bytes:
             raise errors.InvalidInputError("read_ahead_bytes", got=0, expected="at least 1: rows are read in pieces of it")
@@ -144,50 +156,65 @@ class SsdCache:
             raise errors.InvalidInputError("format of stored rows", got=repr(format), expected=f"None, {', '.join(DTYPES)}")
         self.format, self._spill_interval, self._threads = format, spill_interval, threads or 0
         self.capacity_tokens = capacity_tokens
-        self._is_kept = names is not None
         self._places = [(directory, names[i] if names else None) for i, directory in enumerate(directories_of(storage))]
         self._options: dict[str, Any] = {"read_ahead_bytes": read_ahead_bytes, "threads": threads, "deadline_s": deadline_s}
-        self._engine = engine
-        self.spread = Spread(self._open_devices(None if device is None else torch.device(device)))
+        self._device, self._compute = device, None if compute is None else torch.device(compute)
+        self._engines = [engine if isinstance(engine, str) else engine() for _ in self._places]
+        self.striped = StripedDevices(len(self._places), self._open_device)
+        # What is wrong with a place shows now, also where the devices wait for the first rows.
+        if self._compute is not None or default_name(engine, None) != "ssd":
+            self.open(self._compute or torch.device("cuda"))
+        else:
+            for (directory, name), own in zip(self._places, self._engines, strict=True):
+                check_rows(device or "ssd", directory, engine=own, name=name)
         self.x_rows = 0
         self.kv: list[LayerRows | None] = [None] * n_layers
         self.x: list[LayerRows | None] = [None] * n_layers
         self._ahead: dict[LayerRows, _Ahead] = {}
+        self._on_host: dict[LayerRows, tuple[str, ...]] = {}  # layers that the devices could not attend to, and what they lack
         self._begun = 0  # tokens when the forward pass under way began
         self._together = 1  # sequences that attend at a time
 
-    def _open_devices(self, device: torch.device | None) -> list[RowStore]:
-        opened: list[RowStore] = []
-        try:
-            for directory, name in self._places:
-                own = self._engine if isinstance(self._engine, str) else self._engine()
-                opened.append(open_device(directory, device, engine=own, name=name, **self._options))
-        except BaseException:
-            for each in opened:
-                each.close()
-            raise
+    def _open_device(self, number: int, compute: torch.device) -> RowDevice:
+        directory, name = self._places[number]
+        kind = self._device or default_name(self._engines[number], compute)
+        opened = open_rows(kind, directory, compute=compute, engine=self._engines[number], name=name, **self._options)
+        if name is not None and not opened.capabilities.keeps:
+            opened.close()
+            raise errors.InvalidInputError("a kept cache", got=f"device {kind!r}, whose rows end with the process", fix="name=None")
         return opened
 
-    def follow(self, device: torch.device) -> None:
-        """The model is on a GPU: from its first rows on they are computed on there."""
-        if device.type == "cpu" or not all(isinstance(each, SsdDevice) for each in self.spread.devices):
+    def open(self, compute: torch.device) -> None:
+        """Opens the devices, unless they are open: rows are computed on in the memory of `compute`, unless the cache was told where.
+
+        Raises what a device raises when it is opened.
+        """
+        self.striped.open(self._compute or compute)
+
+    @property
+    def data_files(self) -> list[str]:
+        """Of a kept cache: one for each directory."""
+        return [os.path.join(directory, name) for directory, name in self._places if name is not None]
+
+    @contextmanager
+    def files(self) -> Iterator[NativeEngine]:
+        """An engine for what a kept cache has beside its rows."""
+        engine = self._engines[0]
+        if not isinstance(engine, str):
+            yield engine
             return
-        if self.every and not self._is_kept:
+        with NativeEngine("auto" if engine in ("gds", "gds-compat") else engine, pool_bytes=1 << 20) as own:
+            yield own
+
+    def _open_for(self, device: torch.device) -> None:
+        """The first K and V have come, and show where the model is."""
+        if not self.striped.is_open:
+            self.open(device)
+        is_chosen = self._compute is not None or self._device is not None
+        if device.type != "cpu" and not is_chosen and self.striped.devices[0].compute.type == "cpu":
             raise errors.InvalidInputError(
-                "a model on several devices", got="its first layer on the CPU", fix="KVCache(..., device='cuda')"
+                "a model on several devices", got="its first layer on the CPU", fix="KVCache(..., compute='cuda')"
             )
-        self.forget_ahead()
-        self.spread.flush()
-        segments = [part for rows in self.every for run in rows.runs for parts in run.parts for part in parts]
-        pinned = [each.pinned for each in self.spread.devices]
-        for each in self.spread.devices:
-            each.close()
-        self.spread.devices[:] = self._open_devices(device)
-        for number, each in enumerate(self.spread.devices):
-            held = {segment.place: segment.size_bytes for at, segment in segments if at == number and segment.size_bytes}
-            for place, size_bytes in (pinned[number] | held).items():
-                each.extents.claim(place, size_bytes)
-            each.pin(pinned[number])
         for rows in self.every:
             rows.to(device)
 
@@ -231,7 +258,7 @@ class SsdCache:
 
     def _attend(self, layer: int, step: Step, n_sequences: int, split: int) -> torch.Tensor:
         try:
-            self.follow(step.k.device)
+            self._open_for(step.k.device)
             if not self.every:
                 self._reserve(step, split)
             heads, n, width = step.q.shape[1], step.k.shape[2], max(step.q.shape[-1], step.v.shape[-1])
@@ -259,14 +286,16 @@ class SsdCache:
             rows.write(step.k, step.v)
             return o
         rows.append(step.k, step.v)
-        last = past + torch.arange(n) if n > 1 else None
-        o = self._by_parts(rows, step, lambda part, arrived: self._attend_stored(rows, part, last, arrived)[0])
+        span = _Span(past, past + torch.arange(n) if n > 1 else None)
+        o = self._by_parts(rows, step, lambda part, arrived: _with_sinks(part, *self._attend_stored(rows, part, span, arrived)))
         self._after_step(rows)
         return o
 
     def _attend_x(self, layer: int, step: Step) -> torch.Tensor:
         if step.x is None or step.projection is None:
             raise errors.InvalidInputError("X rows of this model", got="no input of its projections", fix="x_rows=0")
+        if not step.rules.are_plain:
+            raise errors.InvalidInputError("X rows of this model", got="a soft cap, slopes or a window", fix="x_rows=0")
         rows = self.x[layer]
         x = step.x.unsqueeze(1)
         if rows is None:
@@ -278,8 +307,9 @@ class SsdCache:
             rows.write(x, None)
             return o
         rows.append(x, None)
-        last, attend = past + torch.arange(n) if n > 1 else None, self._absorb if step.projection.finish is None else self._recompute
-        o = self._by_parts(rows, step, lambda part, arrived: attend(rows, part, last, arrived)[0])
+        span = _Span(past, past + torch.arange(n) if n > 1 else None)
+        attend = self._absorb if step.projection.finish is None else self._recompute
+        o = self._by_parts(rows, step, lambda part, arrived: _with_sinks(part, *attend(rows, part, span, arrived)))
         self._after_step(rows)
         return o
 
@@ -288,10 +318,13 @@ class SsdCache:
         last: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """New tokens over one another, and (by `over`, up to position `last`) over what came before."""
+        span = _Span(past, last)
 
         def look(part: Step, arrived: Arrived) -> torch.Tensor:
             o, lse = self._attend_new(part, past)
-            return o if lse is None or not past else merge(o.float(), lse, *over(rows, part, last, arrived))[0]
+            if past and lse is not None:
+                o, lse = merge(o.float(), lse, *over(rows, part, span, arrived))
+            return _with_sinks(part, o, lse)
 
         return self._by_parts(rows, step, look)
 
@@ -329,50 +362,76 @@ class SsdCache:
         n, over = step.q.shape[2], self._attend_stored if rows in self.kv else self._recompute
         if CHUNK_TOKENS <= n == step.k.shape[2]:
             return self._attend_chunk(rows, step, past, over, torch.full((n,), past - 1))
-        last = rows.count - n + torch.arange(n) if n > 1 else None  # some ask for the last positions alone
-        return self._by_parts(rows, step, lambda part, arrived: over(rows, part, last, arrived)[0])
+        first = rows.count - n  # some ask for the last positions alone
+        span = _Span(first, first + torch.arange(n) if n > 1 else None)
+        return self._by_parts(rows, step, lambda part, arrived: _with_sinks(part, *over(rows, part, span, arrived)))
 
     def _attend_new(self, step: Step, past: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The new tokens of a chunk over one another."""
         hidden = step.visibility.hidden
         own = None if hidden is None else hidden[:, past : past + step.k.shape[2]].to(step.q.device)
-        return chunk_attention(step.q, step.k, step.v, step.scale, own, wants_lse=past > 0)
+        wants_lse = past > 0 or step.rules.sinks is not None
+        return chunk_attention(step.q, step.k, step.v, step.scale, own, wants_lse=wants_lse, rules=step.rules)
 
-    def _attend_stored(self, rows: LayerRows, step: Step, last: torch.Tensor | None, arrived: Arrived) -> tuple[torch.Tensor, torch.Tensor]:
+    def _attend_stored(self, rows: LayerRows, step: Step, span: _Span, arrived: Arrived) -> tuple[torch.Tensor, torch.Tensor]:
         """(o float32 [sequences, heads, n, dv], lse) over what is stored and what waits in memory."""
         n_sequences, heads, n, _ = step.q.shape
-        o, lse = self._gather(arrived, _queries(step, rows.n_heads, rows.layout.dv, last))
+        queries = _queries(step, rows.n_heads, rows.layout.dv, span)
+        if arrived.tickets is not None and (missing := self.striped.lacks(queries, rows.layout)):
+            self._on_host[rows] = missing
+            o, lse = self._attend_here(rows, arrived.tickets, arrived.tail, queries)
+        else:
+            o, lse = self._gather(arrived, queries)
         return o.reshape(n_sequences, heads, n, -1), lse.reshape(n_sequences, heads, n)
 
-    def _absorb(self, rows: LayerRows, step: Step, last: torch.Tensor | None, arrived: Arrived) -> tuple[torch.Tensor, torch.Tensor]:
+    def _attend_here(
+        self, rows: LayerRows, tickets: list[int], tail: RowsInMemory | None, queries: Queries
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the devices cannot do: they show their rows."""
+        shown = ShownAttention(queries, self._threads)
+        self.striped.visit(tickets, partial(shown.show, rows.layout))
+        return merge(shown.o, shown.lse, *attend_rows(queries, tail, threads=self._threads))
+
+    @property
+    def attended_on_host(self) -> dict[str, Any]:
+        """How many layers were attended to on the host, from rows that the devices read, and what these lack for it."""
+        return {
+            "layers_attended_on_host": len(self._on_host),
+            "devices_lack": ", ".join(dict.fromkeys(name for missing in self._on_host.values() for name in missing)),
+        }
+
+    def _absorb(self, rows: LayerRows, step: Step, span: _Span, arrived: Arrived) -> tuple[torch.Tensor, torch.Tensor]:
         projection, heads = step.projection, step.q.shape[1]
         if projection is None:
             raise errors.InvalidInputError("X rows without projections")
         seen = step.visibility
-        every = None if last is None else last.repeat(heads)
+        every = None if span.last is None else span.last.repeat(heads)
         queries = Queries(absorb(step.q, projection, step.scale), projection.hidden, every, seen.first_visible, seen.visible)
         o, lse = self._gather(arrived, queries)
-        return release(o, lse, projection, heads), lse
+        sums = lse.reshape(step.q.shape[:3])
+        if step.rules.sinks is not None:  # which have to be compared with whole scores
+            sums = sums + bias_scores(step.q, projection, step.scale)
+        return release(o, lse, projection, heads), sums
 
-    def _recompute(self, rows: LayerRows, step: Step, last: torch.Tensor | None, arrived: Arrived) -> tuple[torch.Tensor, torch.Tensor]:
+    def _recompute(self, rows: LayerRows, step: Step, span: _Span, arrived: Arrived) -> tuple[torch.Tensor, torch.Tensor]:
         projection = step.projection
         if projection is None:
             raise errors.InvalidInputError("X rows without projections")
         n_sequences, heads, n, _ = step.q.shape
-        queries = _queries(step, projection.n_heads, step.v.shape[-1], last)
-        made = Recomputer(queries, projection, rows.layout, self._threads, self.spread.attend_memory, arrived.sequences.start)
+        queries = _queries(step, projection.n_heads, step.v.shape[-1], span)
+        made = Recomputer(queries, projection, rows.layout, self._threads, arrived.sequences.start)
         tail = arrived.tail
         if arrived.tickets is not None:
-            self.spread.visit(arrived.tickets, made.see)
+            self.striped.visit(arrived.tickets, made.show)
         if tail is not None:
             for sequence in range(n_sequences):
-                made.add(sequence, tail.k[sequence, 0, tail.skip : tail.skip + tail.n_rows], tail.first_position)
-        return made.o.reshape(n_sequences, heads, n, -1), made.lse.reshape(n_sequences, heads, n)
+                made.add(sequence, tail.counting[0][sequence, 0], tail.first_position)
+        return made.over.o.reshape(n_sequences, heads, n, -1), made.over.lse.reshape(n_sequences, heads, n)
 
     def _gather(self, arrived: Arrived, queries: Queries) -> tuple[torch.Tensor, torch.Tensor]:
         if arrived.tickets is None:
-            return self.spread.attend_memory(queries, arrived.tail)
-        return self.spread.attend(arrived.tickets, queries, arrived.tail)
+            return attend_rows(queries, arrived.tail, threads=self._threads)
+        return self.striped.attend(arrived.tickets, queries, arrived.tail)
 
     # --- reads and writes ---
 
@@ -382,7 +441,7 @@ class SsdCache:
             return None
         ahead = self._ahead.get(rows)
         fits = ahead is not None and [part for part, _ in ahead.parts] == self._parts(rows.sequences)
-        if ahead is None or not fits or not self.spread.are_next(ahead.parts[0][1]):
+        if ahead is None or not fits or not self.striped.are_next(ahead.parts[0][1]):
             self.forget_ahead()
             every = self.every
             for later in every[every.index(rows) :]:
@@ -394,7 +453,7 @@ class SsdCache:
         """Puts the reads for the next time in line."""
         covered = rows.covered()
         if covered:
-            parts = [(part, self.spread.ahead(rows.layout, rows.uses(covered, part))) for part in self._parts(rows.sequences)]
+            parts = [(part, self.striped.ahead(rows.layout, rows.views(covered, part))) for part in self._parts(rows.sequences)]
             self._ahead[rows] = _Ahead(parts, covered)
             rows.trim(covered)
 
@@ -408,7 +467,7 @@ class SsdCache:
 
     def forget_ahead(self) -> None:
         """Nothing that was read ahead is wanted any more."""
-        self.spread.forget()
+        self.striped.forget()
         self._ahead.clear()
 
     def begin(self, tokens: int) -> None:
@@ -428,8 +487,8 @@ class SsdCache:
         ):
             if layout is not None:
                 total += layout.blocks(self.capacity_tokens) * layout.block_bytes * streams * len(self.kv)
-        for device in self.spread.devices:
-            device.extents.reserve(-(-total // len(self.spread.devices)))
+        for device in self.striped.devices:
+            device.space.reserve(-(-total // self.striped.count))
 
     def _kv_layout(self, step: Step) -> RowLayout:
         return RowLayout(self.format or format_of(step.k.dtype), step.k.shape[-1], step.v.shape[-1])
@@ -439,7 +498,7 @@ class SsdCache:
 
     def make_rows(self, layout: RowLayout, n_heads: int, dtype: torch.dtype) -> LayerRows:
         """Empty rows with this cache's options."""
-        return LayerRows(self.spread, layout, n_heads, dtype, self._spill_interval or layout.block_rows)
+        return LayerRows(self.striped, layout, n_heads, dtype, self._spill_interval or layout.block_rows)
 
     def crop(self, tokens: int) -> None:
         """Keeps the first `tokens` tokens of every sequence."""
@@ -476,27 +535,33 @@ class SsdCache:
         for rows in self.every:
             rows.clear()
         self.kv, self.x = [None] * len(self.kv), [None] * len(self.x)
+        self._on_host.clear()
 
     def close(self) -> None:
-        self.spread.close()
-
-
-def open_device(directory: str | os.PathLike[str], device: torch.device | None, *, engine: Any, **options: Any) -> RowStore:
-    """The device for a directory, with rows computed on in the memory of `device`; None: the host's, unless the engine says otherwise."""
-    if engine in GDS_PATHS or (device is not None and device.type != "cpu"):
-        return GpuDevice(directory, device=device or "cuda", engine=engine, **options)
-    return SsdDevice(directory, engine=engine, **options)
+        self.striped.close()
 
 
 def _x_layout(x: torch.Tensor) -> RowLayout:
     return RowLayout(format_of(x.dtype), x.shape[-1], x.shape[-1], is_shared=True)
 
 
-def _queries(step: Step, n_heads: int, dv: int, last: torch.Tensor | None) -> Queries:
+def _with_sinks(step: Step, o: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
+    """What all parts together gave, corrected where the model has sinks."""
+    if step.rules.sinks is None or lse is None:
+        return o
+    return add_sinks(o.float(), lse, step.rules.sinks[:, None])[0]
+
+
+def _queries(step: Step, n_heads: int, dv: int, span: _Span) -> Queries:
     """The query heads of one KV head together."""
     n_sequences, heads, n, d = step.q.shape
     groups = heads // n_heads
     q = torch.empty(step.q.shape, dtype=torch.float32, device=step.q.device).copy_(step.q).mul_(step.scale)
     q = q.view(n_sequences, n_heads, groups * n, d)
-    seen = step.visibility
-    return Queries(q, dv, None if last is None else last.repeat(groups), seen.first_visible, seen.visible)
+    seen, rules = step.visibility, step.rules
+    found = Queries(q, dv, None if span.last is None else span.last.repeat(groups), seen.first_visible, seen.visible)
+    if rules.are_plain:
+        return found
+    slopes = None if rules.slopes is None else rules.slopes.float().view(n_heads, groups, 1).expand(-1, -1, n).reshape(n_heads, -1)
+    position = (span.first + torch.arange(n)).repeat(groups)
+    return replace(found, position=position, window=rules.window, soft_cap=rules.soft_cap, slopes=slopes)

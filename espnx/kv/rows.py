@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from .. import errors
-from ..device.interface import Segment, Tail, Use
-from ..device.layout import RowLayout
-from .spread import Spread
+from ..device.interface import SegmentView
+from ..device.row_layout import RowLayout
+from ..ops.attention import RowsInMemory
+from .striping import StripedDevices, StripedSegment
 
 #: So many bytes of rows are put together, or one sequence's: what a write holds in memory does not grow with the batch.
 PUT_BYTES = 2 << 20
@@ -18,24 +19,24 @@ JOIN_ROWS = 128
 
 
 @dataclass
-class Run:
+class StoredRun:
     """Consecutive tokens of all sequences, written together.
 
     Attributes:
         n_rows: that count; `crop` makes it less than what was written.
-        parts: for each sequence, the segments that hold its heads, each with its device.
+        parts: for each sequence, the segments that hold its heads.
     """
 
     first_position: int
     n_rows: int
-    parts: list[list[tuple[int, Segment]]]
+    parts: list[list[StripedSegment]]
 
 
 class LayerRows:
     """K and V (or X) of one layer.
 
     Args:
-        spread: the devices.
+        striped: the devices.
         layout: of blocks.
         n_heads: KV heads (X: 1).
         dtype: of rows in memory.
@@ -47,12 +48,12 @@ class LayerRows:
         stored: of them, from the first on, written in whole blocks.
     """
 
-    def __init__(self, spread: Spread, layout: RowLayout, n_heads: int, dtype: torch.dtype, spill_rows: int):
-        self._spread, self.layout, self.n_heads, self.dtype = spread, layout, n_heads, dtype
+    def __init__(self, striped: StripedDevices, layout: RowLayout, n_heads: int, dtype: torch.dtype, spill_rows: int):
+        self._striped, self.layout, self.n_heads, self.dtype = striped, layout, n_heads, dtype
         self._spill_rows = spill_rows
-        self.runs: list[Run] = []
+        self.runs: list[StoredRun] = []
         self.count = self.stored = 0
-        self._partial: Run | None = None  # of a block that is not full yet, where tokens are spilled sooner than that
+        self._partial: StoredRun | None = None  # of a block that is not full yet, where tokens are spilled sooner than that
         self._k = self._v = torch.empty(0)
         self._first = 0  # position of the first row in memory
 
@@ -72,7 +73,7 @@ class LayerRows:
 
     def _grown(self, old: torch.Tensor, like: torch.Tensor, held: int, room: int) -> torch.Tensor:
         """Memory [sequences, heads, room, width] that begins with the `held` rows of `old`."""
-        new = self._spread.memory((like.shape[0], like.shape[1], room, like.shape[3]), self.dtype, like.device)
+        new = self._striped.memory((like.shape[0], like.shape[1], room, like.shape[3]), self.dtype, like.device)
         if held:
             new[:, :, :held] = old[:, :, :held]
         return new
@@ -111,18 +112,18 @@ class LayerRows:
         self.stored += run.n_rows
         self._drop_partial()
 
-    def _run(self, waiting: slice, k: torch.Tensor | None = None, v: torch.Tensor | None = None) -> Run:
+    def _run(self, waiting: slice, k: torch.Tensor | None = None, v: torch.Tensor | None = None) -> StoredRun:
         """Writes rows that wait, and after them those of k and v, some sequences at a time."""
         n_rows = waiting.stop - waiting.start + (0 if k is None else k.shape[2])
         n_sequences = len(self._k) if k is None else len(k)
         each_bytes = self.n_heads * self.layout.blocks(n_rows) * self.layout.block_bytes
-        run, step = Run(self.stored, n_rows, []), max(1, PUT_BYTES // each_bytes)
+        run, step = StoredRun(self.stored, n_rows, []), max(1, PUT_BYTES // each_bytes)
         try:
             for begin in range(0, n_sequences, step):
                 some = slice(begin, begin + step)
                 rows_k = self._joined(self._k, waiting, k, some)
                 rows_v = None if self.layout.is_shared else self._joined(self._v, waiting, v, some)
-                run.parts += self._spread.put(self.layout, rows_k, rows_v, begin)
+                run.parts += self._striped.put(self.layout, rows_k, rows_v, begin)
         except BaseException:
             self._release(run)
             raise
@@ -146,19 +147,18 @@ class LayerRows:
         n_rows = sum(run.n_rows for run in short)
         if len(short) < 2 or n_rows < JOIN_ROWS:
             return
-        joined, made = Run(short[0].first_position, n_rows, []), dict[tuple[int, ...], Segment]()
+        joined, made = StoredRun(short[0].first_position, n_rows, []), dict[tuple[int, ...], StripedSegment]()
         try:
             for every in zip(*(run.parts for run in short), strict=True):
-                parts = list[tuple[int, Segment]]()
+                parts = list[StripedSegment]()
                 joined.parts.append(parts)
                 for column in zip(*every, strict=True):
-                    device, segments = column[0][0], [segment for _, segment in column]
-                    key = tuple(map(id, segments))
+                    key = tuple(map(id, column))
                     if key in made:  # beams share it
                         made[key].references += 1
                     else:
-                        made[key] = self._spread.devices[device].join(segments)
-                    parts.append((device, made[key]))
+                        made[key] = self._striped.join(column)
+                    parts.append(made[key])
         except BaseException as error:
             self._release(joined)
             if isinstance(error, errors.DiskFullError):
@@ -168,8 +168,8 @@ class LayerRows:
         for run in short:
             self._release(run)
 
-    def _is_short(self, run: Run) -> bool:
-        return run.n_rows < JOIN_ROWS and all(segment.n_rows == run.n_rows for parts in run.parts for _, segment in parts)
+    def _is_short(self, run: StoredRun) -> bool:
+        return run.n_rows < JOIN_ROWS and all(each.segment.n_rows == run.n_rows for parts in run.parts for each in parts)
 
     def _drop_partial(self) -> None:
         if self._partial is not None:
@@ -187,25 +187,25 @@ class LayerRows:
             end = run.first_position + run.n_rows
         return end
 
-    def _is_written(self, run: Run) -> bool:
-        return all(self._spread.is_written(device, segment) for parts in run.parts for device, segment in parts)
+    def _is_written(self, run: StoredRun) -> bool:
+        return all(self._striped.is_written(each) for parts in run.parts for each in parts)
 
-    def uses(self, end: int, sequences: range) -> list[list[Use]]:
+    def views(self, end: int, sequences: range) -> list[list[SegmentView]]:
         """For each device, the segments that hold the tokens before `end` of some sequences, which are numbered from 0."""
-        found: list[list[Use]] = [[] for _ in range(len(self._spread.devices))]
+        found: list[list[SegmentView]] = [[] for _ in range(self._striped.count)]
         for run in self.runs:
             if run.first_position >= end:
                 break
             for sequence, parts in enumerate(run.parts[sequences.start : sequences.stop]):
-                for device, segment in parts:
-                    found[device].append(Use(segment, sequence, run.n_rows, run.first_position))
+                for each in parts:
+                    found[each.device].append(SegmentView(each.segment, sequence, run.n_rows, run.first_position))
         return found
 
-    def tail(self, begin: int) -> Tail | None:
+    def tail(self, begin: int) -> RowsInMemory | None:
         """The tokens from `begin` on, which are in memory."""
         if begin >= self.count:
             return None
-        return Tail(self._k, self._v, begin - self._first, self.count - begin, begin)
+        return RowsInMemory(self._k, self._v, begin - self._first, self.count - begin, begin)
 
     def _keep_from(self, begin: int) -> None:
         """Forgets rows in memory before position `begin`."""
@@ -221,7 +221,7 @@ class LayerRows:
         """Lets go of rows in memory before position `begin`, which must be stored."""
         self._keep_from(min(begin, self.stored))
 
-    # --- rows are kept (see kept.py) ---
+    # --- rows are kept (see kept/state.py) ---
 
     def in_memory(self) -> tuple[torch.Tensor, torch.Tensor, int]:
         """(k [sequences, heads, n, d], v, position of the first): copies of the rows in memory; v is k for X."""
@@ -232,15 +232,16 @@ class LayerRows:
         k = self._k[:, :, :held].clone()
         return k, k if self._v is self._k else self._v[:, :, :held].clone(), self._first
 
-    def restore(self, runs: list[Run], count: int, stored: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    def restore(self, runs: list[StoredRun], count: int, stored: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Becomes what was kept."""
         self.runs, self.count, self.stored, self._first, self._k, self._v = runs, count, stored, first, k, v
 
     def to(self, device: torch.device) -> None:
         """Rows in memory wait there from now on."""
-        is_shared = self._v is self._k
-        self._k = self._k.to(device)
-        self._v = self._k if is_shared else self._v.to(device)
+        if self._k.numel() and self._k.device != device:
+            is_shared = self._v is self._k
+            self._k = self._k.to(device)
+            self._v = self._k if is_shared else self._v.to(device)
 
     # --- rows go ---
 
@@ -250,18 +251,18 @@ class LayerRows:
             old = run.parts
             run.parts = [list(old[i]) for i in sequences]
             for parts in run.parts:
-                for _, segment in parts:
-                    segment.references += 1
+                for each in parts:
+                    each.references += 1
             for parts in old:
-                for device, segment in parts:
-                    self._drop(device, segment)
+                for each in parts:
+                    self._striped.release(each)
         if self._k.numel():
             is_shared = self._v is self._k
             self._k = self._chosen(self._k, sequences)
             self._v = self._k if is_shared else self._chosen(self._v, sequences)
 
     def _chosen(self, rows: torch.Tensor, sequences: list[int]) -> torch.Tensor:
-        chosen = self._spread.memory((len(sequences), *rows.shape[1:]), rows.dtype, rows.device)
+        chosen = self._striped.memory((len(sequences), *rows.shape[1:]), rows.dtype, rows.device)
         for i, sequence in enumerate(sequences):
             chosen[i] = rows[sequence]
         return chosen
@@ -290,15 +291,10 @@ class LayerRows:
         self.count = self.stored = self._first = 0
         self._k = self._v = torch.empty(0)
 
-    def _release(self, run: Run) -> None:
+    def _release(self, run: StoredRun) -> None:
         for parts in run.parts:
-            for device, segment in parts:
-                self._drop(device, segment)
-
-    def _drop(self, device: int, segment: Segment) -> None:
-        segment.references -= 1
-        if segment.references == 0:
-            self._spread.devices[device].release(segment)
+            for each in parts:
+                self._striped.release(each)
 
     @property
     def sequences(self) -> int:
@@ -308,10 +304,10 @@ class LayerRows:
     def memory_bytes(self) -> int:
         """Of rows in memory, and of checksums."""
         rows = {id(self._k): self._k, id(self._v): self._v}.values()
-        sums = {id(segment): segment.sums.nbytes for run in self.runs for parts in run.parts for _, segment in parts}
+        sums = {id(each): each.segment.memory_bytes for run in self.runs for parts in run.parts for each in parts}
         return sum(tensor.numel() * tensor.element_size() for tensor in rows) + sum(sums.values())
 
 
-def _places(run: Run) -> list[list[tuple[int, range]]]:
+def _places(run: StoredRun) -> list[list[tuple[int, range]]]:
     """Of each sequence: on which device which heads lie."""
-    return [[(device, segment.heads) for device, segment in parts] for parts in run.parts]
+    return [[(each.device, each.segment.heads) for each in parts] for parts in run.parts]

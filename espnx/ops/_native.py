@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from typing import Any
 
 import torch
 
@@ -30,6 +31,13 @@ def load_ops() -> None:
             )
         # Only now, since there must be an op to register with. Triton itself is imported at the first launch.
         importlib.import_module(f"espnx.ops.{op}.dispatch")
+
+
+@functools.cache
+def load_extension() -> Any:
+    """The compiled extension itself, for what is no torch op. Raises as `load_ops`."""
+    load_ops()
+    return importlib.import_module("espnx._C")
 
 
 def load_kernel(name: str) -> object:

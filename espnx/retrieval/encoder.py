@@ -2,7 +2,7 @@
 
 An encoder turns a text into what late interaction needs: one ``cls`` vector, by which the first stage finds candidates, and one
 vector per token, which MaxSim scores. Models without a vector of the first kind have ``d_cls`` 0, and the first stage takes one that is
-made from the tokens (`espnx.retrieval.pooling`). espnx never asks how; anything with the five members of :class:`Encoder` will do.
+made from the tokens (first_stage/pooling.py). espnx never asks how; anything with the five members of :class:`Encoder` will do.
 """
 
 from __future__ import annotations

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ..device.record_layout import HEADER_BYTES
 from ..ops.maxsim import maxsim_reference
 from .encoder import Encoded
-from .filters import Filters
-from .first_stage import IvfFirstStage
-from .record import HEADER_BYTES
-from .store import EmbeddingStore
+from .first_stage.interface import LoadedStage
+from .search.filters import Filters
+from .store.store import EmbeddingStore
+from .store.texts import id_order
 
 
 class InMemoryReference:
@@ -21,7 +22,7 @@ class InMemoryReference:
         first_stage: the index's own, called once per query, without a prefetch step.
     """
 
-    def __init__(self, store: EmbeddingStore, first_stage: IvfFirstStage):
+    def __init__(self, store: EmbeddingStore, first_stage: LoadedStage):
         self.store, self.first_stage = store, first_stage
         parts = [np.arange(part.first_number, part.first_number + part.count) for part in store.parts]
         numbers = np.concatenate(parts) if parts else np.empty(0, np.int64)
@@ -32,13 +33,12 @@ class InMemoryReference:
         self.positions[torch.from_numpy(numbers)] = future.position_bytes
 
     def rank(self, query: Encoded, *, candidates: int, nprobe: int, cls_weight: float) -> list[tuple[int, float]]:
-        """(record number, ``cls_weight * CLS + MaxSim``) of all candidates, best first; ties by record number."""
-        schema, pooling = self.store.schema, self.store.pooling
-        vector = (query.cls if pooling is None else pooling.query(query.tokens)).numpy()
+        """(record number, ``cls_weight * CLS + MaxSim``) of all candidates, best first; ties by id."""
+        schema, prepared = self.store.schema, self.first_stage.prepare(query)
         tokens = query.tokens if self.store.projection is None else self.store.projection(query.tokens)
-        allowed = Filters(self.store, self.first_stage.index).allowed(None, None)
+        allowed = Filters(self.store).allowed(None, None)
         wanted = min(candidates, self.store.count)
-        numbers, _ = self.first_stage.start(vector[None], wanted, nprobe, allowed, at_least=wanted).complete()[0]
+        numbers, _ = self.first_stage.start([prepared], wanted, nprobe, allowed, at_least=wanted).complete()[0]
         at = self.positions[torch.from_numpy(numbers)]
         n_tokens = torch.from_numpy(self.store.n_tokens[numbers].astype(np.int64))
         scores = maxsim_reference(
@@ -50,5 +50,6 @@ class InMemoryReference:
             cls = maxsim_reference(schema.query_cls(query.cls.reshape(1, -1)), self.memory, at + HEADER_BYTES, ones, schema.cls_format)
             scores = scores + cls_weight * cls
         total = scores.numpy()
-        order = np.lexsort((numbers, -total))
+        ids = [identifier for identifier, _ in self.store.texts.get(numbers.tolist())]
+        order = sorted(range(len(ids)), key=lambda i: (-total[i], id_order(ids[i])))
         return [(int(numbers[i]), float(total[i])) for i in order]

@@ -1,19 +1,15 @@
-"""The protocol that every storage engine keeps, and the names of the paths that bytes can take."""
+"""The contract of storage: files, plans of many reads or writes, futures, the engine that carries them out; the names of its paths."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Protocol, Self
 
-if TYPE_CHECKING:
-    import os
-
-    import torch
-
-    from .plan import Plan
+import torch
 
 #: What a caller may name. ``auto`` is the only one that falls back, and `Engine.fallback_reason` then says why.
 PATHS = ("auto", "uring", "posix", "memory", "gds", "gds-compat")
@@ -65,6 +61,52 @@ class FileHandle:
     alignment_bytes: int
     requested: str
     effective: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Many reads or writes as a structure of arrays, so that ten thousand of them cost one call. All fields are int64 CPU tensors [n].
+
+    Attributes:
+        file: engine file numbers (`FileHandle.number`).
+        offset_bytes: where each item begins in its file. Reads may be unaligned; direct writes may not.
+        size_bytes: how long each item is; 0 is allowed and moves nothing.
+        out_offset_bytes: where each item goes in (or comes from) the caller's memory; None lets the engine pack the items of a read into
+            a buffer of its own, without a copy, and say where they lie.
+        crc32c: the CRC32C each item of a read must have; None checks nothing.
+    """
+
+    file: torch.Tensor
+    offset_bytes: torch.Tensor
+    size_bytes: torch.Tensor
+    out_offset_bytes: torch.Tensor | None = None
+    crc32c: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.file.numel()
+
+    @classmethod
+    def of(
+        cls,
+        file: FileHandle | Sequence[FileHandle],
+        offset_bytes: Sequence[int] | torch.Tensor,
+        size_bytes: Sequence[int] | torch.Tensor,
+        out_offset_bytes: Sequence[int] | torch.Tensor | None = None,
+        crc32c: Sequence[int] | torch.Tensor | None = None,
+    ) -> Plan:
+        """Builds a plan from sequences; one file stands for all items."""
+        offsets = torch.as_tensor(offset_bytes, dtype=torch.int64)
+        if isinstance(file, (list, tuple)):
+            numbers = torch.tensor([f.number for f in file], dtype=torch.int64)
+        else:
+            numbers = torch.full_like(offsets, file.number)  # type: ignore[union-attr]
+        return cls(
+            file=numbers,
+            offset_bytes=offsets,
+            size_bytes=torch.as_tensor(size_bytes, dtype=torch.int64),
+            out_offset_bytes=None if out_offset_bytes is None else torch.as_tensor(out_offset_bytes, dtype=torch.int64),
+            crc32c=None if crc32c is None else torch.as_tensor(crc32c, dtype=torch.int64),
+        )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import os
 from types import TracebackType
 
 from .. import errors
-from .stream import write_error
+from .files import write_error
 
 
 class DirectoryLock:

@@ -12,9 +12,9 @@ import sys
 from typing import Any
 
 from .. import errors
+from .files import read_file, replace_file
 from .native import NativeEngine
 from .parse import check_plain_file
-from .stream import read_file, replace_file
 
 NAME = "MANIFEST.json"
 _LIMIT_BYTES = 16 * 1024 * 1024

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import errno as codes
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
 from .. import errors
-from .engine import DEFAULT_DEADLINE_S, EngineStats, FileHandle
-from .plan import Plan
+from .engine import DEFAULT_DEADLINE_S, Engine, EngineStats, FileHandle, Plan
+
+if TYPE_CHECKING:
+    from .._C import Engine as CompiledEngine
+    from .._C import Extension
+    from .._C import Future as CompiledFuture
 
 _RETRYABLE_FIX = "check the device (dmesg, smartctl), then try again; the object is still usable"
 
 
-def load_native() -> Any:
-    """The compiled extension. Raises MissingDependencyError with the way to build it."""
+@functools.cache
+def load_native() -> Extension:
+    """The compiled extension; its errors are those that `_to_error` makes. Raises MissingDependencyError with the way to build it."""
     try:
         from espnx import _C
     except ImportError as error:
@@ -28,8 +34,9 @@ def load_native() -> Any:
             got=str(error),
             fix="run `make setup` (or `pip install -e . --no-build-isolation`) in the source tree",
         ) from error
-    _C.set_error_factory(_to_error)
-    return _C
+    native = cast("Extension", _C)
+    native.set_error_factory(_to_error)
+    return native
 
 
 def _to_error(
@@ -80,11 +87,11 @@ def _to_error(
 class NativeFuture:
     """See `espnx.storage.engine.Future`."""
 
-    def __init__(self, native: Any, memory: torch.Tensor | None):
+    def __init__(self, native: CompiledFuture, memory: torch.Tensor | None):
         self._native, self._memory, self._finished = native, memory, False
 
     @property
-    def native(self) -> Any:
+    def native(self) -> CompiledFuture:
         """The compiled object, for functions of the extension that take a future."""
         return self._native
 
@@ -157,26 +164,6 @@ class FaultRule:
     value: int = 5
 
 
-@dataclass(frozen=True)
-class RecordPlace:
-    """Where numbered records of varying size lie: csrc/cpu/records.hpp computes it from this.
-
-    Attributes:
-        n_tokens: uint16, rows of each record.
-        group_offset_bytes: int64, offset of records 0, 64, 128, ... in their files.
-        segment_begin: int64, first record of each file.
-        files: int64, the files' numbers.
-        fixed_bytes, row_bytes: a record's size is the first, and so many of the second, up to a multiple of 16.
-    """
-
-    n_tokens: torch.Tensor
-    group_offset_bytes: torch.Tensor
-    segment_begin: torch.Tensor
-    files: torch.Tensor
-    fixed_bytes: int
-    row_bytes: int
-
-
 class NativeEngine:
     """See `espnx.storage.engine.Engine`.
 
@@ -221,7 +208,7 @@ class NativeEngine:
         self.fallback_reason: str = self._native.fallback_reason
 
     @property
-    def native(self) -> Any:
+    def native(self) -> CompiledEngine:
         """The compiled object, for functions of the extension that take an engine."""
         return self._native
 
@@ -247,16 +234,6 @@ class NativeEngine:
         self, plan: Plan, out: torch.Tensor | None = None, *, gap_bytes: int = 0, priority: int = 0, deadline_s: float = DEFAULT_DEADLINE_S
     ) -> NativeFuture:
         return self._submit(True, plan, out, gap_bytes=gap_bytes, priority=priority, deadline_s=deadline_s)
-
-    def read_records(
-        self, records: torch.Tensor, place: RecordPlace, *, gap_bytes: int, priority: int = 0, deadline_s: float = DEFAULT_DEADLINE_S
-    ) -> NativeFuture:
-        """Starts reading whole records of `place` by number, int64 [m]: a plan and its `read` in one call, without tensors between."""
-        native = load_native().read_records(
-            self._native, records, place.n_tokens, place.group_offset_bytes, place.segment_begin, place.files, place.fixed_bytes,
-            place.row_bytes, gap_bytes, priority, deadline_s,
-        )  # fmt: skip
-        return NativeFuture(native, None)
 
     def write(self, plan: Plan, source: torch.Tensor, *, priority: int = 0, deadline_s: float = DEFAULT_DEADLINE_S) -> NativeFuture:
         return self._submit(False, plan, source, gap_bytes=0, priority=priority, deadline_s=deadline_s)
@@ -332,3 +309,13 @@ class FaultyEngine(NativeEngine):
 
     def __init__(self, rules: Sequence[FaultRule], path: str = "auto", *, seed: int = 0, **options: Any):
         super().__init__(path, rules=rules, seed=seed, **options)
+
+
+def host_engine(engine: Engine) -> NativeEngine | None:
+    """The engine itself where its reads arrive in host memory and it does all that files need; None where they arrive elsewhere."""
+    return engine if isinstance(engine, NativeEngine) else None
+
+
+def free_bytes(path: str | os.PathLike[str]) -> int:
+    """Room on the file system of a path that exists."""
+    return int(load_native().free_bytes(os.fsencode(path)))

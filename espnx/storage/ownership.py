@@ -13,8 +13,8 @@ import os
 import re
 from dataclasses import asdict, dataclass
 
+from .files import write_error
 from .parse import Fields, check_plain_file, parse_object
-from .stream import write_error
 
 MARK = "OWNER.json"
 _MARK_BYTES_MAX = 64 << 10

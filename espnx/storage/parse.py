@@ -68,6 +68,10 @@ class Fields:
         """Names of the fields."""
         return iter(self._values)
 
+    def values(self) -> dict[str, Any]:
+        """The object as it is, for whoever parses it later."""
+        return dict(self._values)
+
     def refuse(self, name: str, expected: object, got: object = None) -> NoReturn:
         """Raises the FormatError that says so of a field."""
         shown = _shown(self._values.get(name)) if got is None else got

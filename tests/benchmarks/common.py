@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from espnx.benchmarks.result import Row
-from espnx.benchmarks.runner import Sample
+from espnx.benchmarks.harness.result import Row
+from espnx.benchmarks.harness.runner import Sample
 from espnx.errors import ChecksumError
 
 MACHINE = {"cpu": "c", "cores": 2, "memory_bytes": 1, "kernel": "k", "disk": "d", "fs": "f", "fio": None, "python": "3", "torch": "2"}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from espnx.benchmarks.content import DataFile, ensure_file
+from espnx.benchmarks.io.content import DataFile, ensure_file
 
 FILE_BYTES = 8 << 20
 

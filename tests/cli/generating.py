@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
 from espnx.cli.main import main
-from tests.integrations.kv_models import VOCABULARY, plain
+from tests.integrations.transformers.tiny import VOCABULARY, plain
 
 tokenizers = pytest.importorskip("tokenizers")
 

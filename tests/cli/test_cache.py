@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from espnx.cli.main import main
-from espnx.integrations.transformers import KVCache
-from tests.integrations.kv_models import enabled, generate, prompt
+from espnx.integrations.transformers.cache import KVCache
+from tests.integrations.transformers.tiny import enabled, generate, prompt
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str, str]:

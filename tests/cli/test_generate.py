@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from espnx.cli.main import main
-from espnx.integrations import generation, scheduling
-from espnx.integrations.generation import batches
-from espnx.integrations.prompt_files import read_prompts
+from espnx.integrations.generate import generate as generation
+from espnx.integrations.generate.generate import batches
+from espnx.integrations.generate.prompt_files import read_prompts
+from espnx.integrations.transformers import schedule as scheduling
 from espnx.kv.schedule import Decision
 from tests.cli.generating import LENGTHS, NEW, PROMPTS, check, options, results, run, save, write
 from tests.forks import Forks
-from tests.integrations.kv_models import make
+from tests.integrations.transformers.tiny import make
 from tests.retrieval.common import memory_folder
 from tests.storage.common import until
 
@@ -121,7 +122,7 @@ def test_killed_and_run_again(model: Path, folder: Path, capsys: pytest.CaptureF
     texts = PROMPTS * 12
     prompts, out = write(folder / "prompts.jsonl", texts), folder / "prompts.jsonl.out.jsonl"
     words = [str(word) for word in [*options(model, folder, prompts), "--batch", 2]]
-    processes = open_forks("tests.integrations.kv_forks")
+    processes = open_forks("tests.integrations.transformers.forks")
     child = processes.start(argv=["generate", *words], stdout=folder / "said", stderr=folder / "complained")
     assert until(lambda: out.exists() and out.read_bytes().count(b"\n") >= 31, 60)
     os.kill(child, signal.SIGKILL)

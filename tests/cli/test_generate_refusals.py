@@ -16,13 +16,13 @@ import torch
 
 from espnx.cli.main import main
 from espnx.errors import EspnxError, InvalidInputError, WriteError
-from espnx.integrations import model_folder
-from espnx.integrations.generation import learned_positions, until_end
-from espnx.integrations.model_folder import model_fingerprint
-from espnx.integrations.prompt_files import Prompt, append, read_done, read_prompts
-from espnx.storage.weights_files import read_header
+from espnx.integrations.generate import model_folder
+from espnx.integrations.generate.generate import learned_positions, until_end
+from espnx.integrations.generate.model_folder import model_fingerprint
+from espnx.integrations.generate.prompt_files import Prompt, append, read_done, read_prompts
+from espnx.weights.safetensors_files import read_header
 from tests.cli.generating import NEW, PROMPTS, check, options, results, run, save, wanted, write
-from tests.integrations.kv_models import VOCABULARY, make
+from tests.integrations.transformers.tiny import VOCABULARY, make
 from tests.retrieval.common import memory_folder
 
 

@@ -16,7 +16,7 @@ from espnx.cli.main import main
 pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
 pytest.importorskip("transformers", reason="transformers is not installed (extra [dev])")
 
-from tests.integrations import tiny
+from tests.encoders import tiny
 
 PAGE = Path(__file__).parents[2] / "docs" / "import.md"
 INDEX = tiny.DATA / "colbert-index-2"
@@ -51,16 +51,28 @@ def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(
-        capsys, "index", "import", INDEX, tmp_path / "store", "--nlist", 4, "--pooling", "muvera", "--first-stage", "flat", "--json", "-"
+        capsys,
+        "index",
+        "import",
+        INDEX,
+        tmp_path / "store",
+        "--nlist",
+        4,
+        "--pooling",
+        "muvera",
+        "--first-stage-code",
+        "flat",
+        "--json",
+        "-",
     )
     assert code == 0
     document = json.loads(out)
     assert document["command"] == "index import"
     assert document["index"] == {"documents": 50, "tokens": 436, "dim": 32, "format": "residual2", "centroids": 256}
-    assert (document["report"]["documents"], document["report"]["nlist"]) == (50, 4)
+    assert (document["report"]["documents"], document["report"]["first_stage"]["nlist"]) == (50, 4)
     assert "importing 50 documents" in err
     assert "write: 50 of 50" in err
-    assert "over muvera" in run(capsys, "index", "info", tmp_path / "store")[1]
+    assert "vector muvera" in run(capsys, "index", "info", tmp_path / "store")[1]
     code, _, err = run(capsys, "index", "import", INDEX, tmp_path / "store")
     assert code == 2
     assert "--replace" in err

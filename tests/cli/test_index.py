@@ -64,12 +64,12 @@ def test_build_verify_info(tmp_path: Path, corpus: Path, capsys: pytest.CaptureF
     assert code == 0
     assert "documents          50\n" in out
     assert "flat" not in out
-    assert "sq8, 3 lists" in out
+    assert "code sq8, nlist 3" in out
     assert "bytes a token vector on disk beside the store's" in err
     assert "spool: 50" in err
     assert "write: 50 of 50" in err
     document = strict_json(report.read_text())
-    assert (document["command"], document["report"]["documents"], document["report"]["nlist"]) == ("index build", 50, 3)
+    assert (document["command"], document["report"]["documents"], document["report"]["first_stage"]["nlist"]) == ("index build", 50, 3)
     code, out, err = run(capsys, "index", "verify", store, "--json", "-")
     assert code == 0
     assert strict_json(out) | {"bytes_moved": 0} == {
@@ -149,8 +149,8 @@ def test_a_corpus_with_a_bad_line(tmp_path: Path, corpus: Path, capsys: pytest.C
         (["--corpus", "nowhere.jsonl"], 2, "cannot read corpus nowhere.jsonl"),
         (["--memory", "lots"], 2, "cannot read a size"),
         (["--memory", "1MiB"], 2, "memory budget too small"),
-        (["--first-stage", "hnsw"], 2, "flat, sq8, sq6, sq4 or pqM"),
-        (["--first-stage", "pq4"], 2, "at least 256 documents"),
+        (["--first-stage-code", "hnsw"], 2, "flat, sq8, sq6, sq4 or pqM"),
+        (["--first-stage-code", "pq4"], 2, "at least 256 documents"),
         (["--nlist", "0"], 2, "nlist"),
         (["--pca", "64"], 2, "at most 8"),
     ],
@@ -207,7 +207,7 @@ def test_ctrl_c(tmp_path: Path, open_forks: Callable[[str], Forks]) -> None:
 def test_add_delete_compact(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store, more = tmp_path / "store", tmp_path / "more.jsonl"
     more.write_text(json.dumps({"id": "new", "text": "alpha omega"}) + "\n")
-    assert run(capsys, "index", "build", store, "--corpus", corpus, "--compact", "bit1", "--format", "int8")[0] == 0
+    assert run(capsys, "index", "build", store, "--corpus", corpus, "--coarse", "bit1", "--format", "int8")[0] == 0
     assert "1 documents added" in run(capsys, "index", "add", store, "--corpus", more)[1]
     ids = tmp_path / "ids"
     ids.write_text("d3\nd4\n")

@@ -12,9 +12,10 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from espnx.cli.main import main
-from espnx.integrations.streamed import load_streamed
-from espnx.integrations.transformers import KVCache, enable
-from espnx.storage import weights_speed
+from espnx.integrations.streamed.load import load_streamed
+from espnx.integrations.transformers.cache import KVCache
+from espnx.integrations.transformers.enable import enable_kv_cache
+from espnx.weights import speed as weights_speed
 
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "vocab_size": 97}
 GQA = {**SHAPE, "intermediate_size": 96, "num_key_value_heads": 2}
@@ -70,7 +71,7 @@ def test_k_and_v_are_what_the_cache_stores(
 ) -> None:
     batch, tokens = 3, 129
     kv = plan(capsys, "--model", folders[name], "--batch", batch, "--context", tokens - 1, "--new", 1)["kv"]
-    model = enable(AutoModelForCausalLM.from_pretrained(folders[name]))
+    model = enable_kv_cache(AutoModelForCausalLM.from_pretrained(folders[name]))
     with KVCache(model.config, tmp_path, x_rows=0) as cache, torch.no_grad():
         model(torch.ones((batch, tokens), dtype=torch.int64), past_key_values=cache)
         stats = cache.stats()

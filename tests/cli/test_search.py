@@ -9,7 +9,7 @@ import pytest
 import espnx
 from espnx.cli.main import main
 from espnx.cli.search import render
-from espnx.retrieval.result import Hit, SearchResult
+from espnx.retrieval.search.result import Hit, SearchResult
 
 pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
 
@@ -70,7 +70,7 @@ def test_json(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--encoder", "toy", "--prefetch-step", "2"], 2, "prefetch_step"),
         (["--encoder", "toy", "--rerank", "-1"], 2, "rerank; got -1"),
         (["--encoder", "toy", "--engine", "carrier-pigeon"], 2, "carrier-pigeon"),
-        (["--encoder", "toy", "--device", "abacus"], 2, "abacus"),
+        (["--encoder", "toy", "--compute", "abacus"], 2, "abacus"),
     ],
 )
 def test_what_it_cannot_do(store: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str) -> None:
@@ -93,7 +93,7 @@ def test_no_store_and_no_gpu(store: Path, tmp_path: Path, capsys: pytest.Capture
     import torch
 
     if not torch.cuda.is_available():
-        code, _, err = run(capsys, "search", store, "red", "--encoder", "toy", "--device", "cuda")
+        code, _, err = run(capsys, "search", store, "red", "--encoder", "toy", "--compute", "cuda")
         assert code == 3
         assert "no CUDA device" in err
 

@@ -93,7 +93,8 @@ device::RowRequest request_of(const Store& store, Random& random, double& expect
 bool attend_whole(Store& store, int64_t ticket, double expected, int threads) {
   std::vector<float> q(8);
   float o[8] = {}, m = 0, l = 0;
-  const device::RowQueries queries{q.data(), 1, 1, 1, 8, 8, nullptr, nullptr, nullptr, 0, o, &m, &l};
+  const device::RowQueries queries{q.data(), 1,       1, 1, 8,       8, nullptr, nullptr, nullptr,
+                                   0,        nullptr, 0, 0, nullptr, o, &m,      &l};
   try {
     store.stream->attend(ticket, queries, threads, [] { return false; });
   } catch (const io::FailureError& error) {

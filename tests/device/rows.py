@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from espnx.device.interface import Device, Queries, Segment, Tail, Use
-from espnx.device.layout import RowLayout
+from espnx.device.interface import RowDevice, Segment, SegmentView
+from espnx.device.row_layout import RowLayout
 from espnx.device.ssd import SsdDevice
+from espnx.ops.attention import Queries, RowsInMemory
 
 U = 2.0**-24  # unit roundoff of fp32
 
@@ -27,13 +28,13 @@ class Kept:
     v: torch.Tensor
 
     def use(self, sequence: int, n_rows: int | None = None, first_position: int = 0) -> Seen:
-        return Seen(self, Use(self.segment, sequence, self.segment.n_rows if n_rows is None else n_rows, first_position))
+        return Seen(self, SegmentView(self.segment, sequence, self.segment.n_rows if n_rows is None else n_rows, first_position))
 
 
 @dataclass
 class Seen:
     kept: Kept
-    use: Use
+    use: SegmentView
 
 
 @contextmanager
@@ -63,22 +64,24 @@ def kept(layout: RowLayout, segments: Sequence[Segment], k: torch.Tensor, v: tor
     return [Kept(segment, stored_k[i].double(), stored_v[i].double()) for i, segment in enumerate(segments)]
 
 
-def put(device: Device, layout: RowLayout, n_sequences: int, heads: range, n: int, rng: torch.Generator) -> list[Kept]:
+def put(device: RowDevice, layout: RowLayout, n_sequences: int, heads: range, n: int, rng: torch.Generator) -> list[Kept]:
     k, v = draw(layout, n_sequences, heads, n, rng)
     return kept(layout, device.put(layout, k, v, heads), k, v)
 
 
-def queries(layout: RowLayout, n_sequences: int, n_heads: int, n: int, rng: torch.Generator, **masks: torch.Tensor | None) -> Queries:
+def queries(layout: RowLayout, n_sequences: int, n_heads: int, n: int, rng: torch.Generator, **masks: Any) -> Queries:
     return Queries(normal(n_sequences, n_heads, n, layout.d, rng=rng) * layout.d**-0.5, layout.dv, **masks)
 
 
 def attend(
-    device: Device, layout: RowLayout, seen: Sequence[Seen], look: Queries, tail: Tail | None = None
+    device: RowDevice, layout: RowLayout, seen: Sequence[Seen], look: Queries, tail: RowsInMemory | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return device.attend(device.ahead(layout, [each.use for each in seen]), look, tail)
 
 
-def _rows(seen: Sequence[Seen], tail: Tail | None, sequence: int, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+def _rows(
+    seen: Sequence[Seen], tail: RowsInMemory | None, sequence: int, head: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """k, v and positions of everything that (sequence, head) may look at."""
     ks, vs, positions = [], [], []
     for each in seen:
@@ -96,9 +99,23 @@ def _rows(seen: Sequence[Seen], tail: Tail | None, sequence: int, head: int) -> 
     return (torch.cat(ks), torch.cat(vs), torch.cat(positions)) if ks else None
 
 
-def assert_right(got: tuple[torch.Tensor, torch.Tensor], seen: Sequence[Seen], look: Queries, tail: Tail | None = None) -> None:
-    """Both results within the bounds of docs/tolerances.md, as tests/ops/test_attention.py derives them; what is folded in apart (each
-    segment, each of the reads it was cut into, each thread) is one more rescaling."""
+def _changed(look: Queries, head: int, scores: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores after a soft cap and slopes, and how far fp32 may be off in that: 4 units in the last place of the cap, whose slope is at
+    most 1 (csrc/cpu/attention/kernels.hpp), and the roundings of slope x distance and of adding it."""
+    apart = torch.zeros_like(scores)
+    if look.soft_cap is not None:
+        scores = look.soft_cap * torch.tanh(scores / look.soft_cap)
+        apart = apart + 8 * U * look.soft_cap
+    if look.slopes is not None and look.position is not None:
+        added = look.slopes[head].double()[:, None] * (positions - look.position[:, None])
+        scores = scores + added
+        apart = apart + 2 * U * (added.abs() + scores.abs())
+    return scores, apart
+
+
+def assert_right(got: tuple[torch.Tensor, torch.Tensor], seen: Sequence[Seen], look: Queries, tail: RowsInMemory | None = None) -> None:
+    """Both results within the bounds of docs/tolerances.md, as tests/ops/attention/test_attention.py derives them; what is
+    folded in apart (each segment, each of the reads it was cut into, each thread) is one more rescaling."""
     n_sequences, n_heads, n, d = look.q.shape
     o, lse = got
     assert o.shape == (n_sequences, n_heads, n, look.dv)
@@ -115,17 +132,20 @@ def assert_right(got: tuple[torch.Tensor, torch.Tensor], seen: Sequence[Seen], l
             visible = torch.ones(n, len(k), dtype=torch.bool)
             if look.last_position is not None:
                 visible &= positions <= look.last_position[:, None]
+            if look.window is not None and look.position is not None:
+                visible &= positions > look.position[:, None] - look.window
             if look.first_visible is not None:
                 visible &= positions >= look.first_visible[sequence]
             if look.visible is not None:
                 visible &= look.visible[sequence, positions] != 0
             q = look.q[sequence, head].double()
-            scores = (q @ k.T).masked_fill(~visible, -torch.inf)
+            scores, changed = _changed(look, head, q @ k.T, positions)
+            scores = scores.masked_fill(~visible, -torch.inf)
             weights = scores.softmax(dim=-1).nan_to_num(0.0)
             largest = (q.abs() @ k.abs().T).mul(visible).amax(dim=-1)
             rescales = math.ceil(len(k) / 128) + 2 * len(seen) + 16
             gamma_score, gamma_sum = (m * U / (1 - m * U) for m in (d + 12, len(k) + 6 * rescales + 12))
-            relative = torch.expm1(gamma_score * largest) + gamma_sum
+            relative = torch.expm1(gamma_score * largest + changed.mul(visible).amax(dim=-1)) + gamma_sum
             wanted, sums = weights @ v, scores.logsumexp(dim=-1)
             bound = (2 * relative / (1 - relative))[:, None] * (weights @ v.abs()) + len(k) * 2.0**-126
             where = f"sequence {sequence}, head {head}"

@@ -9,14 +9,15 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import Event, Thread
 
+import numpy as np
 import pytest
 import torch
 
 from espnx import errors
-from espnx.device.layout import RowLayout
-from espnx.device.store import RowStore
+from espnx.device.row_file import RowFileDevice
+from espnx.device.row_layout import RowLayout
 from espnx.storage import FaultRule, FaultyEngine
-from tests.device.gpu_rows import WAYS, opened_gpu
+from tests.device.gpu.rows import WAYS, opened_gpu
 from tests.device.rows import Seen, assert_right, attend, opened, put, queries
 from tests.storage.common import until
 
@@ -25,7 +26,7 @@ LAYOUT = RowLayout("fp16", 64, 64)
 HEADS = range(2)
 
 
-def opened_as(kind: str, folder: Path, **options: object) -> AbstractContextManager[RowStore]:
+def opened_as(kind: str, folder: Path, **options: object) -> AbstractContextManager[RowFileDevice]:
     return opened(folder, **options) if kind == "ssd" else opened_gpu(folder, kind, **options)
 
 
@@ -35,7 +36,7 @@ def in_a_thread(work: Callable[[], object]) -> None:
     thread.join()
 
 
-def assert_serves(device: RowStore, seen: list[Seen]) -> None:
+def assert_serves(device: RowFileDevice, seen: list[Seen]) -> None:
     look = queries(LAYOUT, 1, len(HEADS), 1, torch.Generator().manual_seed(1))
     assert_right(attend(device, LAYOUT, seen, look), seen, look)
     assert device.front() == -1
@@ -53,7 +54,7 @@ def test_while_rows_are_shown(kind: str, folder: Path) -> None:
         for at in (1, 2, len(reads) - 1, len(reads)):
             count, asked = 0, list[int]()
 
-            def look(memory: torch.Tensor, pieces: torch.Tensor) -> None:
+            def look(memory: torch.Tensor, pieces: np.ndarray) -> None:
                 nonlocal count
                 count += 1
                 if count == at:  # noqa: B023
@@ -102,12 +103,12 @@ import os, signal, sys, threading
 from concurrent import futures
 from pathlib import Path
 import torch
-import espnx.kv.spread
-from espnx.kv.spread import Spread
+import espnx.kv.striping
+from espnx.kv.striping import StripedDevices
 from espnx.device.ssd import SsdDevice
 from espnx.storage import FaultRule, FaultyEngine
 from tests.device.rows import assert_right, draw, queries
-from tests.kv.test_spread import LAYOUT, seen_of, uses_of
+from tests.kv.test_striping import LAYOUT, seen_of, uses_of
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 engines = [FaultyEngine([FaultRule("never", operation="read", count=1)]) for _ in range(3)]
@@ -118,9 +119,10 @@ class Device(SsdDevice):
         attending.release()
         return super().attend(ticket, queries, tail)
 
-spread = Spread([Device(Path(sys.argv[1]) / str(i), engine=engine) for i, engine in enumerate(engines)])
+striped = StripedDevices(3, lambda i, _: Device(Path(sys.argv[1]) / str(i), engine=engines[i]))
+striped.open(torch.device("cpu"))
 k, v = draw(LAYOUT, 2, range(3), 900, torch.Generator())
-parts = spread.put(LAYOUT, k, v)
+parts = striped.put(LAYOUT, k, v)
 look = queries(LAYOUT, 2, 3, 1, torch.Generator())
 
 def interrupt():
@@ -134,15 +136,15 @@ def wait(jobs):
         interrupters[0].start()
     return futures.wait(jobs)
 
-espnx.kv.spread.wait = wait
+espnx.kv.striping.wait = wait
 try:
-    spread.attend(spread.ahead(LAYOUT, uses_of(parts, [900, 900], 3)), look, None)
+    striped.attend(striped.ahead(LAYOUT, uses_of(parts, [900, 900], 3)), look, None)
 except KeyboardInterrupt:
     print("interrupted")
-assert [device.front() for device in spread.devices] == [-1] * 3
-tickets = spread.ahead(LAYOUT, uses_of(parts, [900, 900], 3))
-assert_right(spread.attend(tickets, look, None), seen_of(LAYOUT, k, v, [900, 900], 3), look)
-spread.close()
+assert [device.front() for device in striped.devices] == [-1] * 3
+tickets = striped.ahead(LAYOUT, uses_of(parts, [900, 900], 3))
+assert_right(striped.attend(tickets, look, None), seen_of(LAYOUT, k, v, [900, 900], 3), look)
+striped.close()
 for engine in engines:
     engine.close(grace_s=0.05)
 print("usable")

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.sanitized import CSRC, ENGINE, SANITIZERS, build, run
+from tests.cpp.sanitized import CSRC, ENGINE, SANITIZERS, build, run
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_cleared_by_another_thread(sanitizer: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    folder = request.config.cache.mkdir(f"row_stream_stress-{sanitizer}")
+    folder = request.config.cache.mkdir(f"sanitized-{sanitizer}")
     program = build("row_stream_stress", [*ENGINE, CSRC / "device" / "row_stream.cpp", CSRC / "device" / "row_plan.cpp"], sanitizer, folder)
     run(program, "1", "60", tmp_path)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from espnx import errors
-from espnx.device.interface import Queries, Tail, Use
-from espnx.device.layout import RowLayout
+from espnx.device.interface import SegmentView
+from espnx.device.row_layout import RowLayout
+from espnx.ops.attention import Queries, RowsInMemory
 from tests.device.rows import Seen, assert_right, attend, draw, normal, opened, put, queries
 
 LAYOUTS = {
@@ -31,7 +33,7 @@ def test_one_segment(folder: Path, path: str, kind: str) -> None:
     layout, rng = LAYOUTS[kind], torch.Generator().manual_seed(1)
     one = layout.block_rows
     with opened(folder, engine=path) as device:
-        assert device.effective_path.split()[0] == path
+        assert device.path_report()[0].effective_path.split()[0] == path
         for n in (1, one - 1, one, one + 1, 3 * one + 2):
             if n < 1:
                 continue
@@ -52,7 +54,7 @@ def test_grouped_queries(folder: Path) -> None:
     q = normal(n_sequences, n_kv * group, n, 64, rng=rng)
     wanted = F.scaled_dot_product_attention(q, k, v, torch.ones(n, past + n, dtype=torch.bool).tril(past), enable_gqa=True)
     with opened(folder) as device:
-        uses = [Use(segment, i, past + n, 0) for i, segment in enumerate(device.put(layout, k, v, range(n_kv)))]
+        uses = [SegmentView(segment, i, past + n, 0) for i, segment in enumerate(device.put(layout, k, v, range(n_kv)))]
         look = Queries((q / 8).view(n_sequences, n_kv, group * n, 64), 64, (past + torch.arange(n)).repeat(group))
         o, _ = device.attend(device.ahead(layout, uses), look)
     # 2 gamma(d + tokens) of scores and of weighted sums of values up to 5, on both sides
@@ -85,7 +87,7 @@ def test_ragged_programs(folder: Path, path: str, kind: str, window_bytes: int) 
             if chance.random() < 0.7:
                 k = normal(n_sequences, n_heads, 9, layout.d, rng=rng).to(chance.choice([torch.float32, torch.float16, torch.bfloat16]))
                 v = k if layout.is_shared else normal(n_sequences, n_heads, 9, layout.dv, rng=rng).to(k.dtype)
-                tail = Tail(k, v, chance.randint(0, 3), chance.randint(0, 6), longest)
+                tail = RowsInMemory(k, v, chance.randint(0, 3), chance.randint(0, 6), longest)
             positions = longest + 9
             look = queries(
                 layout, n_sequences, n_heads, 3, rng,
@@ -108,7 +110,7 @@ def test_hidden_rows_have_no_effect(folder: Path) -> None:
         segment = device.put(layout, k, v, range(1))[0]
 
         def run(**masks: torch.Tensor) -> torch.Tensor:
-            o, _ = device.attend(device.ahead(layout, [Use(segment, 0, 40, 0)]), Queries(torch.ones(1, 1, 1, 64), 64, **masks))
+            o, _ = device.attend(device.ahead(layout, [SegmentView(segment, 0, 40, 0)]), Queries(torch.ones(1, 1, 1, 64), 64, **masks))
             return o.isfinite().all()
 
         assert run(visible=visible)
@@ -130,7 +132,7 @@ def test_visit(folder: Path, kind: str) -> None:
         found: dict[tuple[int, int, int], torch.Tensor] = {}
         moved = 0
 
-        def see(memory: torch.Tensor, pieces: torch.Tensor) -> None:
+        def see(memory: torch.Tensor, pieces: np.ndarray) -> None:
             nonlocal moved
             moved += memory.numel()
             for sequence, head, offset, rows, first in pieces.tolist():
@@ -161,7 +163,7 @@ def test_an_error_of_the_visitor(folder: Path) -> None:
         stored = put(device, layout, 1, range(1), 100, rng)[0].use(0)
         tickets = [device.ahead(layout, [stored.use]) for _ in range(2)]
 
-        def see(memory: torch.Tensor, pieces: torch.Tensor) -> None:
+        def see(memory: torch.Tensor, pieces: np.ndarray) -> None:
             raise KeyError("mine")
 
         with pytest.raises(KeyError, match="mine"):
@@ -232,7 +234,7 @@ def test_nothing_to_see(folder: Path) -> None:
         seen = [each.use(i) for i, each in enumerate(put(device, layout, 2, range(2), 0, rng))]
         assert [each.use.segment.size_bytes for each in seen] == [0, 0]
         assert_right(attend(device, layout, seen, look), seen, look)
-        tail = Tail(normal(2, 2, 4, 64, rng=rng), normal(2, 2, 4, 64, rng=rng), 4, 0, 0)
+        tail = RowsInMemory(normal(2, 2, 4, 64, rng=rng), normal(2, 2, 4, 64, rng=rng), 4, 0, 0)
         assert_right(attend(device, layout, seen, look, tail), seen, look, tail)
         for each in seen:
             device.release(each.use.segment)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from espnx import errors
-from espnx.device.layout import RowLayout
+from espnx.device.row_layout import RowLayout
 from espnx.device.ssd import SsdDevice
 from espnx.storage import FaultRule, FaultyEngine
 from tests.device.rows import Kept, assert_right, attend, opened, put, queries
@@ -80,7 +80,7 @@ def test_each_read_fails_in_turn(folder: Path, path: str, threads: int, visits: 
                 assert error is None
                 break
             assert error is not None
-            assert (error.path, error.errno) == (device.path, EIO)
+            assert (error.path, error.errno) == (device.space.path, EIO)
             segment = stored[failed].segment
             assert error.offset_bytes in range(segment.place, segment.place + segment.size_bytes)
             assert_void(device, tickets[failed:])
@@ -107,7 +107,7 @@ def test_short_reads(folder: Path, path: str, value: int) -> None:
         stored = put(device, LAYOUT, 1, HEADS, 600, rng(1))
         with pytest.raises((errors.ShortReadError, errors.TruncatedFileError)) as caught:
             assert_reads_right(device, stored)
-        assert caught.value.path == device.path
+        assert caught.value.path == device.space.path
 
 
 @pytest.mark.parametrize("block", [0, 1, 37, 159])
@@ -122,7 +122,7 @@ def test_a_bit_that_flips_on_the_way(folder: Path, path: str, block: int, thread
         stored = put(device, LAYOUT, 2, HEADS, 40 * 32, rng(1))
         with pytest.raises(errors.ChecksumError, match="stored rows are damaged") as caught:
             assert_reads_right(device, stored)
-        assert (caught.value.path, caught.value.offset_bytes, caught.value.size_bytes) == (device.path, block * BLOCK, BLOCK)
+        assert (caught.value.path, caught.value.offset_bytes, caught.value.size_bytes) == (device.space.path, block * BLOCK, BLOCK)
         assert engine.stats().fault_hits == 1
         assert_reads_right(device, stored)
 
@@ -178,7 +178,7 @@ def test_reads_that_never_end(folder: Path, path: str, threads: int) -> None:
         tickets = [device.ahead(LAYOUT, [stored[0].use(0).use]) for _ in range(2)]
         with pytest.raises(errors.DeadlineExceededError) as caught:
             device.attend(tickets[0], queries(LAYOUT, 1, 2, 1, rng(2)))
-        assert caught.value.path == device.path
+        assert caught.value.path == device.space.path
         assert_void(device, tickets)
         assert_reads_right(device, stored)
 
@@ -213,7 +213,7 @@ def test_a_write_that_fails_is_repeated(folder: Path, path: str, fault: str, how
         if fault in expected:
             with pytest.raises(expected[fault]) as caught:
                 work_on(device, stored[0], how)
-            assert caught.value.path == device.path
+            assert caught.value.path == device.space.path
         work_on(device, stored[0], how)
         assert engine.stats().fault_hits == 1
         assert_reads_right(device, stored)
@@ -280,7 +280,7 @@ def test_sync_that_fails(folder: Path, operation: str) -> None:
         stored = put(device, LAYOUT, 1, HEADS, 100, rng(1))
         with pytest.raises(errors.WriteError) as caught:
             device.sync()
-        assert caught.value.path == device.path
+        assert caught.value.path == device.space.path
         device.sync()
         assert_reads_right(device, stored)
         assert_reads_right(device, [*stored, *put(device, LAYOUT, 1, HEADS, 50, rng(2))])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from espnx import errors
-from espnx.device.layout import RowLayout
+from espnx.device.row_layout import RowLayout
 from espnx.device.ssd import SsdDevice
 from espnx.storage import FaultRule, FaultyEngine, NativeEngine
 from tests.device.rows import assert_right, attend, draw, opened, put, queries
@@ -39,8 +39,8 @@ def test_the_file_without_a_name(folder: Path) -> None:
             put(device, LAYOUT, 1, HEADS, 5, rng())
             device.flush()
             assert os.listdir(folder / "a" / "b") == []
-            assert os.path.dirname(device.path) == str(folder / "a" / "b")
-            links = [name.split()[0] for name in open_descriptors() - before if device.path in name]
+            assert os.path.dirname(device.space.path) == str(folder / "a" / "b")
+            links = [name.split()[0] for name in open_descriptors() - before if device.space.path in name]
             assert links, "no descriptor of the data file"
             assert {mode(f"/proc/self/fd/{number}") for number in links} == {0o600}
     finally:
@@ -52,17 +52,18 @@ def test_the_file_with_a_name(folder: Path) -> None:
     umask = os.umask(0)
     try:
         with opened(folder, name="rows") as device:
-            assert device.path == str(folder / "rows")
+            assert device.space.path == str(folder / "rows")
             stored = put(device, LAYOUT, 1, HEADS, 100, rng())[0]
             device.sync()
             assert mode(folder / "rows") == 0o600
             assert os.stat(folder / "rows").st_size == stored.segment.size_bytes, "what nobody has taken is cut off"
+            place = device.space.place(stored.segment)
     finally:
         os.umask(umask)
     content = (folder / "rows").read_bytes()
     assert content == LAYOUT.pack(*draw(LAYOUT, 1, HEADS, 100, rng())).numpy().tobytes()
     with opened(folder, name="rows") as device:
-        device.extents.claim(stored.segment.place, stored.segment.size_bytes)
+        stored.segment = device.space.restore([place])[0]
         look = queries(LAYOUT, 1, 2, 1, rng(1))
         assert_right(attend(device, LAYOUT, [stored.use(0)], look), [stored.use(0)], look)
     assert os.listdir(folder) == ["rows"]
@@ -156,7 +157,7 @@ def test_pinned_places(folder: Path) -> None:
     """Keep what lies there after their segments have gone, until another set of places is pinned."""
     with opened(folder) as device:
         a, b, c = (put(device, LAYOUT, 1, HEADS, 40, rng(i))[0] for i in range(3))
-        device.pin({each.segment.place: each.segment.size_bytes for each in (a, b)})
+        device.space.pin([each.segment for each in (a, b)])
         for each in (a, b, c):
             device.release(each.segment)
         each_bytes = a.segment.size_bytes
@@ -165,11 +166,11 @@ def test_pinned_places(folder: Path) -> None:
         assert d.segment.place == c.segment.place
         look = queries(LAYOUT, 1, 2, 1, rng(4))
         assert_right(attend(device, LAYOUT, [a.use(0)], look), [a.use(0)], look)
-        device.pin({b.segment.place: b.segment.size_bytes, d.segment.place: d.segment.size_bytes})
+        device.space.pin([each.segment for each in (b, d)])
         assert put(device, LAYOUT, 1, HEADS, 40, rng(5))[0].segment.place == a.segment.place
         assert_right(attend(device, LAYOUT, [b.use(0)], look), [b.use(0)], look)
         device.release(d.segment)
-        device.pin({})
+        device.space.pin([])
         assert device.stats().stored_bytes == each_bytes
 
 
@@ -277,7 +278,7 @@ def test_two_devices(folder: Path, shares: bool) -> None:
     """In one directory, on one engine or two: neither sees the other's rows, tickets, counts or end."""
     engine = NativeEngine() if shares else None
     with opened(folder, engine=engine or "auto") as one, opened(folder, engine=engine or "auto") as two:
-        assert one.path != two.path
+        assert one.space.path != two.space.path
         a, b = put(one, LAYOUT, 1, HEADS, 90, rng(1))[0], put(two, LAYOUT, 1, HEADS, 70, rng(2))[0]
         look = queries(LAYOUT, 1, 2, 1, rng(3))
         tickets = one.ahead(LAYOUT, [a.use(0).use]), two.ahead(LAYOUT, [b.use(0).use])
@@ -319,7 +320,7 @@ def test_put_on_an_engine_that_was_closed(folder: Path) -> None:
     engine = NativeEngine()
     device = SsdDevice(folder, engine=engine)
     put(device, LAYOUT, 1, HEADS, 5, rng(1))
-    device.extents.reserve(MIB)  # so that nothing but the write itself needs the engine
+    device.space.reserve(MIB)  # so that nothing but the write itself needs the engine
     device.flush()
     before = device.stats()
     engine.close()

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from espnx.benchmarks.memory import rss_bytes
-from espnx.device.interface import Use
-from espnx.device.layout import RowLayout
+from espnx.benchmarks.machine.memory import rss_bytes
+from espnx.device.interface import SegmentView
+from espnx.device.row_layout import RowLayout
 from espnx.device.ssd import SsdDevice
 
 
@@ -21,8 +21,8 @@ def test_tickets_of_long_rows(tmp_path: Path) -> None:
     try:
         (segment,) = device.put(layout, k, k, range(4))
         device.flush()
-        assert segment.sums.size >= 2048
-        uses = [Use(segment, 0, with_rows, 0)]
+        assert segment.memory_bytes >= 4 * 2048
+        uses = [SegmentView(segment, 0, with_rows, 0)]
         for _ in range(4):
             device.ahead(layout, uses)
         before = rss_bytes()

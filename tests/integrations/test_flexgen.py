@@ -21,10 +21,11 @@ from flexgen import flex_opt, pytorch_backend
 from flexgen.timer import timers
 
 from espnx import errors
-from espnx.integrations import flexgen, flexgen_store
-from espnx.integrations.flexgen_store import TensorFile
+from espnx.integrations.flexgen import disk as flexgen
+from espnx.integrations.flexgen import tensor_file as flexgen_store
+from espnx.integrations.flexgen.tensor_file import TensorFile
 from espnx.storage import FaultRule, FaultyEngine
-from tests.integrations.kv_models import make
+from tests.integrations.transformers.tiny import make
 from tests.storage.common import open_descriptors
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -27,10 +27,10 @@ from transformers import PreTrainedTokenizerFast
 from espnx import errors
 from espnx.integrations.lm_eval import EspnxLM
 from espnx.storage import FaultRule, FaultyEngine
-from tests.integrations.kv_models import make
+from tests.integrations.transformers.tiny import make
 
 ROOT = Path(__file__).resolve().parents[2]
-TASKS = Path(__file__).parent / "data" / "lm_eval"
+TASKS = Path(__file__).resolve().parents[1] / "data" / "lm_eval"
 PAGE = ROOT / "docs" / "flexgen-lm-eval.md"
 LETTERS = [chr(code) for code in range(32, 127)]
 # Other people's: multiprocess and datasets fork, rouge and others use what will go.

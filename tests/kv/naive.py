@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from espnx.kv.cache import SsdCache, Step
+from espnx.kv.scores import PLAIN, ScoreRules
 from espnx.kv.visibility import Visibility
-from espnx.kv.xrows import Projection
+from espnx.kv.x_rows import Projection
 
 U = 2.0**-24  # unit roundoff of fp32
 UNITS = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}  # of the model's dtype, where it is not fp32
@@ -31,6 +32,7 @@ class Shape:
     hidden: int = 0  # 0: K and V are drawn; otherwise they are projected from an input of that width
     rotates: bool = False
     has_bias: bool = False
+    rules: ScoreRules = PLAIN
 
 
 @dataclass
@@ -130,7 +132,7 @@ class Naive:
             k_size, v_size = k.double().abs(), v.double().abs()
         for name, rows in (("k", k.double()), ("v", v.double()), ("k_size", k_size), ("v_size", v_size)):
             setattr(layer, name, torch.cat([getattr(layer, name), rows], dim=2))
-        step = Step(q, k, v, s.d**-0.5, visibility, x, projection)
+        step = Step(q, k, v, s.d**-0.5, visibility, x, projection, s.rules)
         return step, *self.answer(number, q)
 
     def _sizes(self, number: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,16 +170,35 @@ class Naive:
         if bool(self.hidden.any()):
             seen = seen & ~self.hidden[:, None, None, :]
             v, v_size = (rows.masked_fill(self.hidden[:, None, :, None], 0.0) for rows in (v, v_size))
-        scores = (grouped @ layer.k.transpose(-1, -2)).masked_fill_(~seen, -math.inf)
-        weights = torch.nan_to_num(scores.softmax(dim=-1), nan=0.0)
+        scores, changed = self._changed(grouped @ layer.k.transpose(-1, -2), n)
+        scores = scores.masked_fill_(~seen, -math.inf)
+        if s.rules.sinks is not None:  # a column that nobody can hide, whose V is zero
+            sinks = s.rules.sinks.double().view(s.n_heads, s.group, 1).expand(-1, -1, n).reshape(1, s.n_heads, -1, 1)
+            scores = torch.cat([scores, sinks.expand(b, -1, -1, -1)], dim=-1)
+        weights = torch.nan_to_num(scores.softmax(dim=-1), nan=0.0)[..., : self.count]
         largest = (grouped.abs() @ layer.k_size.transpose(-1, -2)).mul_(seen).amax(dim=-1)
         roundings, unit = 2 * s.d + s.hidden + self.count + 64, UNITS[s.dtype]
         gamma = roundings * U / (1 - roundings * U)
-        relative = torch.expm1(2 * (gamma + 4 * unit) * largest) + 2 * gamma + 4 * unit
+        relative = torch.expm1(2 * (gamma + 4 * unit) * largest + changed) + 2 * gamma + 4 * unit
         bound = relative[..., None] * (weights @ v_size) + 1e-30
         if s.has_bias and s.hidden and not s.rotates:  # nobody looks at what a token that sees nothing gets; it must be finite
             bound = bound.masked_fill(~seen.any(dim=-1)[..., None], torch.finfo(torch.float64).max)
         return (weights @ v).view(b, heads, n, s.dv), bound.view(b, heads, n, s.dv)
+
+    def _changed(self, scores: torch.Tensor, n: int) -> tuple[torch.Tensor, float]:
+        """Scores [b, KV heads, group * n, positions] after the model's rules, and how far fp32 may be off in that: 8 units of a cap; of
+        what slopes add, where that is not so far below the rest that it weighs nothing, 4 units of 100; of sinks, a few of their size."""
+        s, rules = self.shape, self.shape.rules
+        distance = (torch.arange(self.count) - (self.count - n + torch.arange(n))[:, None]).repeat(s.group, 1)
+        off = 0.0
+        if rules.soft_cap is not None:
+            scores, off = rules.soft_cap * torch.tanh(scores / rules.soft_cap), 8 * U * rules.soft_cap
+        if rules.slopes is not None:
+            slopes = rules.slopes.double().view(s.n_heads, s.group, 1).expand(-1, -1, n).reshape(s.n_heads, -1, 1)
+            scores, off = scores + slopes * distance, off + 4 * U * 100
+        if rules.window is not None:
+            scores = scores.masked_fill(distance <= -rules.window, -math.inf)
+        return scores, off if rules.sinks is None else off + 8 * U * (1 + float(rules.sinks.abs().max()))
 
 
 def forward(cache: SsdCache, steps: list[tuple[Step, torch.Tensor, torch.Tensor]], before: int) -> list[torch.Tensor]:

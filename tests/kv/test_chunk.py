@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from espnx.integrations.hf_attention import attend_in_memory
-from espnx.integrations.masks import Mask
-from espnx.kv.chunk import chunk_attention
+from espnx.integrations.transformers.attention import attend_in_memory
+from espnx.integrations.transformers.masks import Mask
+from espnx.kv.prefill import chunk_attention
 
 N = 1200
 

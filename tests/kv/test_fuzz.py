@@ -81,8 +81,8 @@ def run_program(rng: random.Random, naive: Naive, cache: SsdCache, what: str) ->
 
 def check_space_returns(cache: SsdCache) -> None:
     cache.clear()
-    cache.spread.flush()
-    assert [device.stats().stored_bytes for device in cache.spread.devices] == [0] * len(cache.spread.devices)
+    cache.striped.flush()
+    assert [device.stats().stored_bytes for device in cache.striped.devices] == [0] * len(cache.striped.devices)
     assert cache.memory_bytes == 0
     assert cache.sequences == 0
 

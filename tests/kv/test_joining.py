@@ -36,8 +36,8 @@ def test_generated_tokens_lie_like_prefilled_ones(folder: Path, disks: int) -> N
             feed(cache, with_joins, [1])
             rows = cache.kv[0]
             assert rows is not None
-            counts.append((len(rows.runs), sum(len(part) for part in rows.uses(rows.stored, range(2)))))
-            stored = sum(device.stats().stored_bytes for device in cache.spread.devices)
+            counts.append((len(rows.runs), sum(len(part) for part in rows.views(rows.stored, range(2)))))
+            stored = sum(device.stats().stored_bytes for device in cache.striped.devices)
             assert stored == rows.stored * 2 * 2 * rows.layout.row_bytes
         finally:
             cache.close()
@@ -58,8 +58,8 @@ def test_beams_keep_sharing(folder: Path) -> None:
             each.select([3, 2])
         feed(cache, naive, [1] * 300)
         cache.clear()
-        cache.spread.flush()
-        assert cache.spread.devices[0].stats().stored_bytes == 0
+        cache.striped.flush()
+        assert cache.striped.devices[0].stats().stored_bytes == 0
     finally:
         cache.close()
 

@@ -59,7 +59,7 @@ def run(folder: Path, shape: Shape, rule: FaultRule, *, devices: int = 1, deadli
             assert error is None, f"pass {number}, {before} tokens: {rule} fails it for ever: {error}"
             assert_right(outputs, steps, f"pass {number}, {before} tokens, {rule}")
         cache.clear()
-        assert [device.stats().stored_bytes for device in cache.spread.devices] == [0] * devices
+        assert [device.stats().stored_bytes for device in cache.striped.devices] == [0] * devices
         hits = sum(each.stats().fault_hits for each in engines)
         if rule.fault != "never":
             assert until(lambda: all((each.stats().in_flight, each.stats().quarantined_buffers) == (0, 0) for each in engines))

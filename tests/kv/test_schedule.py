@@ -12,8 +12,9 @@ import torch
 
 from espnx import errors
 from espnx.device.ssd import SsdDevice
-from espnx.kv import schedule
+from espnx.kv import schedule, shown
 from espnx.kv.schedule import SMALL_BYTES, Costs, Shape, choose, decide, predict, read_rate
+from espnx.ops.attention import Queries, RowsInMemory, attend_rows
 from espnx.storage import FaultRule, FaultyEngine
 
 FREE = math.inf
@@ -114,7 +115,7 @@ def test_what_makes_x_rows_more_or_fewer(seed: int) -> None:
 @pytest.mark.parametrize("hidden", [2 * 4 * 64, 2 * 4 * 64 + 1, 4096])
 def test_x_rows_that_are_no_smaller(hidden: int) -> None:
     """Nothing is measured: there is no device to measure."""
-    found = decide(shape(hidden=hidden, n_kv=4), [], _never)
+    found = decide(shape(hidden=hidden, n_kv=4), _never, _never)
     assert (found.x_rows, found.predicted_s, found.costs) == (0, (), None)
     assert "of the bytes of K and V" in found.why
 
@@ -122,7 +123,7 @@ def test_x_rows_that_are_no_smaller(hidden: int) -> None:
 def test_few_bytes() -> None:
     small = Shape(1, 1, 100, 64, 4, 4, 64, torch.float16, True)
     assert small.kv_bytes * small.sequences < SMALL_BYTES
-    assert decide(small, [], _never).as_dict() == {"x_rows": 0, "why": "too few bytes to matter", "predicted_s": (), "costs": None}
+    assert decide(small, _never, _never).as_dict() == {"x_rows": 0, "why": "too few bytes to matter", "predicted_s": (), "costs": None}
 
 
 @pytest.mark.parametrize("is_rotary", [True, False])
@@ -131,7 +132,7 @@ def test_measured(tmp_path: Path, is_rotary: bool) -> None:
     device = SsdDevice(tmp_path)
     try:
         s = shape(is_rotary=is_rotary)
-        found = decide(s, [device], lambda: 0.001, 2)
+        found = decide(s, lambda: [device], lambda: 0.001, 2)
         costs = found.costs
         assert costs is not None
         assert all(0 < rate < FREE for rate in (costs.ssd_bytes_per_s, costs.attend_bytes_per_s, costs.x_s_per_token, costs.dense_s))
@@ -157,15 +158,20 @@ def test_measuring_a_device_that_fails(tmp_path: Path) -> None:
 
 
 def test_what_computes_on_rows_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device that holds them, be it a GPU, and not the cores beside it."""
-    device, asked = SsdDevice(tmp_path), list[int]()
-    attend = SsdDevice.attend
-    monkeypatch.setattr(SsdDevice, "attend", lambda self, ticket, *more: asked.append(ticket) or attend(self, ticket, *more))
+    """Where the device has them, be it a GPU, and with as many threads as will attend."""
+    device, asked = SsdDevice(tmp_path), list[tuple[torch.device, int]]()
+
+    def attend(queries: Queries, rows: RowsInMemory, *, threads: int) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append((rows.k.device, threads))
+        return attend_rows(queries, rows, threads=threads)
+
+    for module in (schedule, shown):
+        monkeypatch.setattr(module, "attend_rows", attend)
     monkeypatch.setattr(schedule, "read_rate", lambda _: 1e9)
     try:
         for is_rotary in (True, False):
             asked.clear()
-            schedule.measure(shape(is_rotary=is_rotary), [device], lambda: 0.001)
-            assert asked == [-1] * 8
+            schedule.measure(shape(is_rotary=is_rotary), [device], lambda: 0.001, 1)
+            assert asked == [(device.compute, 1)] * 8
     finally:
         device.close()

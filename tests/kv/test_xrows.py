@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from espnx import errors
-from espnx.device.interface import Queries, Use
-from espnx.device.layout import RowLayout
+from espnx.device.interface import SegmentView
+from espnx.device.row_layout import RowLayout
 from espnx.device.ssd import SsdDevice
-from espnx.kv.xrows import Projection, Recomputer, absorb, release
-from espnx.ops.attention import merge
+from espnx.kv.x_rows import Projection, Recomputer, absorb, release
+from espnx.ops.attention import Queries, merge
 
 U = 2.0**-24  # unit roundoff of fp32
 UNITS = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -159,12 +159,12 @@ def test_recomputed(folder: Path, dtype: torch.dtype, has_bias: bool) -> None:
         half = layout.block_rows
         parts = [(0, x[:, None, :half]), (half, x[:, None, half:stored])]
         uses = [
-            Use(segment, i, rows.shape[2], first)
+            SegmentView(segment, i, rows.shape[2], first)
             for first, rows in parts
             for i, segment in enumerate(device.put(layout, rows, None, range(1)))
         ]
         again = Recomputer(look, projection, layout, 1)
-        device.visit(device.ahead(layout, uses), again.see)
+        device.visit(device.ahead(layout, uses), again.show)
         for i in range(n_sequences):
             again.add(i, x[i, stored:], stored)
     finally:
@@ -180,10 +180,10 @@ def test_recomputed(folder: Path, dtype: torch.dtype, has_bias: bool) -> None:
         largest = (q[i].double().abs() @ (k.abs() + 1).transpose(-1, -2)).amax(dim=-1)
         relative = torch.expm1(2 * (gamma + unit) * largest) + 2 * gamma + unit
         bound = relative[..., None] * (weights @ (v.abs() + 1)) + 1e-30
-        assert bool(((again.o[i].double() - weights @ v).abs() <= bound).all())
+        assert bool(((again.over.o[i].double() - weights @ v).abs() <= bound).all())
         sums = scores.logsumexp(dim=-1)
-        assert bool(((again.lse[i] == sums) | ((again.lse[i] - sums).abs() <= relative + 2 * U * (1 + sums.abs()))).all())
-    assert bool((again.lse[2, :, 1] == -torch.inf).all()), "nothing to see before its first visible position"
+        assert bool(((again.over.lse[i] == sums) | ((again.over.lse[i] - sums).abs() <= relative + 2 * U * (1 + sums.abs()))).all())
+    assert bool((again.over.lse[2, :, 1] == -torch.inf).all()), "nothing to see before its first visible position"
 
 
 def test_recomputing_nothing() -> None:
@@ -191,6 +191,6 @@ def test_recomputing_nothing() -> None:
     layout = RowLayout("fp32", HIDDEN, HIDDEN, is_shared=True)
     again = Recomputer(Queries(normal(2, N_KV, 3, D, seed=1), DV), make(), layout, 1)
     o, lse = normal(2, N_KV, 3, DV, seed=2), normal(2, N_KV, 3, seed=3)
-    merged, sums = merge(o, lse, again.o, again.lse)
+    merged, sums = merge(o, lse, again.over.o, again.over.lse)
     assert torch.equal(merged, o)
     assert torch.equal(sums, lse)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from espnx.device.folding import matrix_attention
+from espnx.ops.attention.running import matrix_attention
 from espnx.ops.precision import _settings, whole_float32
 
 

@@ -21,10 +21,11 @@ from safetensors.numpy import load
 
 import espnx
 from espnx import errors
-from espnx.retrieval.result import Hit
-from espnx.retrieval.search import Index
+from espnx.retrieval.search.index import Index
+from espnx.retrieval.search.result import Hit
+from espnx.retrieval.store.texts import id_order
 from espnx.storage import NativeEngine, manifest
-from espnx.storage.stream import crc32c
+from espnx.storage.files import crc32c
 from tests.ops.tolerances import gamma
 
 D_CLS, DIM = 16, 8
@@ -52,9 +53,9 @@ def queries(count: int, *, d_cls: int = D_CLS, dim: int = DIM, seed: int = 77) -
     return [document.vectors for document in corpus(count, d_cls=d_cls, dim=dim, tokens=(1, 6), seed=seed) if document.vectors]
 
 
-def build(path: Path | str, documents: Iterable[Any], **options: Any) -> espnx.retrieval.build.BuildReport:
+def build(path: Path | str, documents: Iterable[Any], **options: Any) -> espnx.retrieval.build.builder.BuildReport:
     """`espnx.build` with the dimensions of this file and exact lists, unless told otherwise."""
-    return espnx.build(path, documents, **{"dims": (D_CLS, DIM), "first_stage": "flat", "nlist": 4, **options})
+    return espnx.build(path, documents, **{"dims": (D_CLS, DIM), "first_stage_code": "flat", "nlist": 4, **options})
 
 
 def exact_scores(
@@ -86,7 +87,7 @@ def assert_ranking(hits: Sequence[Hit], scores: dict[Any, float], bounds: dict[A
         assert same(hit.score, scores[hit.id], bounds[hit.id]), f"{hit} should score {scores[hit.id]}"
         assert same(scores[hit.id], wanted, slack), f"{hit} is ranked where {wanted} belongs"
     for first, second in itertools.pairwise(hits):
-        assert (-first.score, first.number) < (-second.score, second.number)
+        assert (-first.score, id_order(first.id)) < (-second.score, id_order(second.id))
 
 
 def same(a: float, b: float, tolerance: float) -> bool:

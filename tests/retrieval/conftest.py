@@ -47,7 +47,7 @@ def store(tmp_path_factory: pytest.TempPathFactory, documents: list[espnx.Docume
 @pytest.fixture
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     """Makes builds cut their data files at a size that a test's corpus reaches: (segment_bytes, bytes of one run of records)."""
-    from espnx.retrieval import build as module
+    from espnx.retrieval.build import builder as module
 
     def cut(segment_bytes: int, run_bytes: int = 4096) -> None:
         monkeypatch.setattr(module, "segment_bytes", lambda total_bytes, devices: segment_bytes)

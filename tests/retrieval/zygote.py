@@ -7,15 +7,15 @@ from typing import Any
 import faiss
 
 import espnx
-from espnx.retrieval import build as module
-from espnx.retrieval import generations, part_writer, publish
-from espnx.retrieval.part_file import FileWriter
-from espnx.retrieval.segments import Layout
-from espnx.retrieval.texts import TextWriter
+from espnx.retrieval.build import builder as module
+from espnx.retrieval.store.part_file import FileWriter
+from espnx.retrieval.store.texts import TextWriter
+from espnx.retrieval.versions import generations, part_writer, publish
+from espnx.retrieval.versions.segments import Layout
 from espnx.storage import NativeEngine, ownership
 from tests.forks import command_line, killed_at, serve
+from tests.retrieval.build.memory_child import measured
 from tests.retrieval.common import build, corpus, toy_encoder
-from tests.retrieval.memory_child import measured
 
 OWNERS: dict[str, Any] = {
     "engine": NativeEngine,

@@ -8,8 +8,8 @@ import pytest
 
 from espnx.storage import FileHandle, NativeEngine
 from espnx.storage.engine import paths_of, reasons_of
-from espnx.storage.weights_speed import read_speed_of
-from espnx.storage.weights_stream import WeightFiles
+from espnx.weights.speed import read_speed_of
+from espnx.weights.stream import WeightFiles
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_weights(tmp_path: Path) -> None:
 
 
 def test_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("espnx.storage.weights_speed.NativeEngine", SomeBuffered)
+    monkeypatch.setattr("espnx.weights.speed.NativeEngine", SomeBuffered)
     speed = read_speed_of(make_files(tmp_path))
     with NativeEngine() as engine:
         direct = engine.open(tmp_path / "one").effective

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sanitized import ENGINE, SANITIZERS, build, run
+from tests.cpp.sanitized import ENGINE, SANITIZERS, build, run
 
 PATHS = ["uring", "pressure", "posix", "memory", "hostile"]
 DEFINES = {"posix_queue.cpp": "make_posix_queue=make_real_posix_queue", "uring_queue.cpp": "syscall=engine_syscall"}
@@ -14,7 +14,7 @@ DEFINES = {"posix_queue.cpp": "make_posix_queue=make_real_posix_queue", "uring_q
 
 @pytest.fixture(scope="module", params=SANITIZERS)
 def stress(request: pytest.FixtureRequest) -> Path:
-    folder = request.config.cache.mkdir(f"engine_stress-{request.param}")
+    folder = request.config.cache.mkdir(f"sanitized-{request.param}")
     return build("engine_stress", ENGINE, request.param, folder, DEFINES)
 
 

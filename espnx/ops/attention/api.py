@@ -6,7 +6,7 @@ import torch
 
 from ...errors import InvalidInputError
 from .._native import load_ops
-from .checks import check_arguments, check_rows, outside_error, rows_error
+from .checks import block_bytes, check_arguments, check_inside, check_rows
 
 
 def attention(
@@ -62,17 +62,15 @@ def attention(
     load_ops()
     factor = d**-0.5 if scale is None else float(scale)
     try:
-        o, lse = torch.ops.espnx.attention(
+        return torch.ops.espnx.attention(
             query, buffer, block_offset_bytes, n_rows, block_rows, format, factor, values, visible, last_position, threads or 0
         )
-    except (IndexError, ValueError) as error:
+    except (IndexError, ValueError) as error:  # C++ looks at each entry once; Python looks again only where it has found something
         if query.device.type != "cpu" or isinstance(error, InvalidInputError):
             raise  # of another device: Triton's own, which say nothing of the tables
-        if isinstance(error, ValueError):
-            raise rows_error(str(error).splitlines()[0], "the room there is") from None
-        # How C++ says what it finds while it looks at the tables; Python does not look at them twice.
-        raise outside_error(str(error).splitlines()[0].split(" does not lie")[0], buffer.numel()) from None
-    return o, lse
+        found = error
+    check_inside(buffer.numel(), block_offset_bytes, n_rows, block_rows, block_bytes(block_rows, d, values, format), visible)
+    raise found
 
 
 def merge(o1: torch.Tensor, lse1: torch.Tensor, o2: torch.Tensor, lse2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ from ...errors import InvalidInputError
 
 ROW_FORMATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}
 DIM_MULTIPLE = 8
-DIM_MAX = 16384  # csrc/cpu/attention.hpp has the same one
+DIM_MAX = 16384  # csrc/cpu/attention/attention.hpp has the same one
 BLOCK_ROWS_MAX = 1 << 20
 _QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -81,22 +81,22 @@ def check_inside(
     rows_max = n_blocks * block_rows if visible is None else min(n_blocks * block_rows, visible.shape[1])
     wrong = (n_rows < 0) | (n_rows > rows_max)
     if bool(wrong.any()):
-        raise rows_error(int(n_rows[wrong][0]), rows_max)
+        sequence = int(wrong.nonzero()[0])
+        raise InvalidInputError(
+            "attention n_rows", got=f"{int(n_rows[sequence])} of sequence {sequence}",
+            expected=f"0 to {rows_max}, what the blocks (and visible) have room for",
+        )  # fmt: skip
     needed = torch.arange(n_blocks, device=n_rows.device) * block_rows < n_rows[:, None]
     needed = needed[:, None, :].to(block_offset_bytes.device).expand_as(block_offset_bytes)
     outside = needed & ((block_offset_bytes < 0) | (block_offset_bytes > buffer_bytes - size_bytes))
     if bool(outside.any()):
-        raise outside_error(f"offset_bytes {int(block_offset_bytes[outside][0])}, {size_bytes} bytes", buffer_bytes)
-
-
-def rows_error(got: object, rows_max: object) -> InvalidInputError:
-    """The error of a sequence with more rows than its blocks (or ``visible``) have."""
-    return InvalidInputError("attention n_rows", got=got, expected=f"0 to {rows_max}, what the blocks (and visible) have room for")
-
-
-def outside_error(got: str, buffer_bytes: int) -> InvalidInputError:
-    """The error of a block that does not lie inside the buffer."""
-    return InvalidInputError("attention block outside the buffer", got=got, expected=f"a block within the buffer's {buffer_bytes} bytes")
+        sequence, head, block = (int(index) for index in outside.nonzero()[0])
+        offset = int(block_offset_bytes[sequence, head, block])
+        raise InvalidInputError(
+            "attention block outside the buffer",
+            got=f"block {block} of sequence {sequence}, head {head} (offset_bytes {offset}, {size_bytes} bytes)",
+            expected=f"a block within the buffer's {buffer_bytes} bytes",
+        )
 
 
 def _wrong(name: str, tensor: torch.Tensor, expected: str, fix: str | None = None) -> InvalidInputError:

@@ -1,4 +1,4 @@
-"""The token formats by name: the one place in Python. ``csrc/cpu/maxsim_format.hpp`` says the same for C++.
+"""The token formats by name: the one place in Python. ``csrc/cpu/formats/format.hpp`` says the same for C++.
 
 To add a format: a class (or an instance of one) here, an entry in the C++ header with a decoder per instruction set, and a branch in
 ``kernels/maxsim.py``; callers pass the name and do not change.

@@ -1,4 +1,4 @@
-"""Limits of dimensions and records. ``csrc/cpu/maxsim.hpp`` has the same ones."""
+"""Limits of dimensions and records. ``csrc/cpu/maxsim/maxsim.hpp`` has the same ones."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Many additions of one document to a large store."""

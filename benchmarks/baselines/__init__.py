@@ -1,1 +1,0 @@
-"""What the engine is compared with: programs and techniques that a user would reach for instead."""

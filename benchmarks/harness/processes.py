@@ -1,0 +1,94 @@
+"""The processes of a benchmark as their parent sees them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from espnx.errors import EspnxError
+
+from ..machine.cgroup import MemoryGroup
+
+_END_S = 30.0
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class WorkerError(EspnxError):
+    """A process of the benchmark could not do what it was told."""
+
+
+class Closing(ABC):
+    """A context manager whose end is `close`."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Worker(Closing):
+    """One process. `session`: one of `worker.SESSIONS`; `group`: to put it into."""
+
+    def __init__(self, session: str, name: str, group: MemoryGroup | None = None):
+        self.name, self.group = name, group
+        command = [sys.executable, "-m", "espnx.benchmarks.harness.worker", session]
+        if group is not None:
+            command += ["--procs", str(group.procs)]
+        environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=_ROOT)
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Raises WorkerError."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        if stdin is None or stdout is None:
+            raise WorkerError(f"{self.name}: no pipe")
+        try:
+            stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+            stdin.flush()
+        except BrokenPipeError:
+            raise WorkerError(f"{self.name}: the process has ended", got=self._ending()) from None
+        line = stdout.readline()
+        if not line:
+            raise WorkerError(f"{self.name}: the process ended while it was asked to {do}", got=self._ending())
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise WorkerError(f"{self.name}: {do} failed", got=answer["error"])
+        return answer
+
+    def _ending(self) -> str:
+        code = self._process.wait(timeout=_END_S)
+        return "killed: the memory limit is too small for it" if code == -9 else f"exit code {code}"
+
+    def close(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+class Workers(Closing):
+    """Processes by name. They end together, and what else is on the stack goes with them."""
+
+    _stack: ExitStack
+
+    def __init__(self) -> None:
+        self._workers: dict[str, Worker] = {}
+
+    def close(self) -> None:
+        self._stack.close()

@@ -1,0 +1,1 @@
+"""The disk: the storage engine beside fio and mmap."""

@@ -1,0 +1,1 @@
+"""Decoding with K and V on SSD beside other caches."""

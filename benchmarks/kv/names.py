@@ -1,0 +1,4 @@
+"""What ``espnx bench kv`` can be asked for by name. Apart from `options`, which loads PyTorch: ``--help`` lists the names without it."""
+
+SHOWS = ("decode", "spill", "context", "batch", "attend", "x", "x-sweep", "rss", "growth")
+BASELINES = ("host", "dynamic", "static", "memmap", "flexgen-disk", "fio")

@@ -1,0 +1,1 @@
+"""What a trained model loses with stored rows."""

@@ -1,0 +1,1 @@
+"""The machine under measurement: page cache, memory groups, disk limits, counters."""

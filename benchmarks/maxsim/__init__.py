@@ -1,0 +1,1 @@
+"""MaxSim on the CPU beside other implementations."""

@@ -1,0 +1,1 @@
+"""Every causal model of transformers with a cache on SSD."""

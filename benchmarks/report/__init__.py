@@ -1,0 +1,1 @@
+"""Tables and plots in documents, made from result files."""

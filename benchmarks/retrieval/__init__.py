@@ -1,0 +1,1 @@
+"""Search from SSD beside search in memory, mmap and no prefetch."""

@@ -1,0 +1,334 @@
+// Records in Python: where they lie, and streams that read and score them as they arrive.
+#include "device/records.hpp"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <chrono>
+#include <optional>
+#include <tuple>
+
+#include "bindings.hpp"
+#include "device/record_stream.hpp"
+
+namespace espnx::python {
+namespace {
+
+const uint16_t* token_counts(const at::Tensor& n_tokens) {
+  if (!n_tokens.device().is_cpu() || n_tokens.scalar_type() != at::kUInt16 || !n_tokens.is_contiguous()) {
+    invalid("n_tokens must be a contiguous uint16 tensor on the CPU");
+  }
+  return static_cast<const uint16_t*>(n_tokens.const_data_ptr());
+}
+
+void check_records(const std::vector<int64_t>& records, int64_t total) {
+  for (const int64_t record : records) {
+    if (record < 0 || record >= total) invalid("record " + std::to_string(record) + " is not in the store");
+  }
+}
+
+const int64_t* group_offsets(const at::Tensor& group_offset_bytes, int64_t total) {
+  if (group_offset_bytes.scalar_type() != at::kLong || group_offset_bytes.numel() * espnx::kGroupRecords < total) {
+    invalid("group_offset_bytes must be int64 with one entry for every 64 records");
+  }
+  return group_offset_bytes.const_data_ptr<int64_t>();
+}
+
+const float* float_values(const at::Tensor& tensor, const char* name) {
+  if (!tensor.device().is_cpu() || tensor.scalar_type() != at::kFloat || !tensor.is_contiguous()) {
+    invalid(std::string(name) + " must be a contiguous float32 tensor on the CPU");
+  }
+  return tensor.const_data_ptr<float>();
+}
+
+espnx::TokenFormat to_format(const std::string& name) {
+  espnx::TokenFormat format;
+  if (!espnx::parse_token_format(name.c_str(), &format)) invalid("unknown token format '" + name + "'");
+  return format;
+}
+
+using Queries = std::vector<std::tuple<at::Tensor, at::Tensor, double>>;  // tokens, CLS, weight of CLS
+
+espnx::RecordRules to_rules(const py::dict& rules, const std::optional<at::Tensor>& centroids,
+                            const std::optional<at::Tensor>& bucket_weights) {
+  espnx::RecordRules common{rules["salt"].cast<uint32_t>(),
+                            rules["format_number"].cast<uint8_t>(),
+                            {rules["fixed_bytes"].cast<int64_t>(), rules["row_bytes"].cast<int64_t>()},
+                            to_format(rules["format"].cast<std::string>()),
+                            to_format(rules["cls_format"].cast<std::string>()),
+                            rules["dim"].cast<int64_t>(),
+                            rules["d_cls"].cast<int64_t>(),
+                            {}};
+  const int residual_bits = espnx::residual_bits(common.tokens);
+  const bool has_codebook = centroids && bucket_weights;
+  if (residual_bits == 0 && has_codebook) invalid("a codebook belongs to residual formats alone");
+  if (has_codebook) {
+    const bool fits = centroids->dim() == 2 && centroids->size(1) == common.dim;
+    if (!fits || bucket_weights->numel() != 1 << residual_bits) invalid("the codebook does not fit the records");
+    common.codebook = {float_values(*centroids, "centroids"), centroids->size(0),
+                       float_values(*bucket_weights, "bucket_weights")};
+  }
+  return common;
+}
+
+std::vector<device::OwnQuery> to_queries(const espnx::RecordRules& common, const Queries& queries) {
+  std::vector<device::OwnQuery> wanted;
+  for (const auto& [tokens, cls, weight] : queries) {
+    if (tokens.dim() != 2 || tokens.size(1) != common.dim || cls.numel() < common.d_cls) {
+      invalid("a query does not have the records' dimensions");
+    }
+    const float *token = float_values(tokens, "tokens"), *value = float_values(cls, "cls");
+    wanted.push_back(
+        {{token, token + tokens.numel()}, {value, value + cls.numel()}, tokens.size(0), static_cast<float>(weight)});
+  }
+  return wanted;
+}
+
+// Places among `count` numbers, ordered, and queries among `queries`.
+void check_pairs(const std::vector<int64_t>& item, const std::vector<int64_t>& query, int64_t count, size_t queries) {
+  for (size_t i = 0; i < item.size(); ++i) {
+    const bool is_there = item[i] >= 0 && item[i] < count && query[i] >= 0 && query[i] < static_cast<int64_t>(queries);
+    if (!is_there || (i > 0 && item[i] < item[i - 1])) {
+      invalid("pairs must be ordered by item, and name items and queries that are there");
+    }
+  }
+}
+
+using Kept = std::shared_ptr<const device::KeptRecords>;
+
+Kept keep_records(const at::Tensor& n_tokens, const at::Tensor& group_offset_bytes, const at::Tensor& segment_begin,
+                  const at::Tensor& files, const py::dict& rules, const std::optional<at::Tensor>& centroids,
+                  const std::optional<at::Tensor>& bucket_weights) {
+  auto kept = std::make_shared<device::KeptRecords>();
+  kept->rules = to_rules(rules, centroids, bucket_weights);
+  kept->n_tokens = token_counts(n_tokens);
+  kept->total = n_tokens.numel();
+  // A store that holds nothing has nothing to train a codebook on.
+  const bool is_coded = espnx::residual_bits(kept->rules.tokens) > 0;
+  if (is_coded && !centroids && kept->total > 0) invalid("records of a residual format need their codebook");
+  kept->group_offset_bytes = group_offsets(group_offset_bytes, kept->total);
+  kept->segment_begin = to_vector(segment_begin, "segment_begin", -1);
+  kept->files = to_vector(files, "files", static_cast<int64_t>(kept->segment_begin.size()));
+  for (const at::Tensor& tensor : {n_tokens, group_offset_bytes}) kept->keeps_alive.push_back(Remains::keep(tensor));
+  for (const auto& tensor : {centroids, bucket_weights}) {
+    if (tensor) kept->keeps_alive.push_back(Remains::keep(*tensor));
+  }
+  return kept;
+}
+
+// A stream of records in Python, and a ticket of it.
+struct PyRecordStream {
+  PyRecordStream(const std::shared_ptr<io::Engine>& engine, int64_t window_bytes, int max_workers)
+      : stream(std::make_shared<device::RecordStream>(engine, window_bytes, max_workers)) {}
+  ~PyRecordStream() {
+    py::gil_scoped_release unlocked;  // it waits for its threads
+    stream.reset();
+  }
+
+  void check() const {
+    if (!stream->in_own_process()) invalid("the records belong to the parent process; open the store after fork()");
+  }
+
+  std::shared_ptr<device::RecordStream> stream;
+};
+
+struct PyRecordTicket {
+  std::shared_ptr<device::RecordStream> stream;
+  device::RecordStream::Ticket ticket;
+  int64_t count;
+  size_t queries;
+
+  PyRecordTicket(std::shared_ptr<device::RecordStream> stream, device::RecordStream::Ticket ticket, int64_t count,
+                 size_t queries)
+      : stream(std::move(stream)), ticket(std::move(ticket)), count(count), queries(queries) {}
+  PyRecordTicket(PyRecordTicket&&) = default;
+  ~PyRecordTicket() {
+    if (!ticket) return;
+    if (!stream->in_own_process()) {  // a thread of the parent may be waiting in it: see Engine::forget
+      new device::RecordStream::Ticket(std::move(ticket));
+      new std::shared_ptr<device::RecordStream>(std::move(stream));
+      return;
+    }
+    py::gil_scoped_release unlocked;  // the last reference to a stream waits for its threads
+    ticket.reset();
+    stream.reset();
+  }
+
+  void check() const {
+    if (!stream->in_own_process()) invalid("the records belong to the parent process; open the store after fork()");
+  }
+
+  std::pair<at::Tensor, bool> next(int64_t at_least, double timeout_s) {
+    check();
+    const auto until =
+        io::Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::min(timeout_s, 1e9) * 1e9));
+    std::vector<int64_t> items;
+    for (;;) {
+      bool finished = false;
+      int64_t left_ns = 0;
+      {
+        py::gil_scoped_release unlocked;
+        const auto wanted = std::max<int64_t>(1, at_least - static_cast<int64_t>(items.size()));
+        left_ns = std::chrono::nanoseconds(until - io::Clock::now()).count();
+        finished = stream->next(*ticket, wanted, std::clamp<int64_t>(left_ns, 0, kSignalCheckNs), items);
+      }
+      if (finished || static_cast<int64_t>(items.size()) >= at_least || left_ns <= 0) {
+        return {to_tensor(items), finished};
+      }
+      if (PyErr_CheckSignals() != 0) {
+        stream->forget(*ticket);
+        throw py::error_already_set();
+      }
+    }
+  }
+
+  at::Tensor scores() const {
+    const std::vector<float>& found = device::RecordStream::scores(*ticket);
+    at::Tensor scores = at::empty({static_cast<int64_t>(found.size())}, at::kFloat);
+    std::copy(found.begin(), found.end(), scores.data_ptr<float>());
+    return scores;
+  }
+
+  at::Tensor score_more(const at::Tensor& pair_item, const at::Tensor& pair_query) {
+    check();
+    const std::vector<int64_t> item = to_vector(pair_item, "pair_item", -1);
+    const std::vector<int64_t> query = to_vector(pair_query, "pair_query", static_cast<int64_t>(item.size()));
+    check_pairs(item, query, count, queries);
+    std::vector<float> found;
+    {
+      py::gil_scoped_release unlocked;
+      found = device::RecordStream::score_more(*ticket, item, query);
+    }
+    return at::tensor(at::ArrayRef<float>(found), at::kFloat);
+  }
+
+  // (memory, where each record begins in it): none while the reads wait for the window.
+  std::optional<std::pair<at::Tensor, at::Tensor>> memory() const {
+    const auto transfer = device::RecordStream::transfer(*ticket);
+    if (!transfer) return std::nullopt;
+    auto owner = transfer->memory_owner();
+    return std::make_pair(
+        at::from_blob(
+            transfer->memory(), {transfer->memory_bytes()}, [owner](void*) {}, at::TensorOptions().dtype(at::kByte)),
+        to_tensor(transfer->position_bytes()));
+  }
+};
+
+PyRecordTicket push_records(const PyRecordStream& self, const Kept& kept, const at::Tensor& numbers,
+                            const Queries& queries, const std::optional<at::Tensor>& pair_item,
+                            const std::optional<at::Tensor>& pair_query, bool is_urgent, int64_t gap_bytes,
+                            double deadline_s) {
+  self.check();
+  Remains::free();
+  device::RecordRequest request;
+  request.kept = kept;
+  request.numbers = to_vector(numbers, "numbers", -1);
+  check_records(request.numbers, kept->total);
+  if (gap_bytes < 0 || !(deadline_s > 0)) invalid("gap_bytes must not be negative and deadline_s must be positive");
+  request.queries = to_queries(kept->rules, queries);
+  const auto count = static_cast<int64_t>(request.numbers.size());
+  if (pair_item && pair_query) {
+    request.pair_item = to_vector(*pair_item, "pair_item", -1);
+    request.pair_query = to_vector(*pair_query, "pair_query", static_cast<int64_t>(request.pair_item.size()));
+    check_pairs(request.pair_item, request.pair_query, count, request.queries.size());
+  } else if (request.queries.size() != 1) {
+    invalid("several queries need pairs");
+  }
+  request.is_urgent = is_urgent;
+  request.gap_bytes = gap_bytes;
+  request.deadline_s = deadline_s;
+  request.max_threads = at::get_num_threads();
+  const size_t n_queries = request.queries.size();
+  py::gil_scoped_release unlocked;
+  return {self.stream, self.stream->push(std::move(request)), count, n_queries};
+}
+
+void bind_record_stream(py::module_& m) {
+  py::class_<device::KeptRecords, std::shared_ptr<device::KeptRecords>>(m, "KeptRecords");
+  m.def("keep_records",
+        [](const at::Tensor& n_tokens, const at::Tensor& group_offset_bytes, const at::Tensor& segment_begin,
+           const at::Tensor& files, const py::dict& rules, const std::optional<at::Tensor>& centroids,
+           const std::optional<at::Tensor>& bucket_weights) {
+          return std::const_pointer_cast<device::KeptRecords>(
+              keep_records(n_tokens, group_offset_bytes, segment_begin, files, rules, centroids, bucket_weights));
+        });
+  using device::RecordStream;
+  py::class_<PyRecordStream>(m, "RecordStream")
+      .def(py::init<const std::shared_ptr<io::Engine>&, int64_t, int>(), py::arg("engine"), py::arg("window_bytes"),
+           py::arg("max_workers"))
+      .def("push",
+           [](const PyRecordStream& self, const std::shared_ptr<device::KeptRecords>& kept, const at::Tensor& numbers,
+              const Queries& queries, const std::optional<at::Tensor>& pair_item,
+              const std::optional<at::Tensor>& pair_query, bool is_urgent, int64_t gap_bytes, double deadline_s) {
+             return push_records(self, kept, numbers, queries, pair_item, pair_query, is_urgent, gap_bytes, deadline_s);
+           })
+      .def("clear",
+           [](const PyRecordStream& self) {
+             self.check();
+             py::gil_scoped_release unlocked;
+             self.stream->clear();
+           })
+      .def("stats", [](const PyRecordStream& self) {
+        self.check();
+        const RecordStream::Stats stats = self.stream->stats();
+        py::dict result;
+        result["bytes_asked"] = stats.bytes_asked;
+        result["bytes_moved"] = stats.bytes_moved;
+        result["requests"] = stats.requests;
+        result["waiting_s"] = stats.waiting_s;
+        result["computing_s"] = stats.computing_s;
+        return result;
+      });
+  py::class_<PyRecordTicket>(m, "RecordTicket")
+      .def("next", &PyRecordTicket::next, py::arg("at_least"), py::arg("timeout_s"))
+      .def("scores", &PyRecordTicket::scores)
+      .def("score_more", &PyRecordTicket::score_more)
+      .def("memory", &PyRecordTicket::memory)
+      .def_property_readonly("damaged", [](const PyRecordTicket& self) { return RecordStream::damaged(*self.ticket); })
+      .def("costs",
+           [](const PyRecordTicket& self) {
+             self.check();
+             RecordStream::Costs costs;
+             {
+               py::gil_scoped_release unlocked;
+               costs = self.stream->costs(*self.ticket);
+             }
+             return py::make_tuple(costs.bytes_asked, costs.bytes_moved, costs.requests, costs.waiting_s,
+                                   costs.computing_s, costs.age_s);
+           })
+      .def("forget", [](const PyRecordTicket& self) {
+        self.check();
+        py::gil_scoped_release unlocked;
+        self.stream->forget(*self.ticket);
+      });
+}
+
+}  // namespace
+
+void bind_records(py::module_& m) {
+  m.def("lay_out_records", [](const at::Tensor& n_tokens, int64_t fixed_bytes, int64_t row_bytes, int64_t begin_bytes) {
+    std::vector<int64_t> offsets(n_tokens.numel());
+    const int64_t end = espnx::lay_out_records(token_counts(n_tokens), n_tokens.numel(), {fixed_bytes, row_bytes},
+                                               begin_bytes, offsets.data());
+    return std::make_pair(to_tensor(offsets), end);
+  });
+  m.def("locate_records",
+        [](const at::Tensor& records, const at::Tensor& n_tokens, const at::Tensor& group_offset_bytes,
+           const at::Tensor& segment_begin, int64_t fixed_bytes, int64_t row_bytes) {
+          const std::vector<int64_t> wanted = to_vector(records, "records", -1);
+          const std::vector<int64_t> begins = to_vector(segment_begin, "segment_begin", -1);
+          const uint16_t* counts = token_counts(n_tokens);
+          check_records(wanted, n_tokens.numel());
+          const int64_t* groups = group_offsets(group_offset_bytes, n_tokens.numel());
+          const auto count = static_cast<int64_t>(wanted.size());
+          at::Tensor segment = at::empty({count}, at::kLong), offset = at::empty({count}, at::kLong),
+                     size = at::empty({count}, at::kLong);
+          espnx::locate_records(wanted.data(), count, counts, groups, begins.data(),
+                                static_cast<int64_t>(begins.size()), {fixed_bytes, row_bytes},
+                                segment.data_ptr<int64_t>(), offset.data_ptr<int64_t>(), size.data_ptr<int64_t>());
+          return std::make_tuple(segment, offset, size);
+        });
+  bind_record_stream(m);
+}
+
+}  // namespace espnx::python

@@ -1,0 +1,321 @@
+// Stored K/V and X rows in Python: reads that run ahead, and attention on rows as they arrive.
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cstring>
+#include <iterator>
+#include <limits>
+#include <optional>
+#include <tuple>
+
+#include "bindings.hpp"
+#include "cpu/parallel.hpp"
+#include "device/row_stream.hpp"
+
+namespace espnx::python {
+namespace {
+
+using device::RowStream;
+
+device::RowGeometry to_geometry(const py::dict& d) {
+  device::RowGeometry geometry;
+  const auto format = d["format"].cast<std::string>();
+  if (!espnx::parse_row_format(format.c_str(), &geometry.format)) invalid("unknown row format '" + format + "'");
+  geometry.d = d["d"].cast<int64_t>();
+  geometry.dv = d["dv"].cast<int64_t>();
+  geometry.is_shared = d["is_shared"].cast<bool>();
+  geometry.block_rows = d["block_rows"].cast<int64_t>();
+  geometry.block_bytes = d["block_bytes"].cast<int64_t>();
+  geometry.k_offset_bytes = d["k_offset_bytes"].cast<int64_t>();
+  geometry.v_offset_bytes = d["v_offset_bytes"].cast<int64_t>();
+  geometry.k_scale_offset_bytes = d["k_scale_offset_bytes"].cast<int64_t>();
+  geometry.v_scale_offset_bytes = d["v_scale_offset_bytes"].cast<int64_t>();
+  const int64_t item = espnx::row_item_bytes(geometry.format);
+  const int64_t k_end = geometry.k_offset_bytes + geometry.block_rows * geometry.d * item;
+  const int64_t v_end = geometry.v_offset_bytes + geometry.block_rows * geometry.dv * item;
+  if (geometry.d < 1 || geometry.dv < 1 || geometry.block_rows < 1 || geometry.block_bytes < std::max(k_end, v_end)) {
+    invalid("the rows do not fit their block");
+  }
+  return geometry;
+}
+
+// RowSegment as Python says it (SEGMENT_READ of espnx/device/row_file.py): in place of the pointer which of `sums` its
+// checksums lie in, and from where on.
+struct SegmentRead {
+  int64_t file, offset_bytes, sequence, first_head, head_step, n_heads, n_blocks, n_rows, first_position, sums,
+      first_sum;
+};
+constexpr const char* kSegmentFields[] = {"file",           "offset_bytes", "sequence", "first_head",
+                                          "head_step",      "n_heads",      "n_blocks", "n_rows",
+                                          "first_position", "sums",         "first_sum"};
+constexpr const char* kPieceFields[] = {"sequence", "head", "offset_bytes", "n_rows", "first_position"};
+static_assert(sizeof(SegmentRead) == std::size(kSegmentFields) * sizeof(int64_t));
+static_assert(sizeof(device::RowPiece) == std::size(kPieceFields) * sizeof(int64_t));
+
+std::vector<device::RowSegment> to_segments(const at::Tensor& table, const std::vector<at::Tensor>& sums,
+                                            int64_t block_rows) {
+  constexpr auto kFields = static_cast<int64_t>(std::size(kSegmentFields));
+  if (!table.device().is_cpu() || table.scalar_type() != at::kLong || table.numel() % kFields != 0) {
+    invalid("segments must be an int64 tensor on the CPU, 11 numbers for each");
+  }
+  const at::Tensor flat = table.contiguous();
+  const auto* read = reinterpret_cast<const SegmentRead*>(flat.const_data_ptr<int64_t>());
+  std::vector<device::RowSegment> segments;
+  segments.reserve(flat.numel() / kFields);
+  for (int64_t i = 0; i < flat.numel() / kFields; ++i) {
+    const SegmentRead& r = read[i];
+    if (r.n_heads < 0 || r.n_blocks < 0 || r.n_rows < 0 || r.sequence < 0 || r.first_head < 0 || r.sums < 0 ||
+        r.sums >= static_cast<int64_t>(sums.size()) || r.first_sum < 0 ||
+        r.first_sum + r.n_heads * r.n_blocks > sums[r.sums].numel()) {
+      invalid("segment " + std::to_string(i) + " names checksums that are not there");
+    }
+    if (r.n_rows > r.n_blocks * block_rows) invalid("a segment has more rows than its blocks hold");
+    segments.push_back({r.file, r.offset_bytes, r.sequence, r.first_head, r.head_step, r.n_heads, r.n_blocks, r.n_rows,
+                        r.first_position, static_cast<const uint32_t*>(sums[r.sums].const_data_ptr()) + r.first_sum});
+  }
+  return segments;
+}
+
+int64_t push(RowStream& stream, const py::dict& geometry, const at::Tensor& segments,
+             const std::vector<at::Tensor>& sums, int64_t unit_bytes) {
+  Remains::free();
+  device::RowRequest request;
+  for (const at::Tensor& each : sums) {
+    if (!each.device().is_cpu() || each.scalar_type() != at::kUInt32 || !each.is_contiguous()) {
+      invalid("sums must be contiguous uint32 tensors on the CPU");
+    }
+    request.keeps_alive.push_back(Remains::keep(each));
+  }
+  request.geometry = to_geometry(geometry);
+  request.segments = to_segments(segments, sums, request.geometry.block_rows);
+  request.unit_bytes = unit_bytes;
+  py::gil_scoped_release unlocked;
+  return stream.push(std::move(request));
+}
+
+const float* floats(const at::Tensor& tensor, const char* name) {
+  if (!tensor.device().is_cpu() || tensor.scalar_type() != at::kFloat || !tensor.is_contiguous()) {
+    invalid(std::string(name) + " must be a contiguous float32 tensor on the CPU");
+  }
+  return tensor.const_data_ptr<float>();
+}
+
+// Rows that wait in memory for their turn to be written: K [sequences, heads, capacity, d], V likewise (the same tensor
+// for X).
+struct Tail {
+  at::Tensor k, v;
+  int64_t skip = 0, n_rows = 0, first_position = 0;  // the rows that count begin after `skip`
+  espnx::RowFormat format = espnx::RowFormat::fp32;
+};
+
+espnx::RowFormat format_of(at::ScalarType type) {
+  if (type == at::kFloat) return espnx::RowFormat::fp32;
+  if (type == at::kHalf) return espnx::RowFormat::fp16;
+  if (type == at::kBFloat16) return espnx::RowFormat::bf16;
+  invalid("rows in memory must be float32, float16 or bfloat16");
+}
+
+void check_tail(const Tail& tail, const device::RowQueries& queries) {
+  for (const auto& [rows, width] : {std::make_pair(tail.k, queries.d), std::make_pair(tail.v, queries.dv)}) {
+    if (!rows.device().is_cpu() || !rows.is_contiguous() || rows.dim() != 4 || rows.size(0) != queries.n_sequences ||
+        rows.size(1) != queries.n_heads || tail.skip < 0 || rows.size(2) < tail.skip + tail.n_rows ||
+        rows.size(3) != width || rows.scalar_type() != tail.k.scalar_type()) {
+      invalid("rows in memory must be contiguous [sequences, heads, rows, width] tensors of one dtype on the CPU");
+    }
+  }
+}
+
+void attend_tail(const Tail& tail, const device::RowQueries& queries, int n_threads) {
+  const int64_t item = espnx::row_item_bytes(tail.format);
+  const int64_t k_bytes = tail.k.size(2) * queries.d * item, v_bytes = tail.v.size(2) * queries.dv * item;
+  const auto* k = static_cast<const uint8_t*>(tail.k.const_data_ptr()) + tail.skip * queries.d * item;
+  const auto* v = static_cast<const uint8_t*>(tail.v.const_data_ptr()) + tail.skip * queries.dv * item;
+  const int64_t groups = queries.n_sequences * queries.n_heads;
+  const int64_t work = groups * queries.n * tail.n_rows * (queries.d + queries.dv);
+  const int threads = work < (1 << 20) ? 1 : n_threads;
+  espnx::parallel_for(groups, 1, threads, [&](int, int64_t begin, int64_t end) {
+    for (int64_t group = begin; group < end; ++group) {
+      const espnx::AttentionRows rows{k + group * k_bytes,
+                                      v + group * v_bytes,
+                                      tail.n_rows,
+                                      tail.k.size(2),
+                                      0,
+                                      tail.format,
+                                      0,
+                                      0,
+                                      tail.first_position,
+                                      nullptr};
+      device::attend_group(queries, group / queries.n_heads, group % queries.n_heads, rows,
+                           {queries.o, queries.m, queries.l});
+    }
+  });
+}
+
+const int64_t* positions(const std::optional<at::Tensor>& tensor, int64_t count, const char* name) {
+  if (!tensor) return nullptr;
+  if (!tensor->device().is_cpu() || tensor->scalar_type() != at::kLong || !tensor->is_contiguous() ||
+      tensor->numel() != count) {
+    invalid(std::string(name) + " must be a contiguous int64 tensor with " + std::to_string(count) + " entries");
+  }
+  return tensor->const_data_ptr<int64_t>();
+}
+
+// Runs `work` without the GIL; Ctrl-C during it is raised here.
+template <typename Work>
+void run_interruptibly(const Work& work) {
+  const std::function<bool()> interrupted = [] {
+    py::gil_scoped_acquire locked;
+    return PyErr_CheckSignals() != 0;
+  };
+  try {
+    py::gil_scoped_release unlocked;
+    work(interrupted);
+  } catch (const io::FailureError&) {
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+    throw;
+  }
+}
+
+// The rows in memory that Python hands over: (k, v, skip, n_rows, first_position).
+using TailArguments = std::tuple<at::Tensor, at::Tensor, int64_t, int64_t, int64_t>;
+
+// What attends, and the results' memory, which is not initialised as states are.
+struct AttendArguments {
+  at::Tensor q;
+  int64_t dv = 0;
+  std::optional<TailArguments> rows;
+  std::optional<at::Tensor> position, last_position, first_visible, visible;
+  int64_t window = 0;
+  float soft_cap = 0;
+  std::optional<at::Tensor> slopes;
+};
+
+device::RowQueries to_queries(const AttendArguments& given) {
+  const at::Tensor& q = given.q;
+  if (q.dim() != 4) invalid("q must have four dimensions");
+  device::RowQueries queries{};
+  queries.q = floats(q, "q");
+  queries.n_sequences = q.size(0), queries.n_heads = q.size(1), queries.n = q.size(2);
+  queries.d = q.size(3), queries.dv = given.dv;
+  queries.position = positions(given.position, queries.n, "position");
+  queries.last_position = positions(given.last_position, queries.n, "last_position");
+  queries.first_visible = positions(given.first_visible, queries.n_sequences, "first_visible");
+  queries.window = given.window, queries.soft_cap = given.soft_cap;
+  if ((queries.window != 0 || given.slopes) && queries.position == nullptr) invalid("a window or slopes need position");
+  if (queries.window < 0 || !(queries.soft_cap >= 0)) invalid("window and soft_cap must not be negative");
+  if (given.slopes) {
+    queries.slopes = floats(*given.slopes, "slopes");
+    if (given.slopes->numel() != queries.n_heads * queries.n) invalid("slopes must be [KV heads, n]");
+  }
+  if (given.visible) {
+    const at::Tensor& visible = *given.visible;
+    const int64_t tail_end = given.rows ? std::get<3>(*given.rows) + std::get<4>(*given.rows) : 0;
+    if (!visible.device().is_cpu() || visible.scalar_type() != at::kByte || !visible.is_contiguous() ||
+        visible.dim() != 2 || visible.size(0) != queries.n_sequences || visible.size(1) < tail_end) {
+      invalid("visible must be a contiguous uint8 tensor [sequences, positions]");
+    }
+    queries.visible = visible.const_data_ptr<uint8_t>();
+    queries.visible_stride = visible.size(1);
+  }
+  return queries;
+}
+
+// Attention of q [sequences, KV heads, n, d] over the rows of `ticket` (no stream: none) and those in memory.
+// Returns (o float32 [sequences, KV heads, n, dv], normalised; lse float32 [sequences, KV heads, n]).
+std::tuple<at::Tensor, at::Tensor> attend(RowStream* stream, int64_t ticket, const AttendArguments& given,
+                                          int threads) {
+  device::RowQueries queries = to_queries(given);
+  const int64_t n = queries.n, groups = queries.n_sequences * queries.n_heads;
+  at::Tensor o = at::zeros({queries.n_sequences, queries.n_heads, n, queries.dv}, at::kFloat);
+  at::Tensor lse =
+      at::full({queries.n_sequences, queries.n_heads, n}, -std::numeric_limits<float>::infinity(), at::kFloat);
+  at::Tensor m = lse.clone(), l = at::zeros_like(lse);
+  queries.o = o.data_ptr<float>(), queries.m = m.data_ptr<float>(), queries.l = l.data_ptr<float>();
+  const int n_threads = threads > 0 ? threads : at::get_num_threads();
+  std::optional<Tail> tail;
+  if (given.rows) {
+    const auto& [k, v, skip, n_rows, first_position] = *given.rows;
+    tail = Tail{k, v, skip, n_rows, first_position, format_of(k.scalar_type())};
+    check_tail(*tail, queries);
+  }
+  run_interruptibly([&](const std::function<bool()>& interrupted) {
+    if (tail) attend_tail(*tail, queries, n_threads);
+    if (stream != nullptr) stream->attend(ticket, queries, n_threads, interrupted);
+    for (int64_t group = 0; group < groups; ++group) {
+      espnx::finish_attention({queries.o + group * n * queries.dv, queries.m + group * n, queries.l + group * n}, n,
+                              queries.dv, lse.data_ptr<float>() + group * n);
+    }
+  });
+  return {o, lse};
+}
+
+at::Tensor piece_table(const device::RowPlan& plan, const device::RowUnit& unit) {
+  const auto pieces = plan.pieces(unit);
+  at::Tensor table = at::empty({pieces.count, static_cast<int64_t>(std::size(kPieceFields))}, at::kLong);
+  std::memcpy(table.mutable_data_ptr<int64_t>(), pieces.begin(), pieces.count * sizeof(device::RowPiece));
+  return table;
+}
+
+py::tuple names(const char* const* begin, const char* const* end) {
+  py::list found;
+  for (; begin != end; ++begin) found.append(*begin);
+  return found;
+}
+
+// Calls see(uint8 [bytes], int64 [pieces, 5]: the fields of RowPiece) for each read. The bytes are not valid any more
+// when it returns.
+void visit(RowStream& stream, int64_t ticket, const py::function& see) {
+  run_interruptibly([&](const std::function<bool()>& interrupted) {
+    stream.visit(
+        ticket,
+        [&](const device::RowPlan& plan, const device::RowUnit& unit, const char* memory) {
+          py::gil_scoped_acquire locked;
+          see(at::from_blob(const_cast<char*>(memory), {unit.size_bytes}, at::TensorOptions().dtype(at::kByte)),
+              piece_table(plan, unit));
+        },
+        interrupted);
+  });
+}
+
+}  // namespace
+
+void bind_rows(py::module_& m) {
+  py::class_<RowStream>(m, "RowStream")
+      .def(py::init([](const std::shared_ptr<io::Engine>& engine, int64_t window_bytes, double deadline_s) {
+             if (window_bytes < 1 || !(deadline_s > 0)) invalid("window_bytes and deadline_s must be positive");
+             return std::make_unique<RowStream>(engine, window_bytes, deadline_s);
+           }),
+           py::arg("engine"), py::arg("window_bytes"), py::arg("deadline_s"))
+      .def("push", &push)
+      .def("front", &RowStream::front, py::call_guard<py::gil_scoped_release>())
+      .def("clear", &RowStream::clear, py::call_guard<py::gil_scoped_release>())
+      .def("visit", &visit)
+      .def("stats", [](RowStream& stream) {
+        const RowStream::Stats stats = stream.stats();
+        py::dict found;
+        found["bytes_asked"] = stats.bytes_asked;
+        found["bytes_moved"] = stats.bytes_moved;
+        found["read_requests"] = stats.read_requests;
+        found["waiting_s"] = stats.waiting_s;
+        found["computing_s"] = stats.computing_s;
+        return found;
+      });
+  m.attr("ROW_SEGMENT_FIELDS") = names(std::begin(kSegmentFields), std::end(kSegmentFields));
+  m.attr("ROW_PIECE_FIELDS") = names(std::begin(kPieceFields), std::end(kPieceFields));
+  m.def(
+      "attend_rows",
+      [](RowStream* stream, int64_t ticket, const at::Tensor& q, int64_t dv, const std::optional<TailArguments>& rows,
+         const std::optional<at::Tensor>& position, const std::optional<at::Tensor>& last_position,
+         const std::optional<at::Tensor>& first_visible, const std::optional<at::Tensor>& visible, int64_t window,
+         float soft_cap, const std::optional<at::Tensor>& slopes, int threads) {
+        return attend(stream, ticket,
+                      {q, dv, rows, position, last_position, first_visible, visible, window, soft_cap, slopes},
+                      threads);
+      },
+      py::arg("stream").none(true), py::arg("ticket"), py::kw_only(), py::arg("q"), py::arg("dv"),
+      py::arg("rows") = py::none(), py::arg("position") = py::none(), py::arg("last_position") = py::none(),
+      py::arg("first_visible") = py::none(), py::arg("visible") = py::none(), py::arg("window") = 0,
+      py::arg("soft_cap") = 0.0F, py::arg("slopes") = py::none(), py::arg("threads") = 0);
+}
+
+}  // namespace espnx::python

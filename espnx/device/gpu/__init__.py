@@ -1,0 +1,1 @@
+"""Stored rows read into GPU memory, checked and attended to there."""

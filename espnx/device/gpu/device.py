@@ -1,0 +1,186 @@
+"""An SSD beside a GPU: rows in one file, read into the GPU's memory (straight, where GPUDirect Storage works), checked and attended to
+there. Everything but the kernels also runs on CPU memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from ... import errors
+from ...ops.attention import Queries, RowsInMemory
+from ...storage import NativeEngine, Plan
+from ...storage.engine import FileHandle
+from ..interface import Capabilities, FilePath, Show
+from ..row_file import UNIT_BYTES, RowFileDevice
+from ..row_layout import RowLayout
+from ..ssd import block_sums
+from ..writes import Write
+from .attention import GroupAttention
+from .plan import RowReads
+from .readers import GDS_PATHS, Reader, host_memory, open_reader
+from .stream import TensorStream, group_bytes
+
+MakeReader = Callable[[NativeEngine, FileHandle], Reader]
+
+
+@contextmanager
+def _typed_memory_errors(device: torch.device) -> Iterator[None]:
+    """torch's errors of memory that is used up, on the device or pinned on the host, as ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
+            raise
+        free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+        raise errors.OutOfMemoryError(f"memory for stored rows on {device}", free_bytes=free_bytes) from error
+
+
+class GpuDevice(RowFileDevice):
+    """See `espnx.device.interface.RowDevice`. Queries and tails may lie anywhere; results are where the queries are.
+
+    Args:
+        compute: in whose memory rows are computed on: ``cuda``, ``cuda:N``; ``cpu`` (tests); None: the current CUDA device.
+        engine: ``auto``: ``gds``, or else (`fallback_reason` says why) reads into pinned host memory, which are copied; ``gds`` or
+            ``gds-compat``: that and nothing else, while writes go through host memory; ``uring``, ``posix``, or an engine: reads and writes
+            through host memory.
+        make_reader: makes what reads the data file (tests).
+        threads: that compute, on a CPU.
+        directory, **options: of `RowFileDevice`.
+
+    Raises:
+        PathUnavailableError, MissingDependencyError: a path that was named cannot be had.
+
+    Every call raises OutOfMemoryError where the memory of the device, or pinned memory of the host, is used up.
+    """
+
+    capabilities = Capabilities(attends_unlike_widths=True, keeps=True)
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        compute: str | torch.device | None = None,
+        engine: NativeEngine | str = "auto",
+        make_reader: MakeReader | None = None,
+        threads: int | None = None,
+        **options: Any,
+    ):
+        self.compute = torch.device(compute or "cuda")
+        if self.compute.type == "cuda" and not torch.cuda.is_available():
+            raise errors.PathUnavailableError("no CUDA device here", got=str(self.compute), fix="compute='cpu'")
+        if self.compute.type == "cuda" and self.compute.index is None:
+            self.compute = torch.device("cuda", torch.cuda.current_device())
+        if self.compute.type == "cpu" and engine in GDS_PATHS:
+            raise errors.InvalidInputError("rows would lie in GPU memory", got=f"engine={engine!r} and {compute}", fix="compute='cuda'")
+        self._asked_path = engine if isinstance(engine, str) else "uring"
+        self._make_reader, self._threads = make_reader, threads
+        self._reader: Reader | None = None
+        # Copies to the host and then to the disk, beside what the model computes.
+        self._copies = torch.cuda.Stream(self.compute) if self.compute.type == "cuda" else None
+        self._writer = ThreadPoolExecutor(1, "espnx-writeback")
+        try:
+            super().__init__(directory, engine="auto" if isinstance(engine, str) and engine in GDS_PATHS else engine, **options)
+        except BaseException:
+            self._writer.shutdown()
+            raise
+
+    def _begin_reads(self, file: FileHandle) -> None:
+        window_bytes = self._read_ahead_bytes
+        if self._make_reader is not None:
+            self._reader = self._make_reader(self.engine, file)
+        else:
+            self._reader = open_reader(
+                self._asked_path, self.engine, file, self.compute, window_bytes=window_bytes, deadline_s=self._deadline_s
+            )
+        self._path = FilePath(file.path, self._reader.effective_path, self._reader.fallback_reason)
+        self._stream = TensorStream(self._reader, file.path, window_bytes)
+
+    def _end_reads(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def _push(self, layout: RowLayout, table: np.ndarray, sums: list[np.ndarray]) -> int:
+        with _typed_memory_errors(self.compute):
+            return int(self._stream.push(RowReads(layout, table, sums, group_bytes(self._read_ahead_bytes), UNIT_BYTES)))
+
+    def attend(self, ticket: int, queries: Queries, tail: RowsInMemory | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `RowDevice`."""
+        self._check_open()
+        with _typed_memory_errors(self.compute):
+            running = GroupAttention(queries, self.compute, self._threads)
+            if tail is not None:
+                running.add_rows(tail)
+            self._stream.attend(ticket, running.add_group)
+            o, lse = running.result()
+            return o.to(queries.q.device), lse.to(queries.q.device)
+
+    def visit(self, ticket: int, show: Show) -> None:
+        """See `RowDevice`."""
+        self._check_open()
+        with _typed_memory_errors(self.compute):
+            self._stream.visit(ticket, show)
+
+    def _begin_write(self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, sums: np.ndarray, plan: Plan) -> StagedWrite:
+        with _typed_memory_errors(self.compute):
+            return self._stage(layout, k, v, sums, plan)
+
+    def _stage(self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, sums: np.ndarray, plan: Plan) -> StagedWrite:
+        blocks = layout.pack(k.to(self.compute), None if v is None else v.to(self.compute)).view(-1)
+        memory = host_memory(blocks.numel(), self.compute)
+        event = None
+        if self._copies is None:
+            memory.copy_(blocks)
+            found = block_sums(blocks, layout.block_bytes)
+        else:
+            self._copies.wait_stream(torch.cuda.current_stream(self.compute))
+            with torch.cuda.stream(self._copies):
+                memory.copy_(blocks, non_blocking=True)
+                # Of the bytes on the GPU: what goes wrong on the way to the disk is noticed too.
+                found = torch.empty(sums.size, dtype=torch.int64, pin_memory=True)
+                found.copy_(block_sums(blocks, layout.block_bytes), non_blocking=True)
+                event = torch.cuda.Event(blocking=True)
+                event.record(self._copies)
+            blocks.record_stream(self._copies)
+
+        def write() -> Write:
+            if event is not None:
+                event.synchronize()
+            sums.reshape(-1)[:] = found.numpy()
+            return Write(self.engine, plan, memory, self._deadline_s)
+
+        return StagedWrite(self._writer.submit(write))
+
+    def close(self) -> None:
+        """See `RowDevice`."""
+        super().close()
+        self._writer.shutdown()
+
+
+class StagedWrite:
+    """Rows that are copied to the host, then written from there."""
+
+    def __init__(self, started: Future[Write]):
+        self._started = started
+
+    def done(self) -> bool:
+        return self._started.done() and (self._started.exception() is not None or self._started.result().done())
+
+    def wait(self) -> None:
+        self._started.result().wait()
+
+    def end(self) -> bool | None:
+        """As of `Write`. A write that never began has left the place alone."""
+        if self._started.exception() is not None:
+            return None
+        return self._started.result().end()
+
+    def cancel(self) -> None:
+        if self._started.exception() is None:
+            self._started.result().cancel()

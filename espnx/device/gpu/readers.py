@@ -1,0 +1,167 @@
+"""Where the bytes of a file arrive: in the memory of a torch device, straight from storage or by way of host memory."""
+
+from __future__ import annotations
+
+import os
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ... import errors
+from ...storage import Engine, FileHandle, Future, NativeEngine, Plan, open_engine
+from ...storage.files import BLOCK_BYTES, aligned_empty
+
+GDS_PATHS = ("gds", "gds-compat")
+
+
+class Arrival(Protocol):
+    """Reads under way."""
+
+    def wait(self) -> torch.Tensor:
+        """uint8 [bytes] on the device: what was asked for, one after the other. Raises what the reads raised."""
+
+    def cancel(self) -> None: ...
+
+    @property
+    def bytes_moved(self) -> int: ...
+
+
+class Reader(Protocol):
+    """Reads a file into the memory of a device.
+
+    Attributes:
+        effective_path: that bytes take.
+        fallback_reason: why it is not what ``auto`` tried first; empty if it is.
+    """
+
+    effective_path: str
+    fallback_reason: str
+
+    def read(self, offset_bytes: np.ndarray, size_bytes: np.ndarray) -> Arrival: ...
+
+    def close(self) -> None: ...
+
+
+class _Arriving:
+    """In the engine's own memory."""
+
+    def __init__(self, future: Future, size_bytes: torch.Tensor):
+        self._future, self._size_bytes = future, size_bytes
+
+    def wait(self) -> torch.Tensor:
+        memory, position = self._future.wait(), self._future.position_bytes
+        first, total = int(position[0]), int(self._size_bytes.sum())
+        if torch.equal(position, self._size_bytes.cumsum(0) - self._size_bytes + first):
+            return memory[first : first + total]
+        # The engine has put something between them.
+        return torch.cat([memory[p : p + s] for p, s in zip(position.tolist(), self._size_bytes.tolist(), strict=True)])
+
+    def cancel(self) -> None:
+        self._future.cancel()
+
+    @property
+    def bytes_moved(self) -> int:
+        return self._future.bytes_moved
+
+
+class DirectReader:
+    """Reads of an engine whose memory is the device's. Closes the engine with itself where it is its own."""
+
+    def __init__(self, engine: Engine, file: FileHandle, deadline_s: float, *, owns_engine: bool):
+        self._engine, self._file, self._deadline_s, self._owns_engine = engine, file, deadline_s, owns_engine
+        self.effective_path, self.fallback_reason = file.effective, engine.fallback_reason
+
+    def read(self, offset_bytes: np.ndarray, size_bytes: np.ndarray) -> Arrival:
+        plan = Plan.of(self._file, torch.from_numpy(offset_bytes), torch.from_numpy(size_bytes))
+        return _Arriving(self._engine.read(plan, deadline_s=self._deadline_s), plan.size_bytes)
+
+    def close(self) -> None:
+        if self._owns_engine:
+            self._engine.close()
+
+
+class _Bouncing:
+    """In host memory first. What the device still writes to is kept by the engine, what is still copied from by torch."""
+
+    def __init__(self, future: Future, device: torch.device):
+        self._future, self._device = future, device
+
+    def wait(self) -> torch.Tensor:
+        return self._future.wait().to(self._device, non_blocking=True)
+
+    def cancel(self) -> None:
+        self._future.cancel()
+
+    @property
+    def bytes_moved(self) -> int:
+        return self._future.bytes_moved
+
+
+class BounceReader:
+    """Reads into pinned host memory, then copies."""
+
+    def __init__(self, engine: NativeEngine, file: FileHandle, device: torch.device, deadline_s: float, why: str = ""):
+        self._engine, self._file, self._device, self._deadline_s = engine, file, device, deadline_s
+        self.effective_path, self.fallback_reason = f"{file.effective}+copy", why or engine.fallback_reason
+
+    def read(self, offset_bytes: np.ndarray, size_bytes: np.ndarray) -> Arrival:
+        out = host_memory(int(size_bytes.sum()), self._device)
+        plan = Plan.of(
+            self._file,
+            torch.from_numpy(offset_bytes),
+            torch.from_numpy(size_bytes),
+            torch.from_numpy(np.cumsum(size_bytes) - size_bytes),
+        )
+        return _Bouncing(self._engine.read(plan, out, deadline_s=self._deadline_s), self._device)
+
+    def close(self) -> None:
+        """The engine is the device's."""
+
+
+def host_memory(size_bytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 [bytes], uninitialised, that direct I/O can use and a device can copy from and to without waiting."""
+    if device.type != "cuda":
+        return aligned_empty(size_bytes)
+    raw = torch.empty(size_bytes + BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)
+    skip = -raw.data_ptr() % BLOCK_BYTES
+    return raw[skip : skip + size_bytes]
+
+
+def open_reader(path: str, engine: NativeEngine, file: FileHandle, device: torch.device, *, window_bytes: int, deadline_s: float) -> Reader:
+    """The way into a device's memory that a path names.
+
+    Args:
+        path: ``auto`` (``gds`` where that can be had, otherwise through host memory), ``gds`` or ``gds-compat``; any other: that of
+            `engine`, through host memory.
+        engine, file: of the data file, which still has its name.
+        window_bytes: that may be in flight.
+
+    Raises:
+        PathUnavailableError, MissingDependencyError: a path that was named cannot be had.
+    """
+    if device.type == "cpu":
+        return DirectReader(engine, file, deadline_s, owns_engine=False)
+    why = ""
+    if path in (*GDS_PATHS, "auto"):
+        try:
+            return _open_gds("gds" if path == "auto" else path, engine, file, device, window_bytes, deadline_s)
+        except (errors.PathUnavailableError, errors.MissingDependencyError) as error:
+            if path != "auto":
+                raise
+            why = str(error)
+    return BounceReader(engine, file, device, deadline_s, why)
+
+
+def _open_gds(path: str, engine: NativeEngine, file: FileHandle, device: torch.device, window_bytes: int, deadline_s: float) -> Reader:
+    if os.path.getsize(file.path) == 0:
+        # A first read decides how a file is read: there must be something to read.
+        page = aligned_empty(BLOCK_BYTES).zero_()
+        engine.write(Plan.of(file, [0], [BLOCK_BYTES], [0]), page, deadline_s=deadline_s).wait()
+    arena_bytes = -(-(window_bytes + window_bytes // 2) // BLOCK_BYTES) * BLOCK_BYTES  # results that are still computed on count too
+    gds = open_engine(path, device=device, arena_bytes=max(arena_bytes, 32 << 20))
+    try:
+        return DirectReader(gds, gds.open(file.path), deadline_s, owns_engine=True)
+    except BaseException:
+        gds.close()
+        raise

@@ -1,0 +1,61 @@
+"""Models that make the vectors of documents and queries, one family a file. Nothing here is imported until it is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from ..retrieval.encoder import Encoder
+
+
+def load_encoder(spec: str, *, device: str = "cpu", dtype: str = "auto") -> Encoder:
+    """An encoder by its description, as on the command line.
+
+    Args:
+        spec: ``"minilm"`` (:class:`espnx.encoders.minilm.MiniLM`), or the path of a folder, whose kind is recognised:
+
+            - a PyLate model (:class:`espnx.encoders.pylate.PyLateEncoder`),
+            - a ColBERT checkpoint (:class:`espnx.encoders.colbert.ColBERTEncoder`),
+            - a model of ColBERTer's shape (:class:`espnx.encoders.colberter.ColBERTerEncoder`),
+            - any other Hugging Face encoder (:class:`espnx.encoders.huggingface.HuggingFaceEncoder`).
+        device: ``"cpu"`` or ``"cuda"``.
+        dtype: of the forward pass: ``"auto"``, ``"fp32"`` or ``"bf16"``. ``"auto"`` is fp32 for the first three, whose vectors are to be
+            those of the package that the model came from, and bf16 for others where the hardware multiplies it natively.
+
+    Raises:
+        InvalidInputError: neither a known name nor a folder.
+        MissingDependencyError: a package that the encoder needs is not installed.
+        FormatError: the folder is damaged.
+    """
+    if spec == "minilm":
+        from .minilm import MiniLM
+
+        return MiniLM(device=device, dtype=dtype)
+    folder = Path(spec)
+    if not folder.is_dir():
+        raise InvalidInputError(
+            "encoder",
+            got=repr(spec),
+            expected='"minilm" or the folder of an encoder',
+            fix="give the folder that holds config.json, or a path that begins with ./ if it is a folder named like this",
+        )
+    return _of_folder(folder, device, dtype)
+
+
+def _of_folder(folder: Path, device: str, dtype: str) -> Encoder:
+    from . import colbert as colbert_encoder
+    from . import colberter as colberter_encoder
+    from . import huggingface
+    from . import pylate as pylate_encoder
+
+    exact = "fp32" if dtype == "auto" else dtype
+    if colberter_encoder.is_colberter(folder):
+        return colberter_encoder.ColBERTerEncoder(folder, device=device, dtype=exact)
+    if pylate_encoder.is_pylate(folder):
+        return pylate_encoder.PyLateEncoder(folder, device=device, dtype=exact)
+    if colbert_encoder.is_colbert(folder):
+        return colbert_encoder.ColBERTEncoder(folder, device=device, dtype=exact)
+    return huggingface.HuggingFaceEncoder(folder, device=device, dtype=dtype)

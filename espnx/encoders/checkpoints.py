@@ -1,0 +1,150 @@
+"""Reading the folders of trained encoders: JSON, weights, tokenizer, and a fingerprint. No code and no unrestricted pickle is run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import FormatError, InvalidInputError, MissingDependencyError
+from .torch_files import load_torch
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+POSITIONS_DEFAULT = 512
+_BINARY = "pytorch_model*.bin"
+
+
+def read_json(path: Path) -> Any:
+    """The contents of a JSON file. Raises InvalidInputError where it is not there, FormatError where it is not JSON."""
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise InvalidInputError(f"read {path}", got=error.strerror, expected="a readable JSON file") from error
+    except (ValueError, RecursionError) as error:
+        raise FormatError("parse JSON", path=path, got=str(error), expected="a whole file") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises what `read_json` raises, and FormatError for any other value."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise FormatError("parse JSON", path=path, got=type(value).__name__, expected="an object")
+    return value
+
+
+def weight_files(folder: Path, *, pickled: bool = False) -> list[Path]:
+    """The weights of a transformers folder: safetensors, or with `pickled` also ``pytorch_model*.bin`` where there are none.
+
+    Raises:
+        InvalidInputError: there is no config.json, or there are no weights.
+    """
+    if not (folder / "config.json").is_file():
+        raise InvalidInputError(f"encoder folder {folder}", got="no config.json in it", expected="a Hugging Face model's folder")
+    weights = sorted(folder.glob("*.safetensors")) or (sorted(folder.glob(_BINARY)) if pickled else [])
+    if not weights:
+        raise InvalidInputError(
+            f"encoder folder {folder}",
+            got="no *.safetensors in it",
+            expected="weights as safetensors" + ("" if pickled else " (pickled ones are not read)"),
+            fix="save the model again with a recent transformers: save_pretrained writes safetensors",
+        )
+    return weights
+
+
+def load_transformer(folder: Path, dtype: torch.dtype, *, pickled: bool = False) -> tuple[Any, Any]:
+    """Model and tokenizer of a folder. A weight that the files lack would be random numbers and a log line: here it is an error.
+
+    Raises:
+        MissingDependencyError: transformers is not installed.
+        InvalidInputError: not such a folder, or an encoder-decoder.
+        FormatError: the files are damaged, or do not hold all of the model's weights.
+    """
+    try:
+        import transformers
+        from safetensors import SafetensorError
+    except ImportError as error:
+        raise MissingDependencyError(
+            "Hugging Face encoder", got=str(error), expected="transformers", fix="pip install transformers"
+        ) from error
+    files = weight_files(folder, pickled=pickled)
+    safe = files[0].suffix == ".safetensors"
+    for path in () if safe else files:
+        load_torch(path)  # maps it, reads little: damage and refused contents get an error of ours
+    bar, level = transformers.utils.logging.is_progress_bar_enabled(), transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # it reports weights of heads that are read here, and unused poolers
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        if config.is_encoder_decoder or not hasattr(config, "hidden_size"):
+            raise InvalidInputError(f"encoder folder {folder}", got=f"a model of type {config.model_type}", expected="a text encoder")
+        model, info = transformers.AutoModel.from_pretrained(
+            folder, config=config, local_files_only=True, use_safetensors=safe, dtype=dtype, output_loading_info=True
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise FormatError("load the encoder", path=folder, got=str(error).strip().splitlines()[0], expected="a whole model") from error
+    finally:
+        transformers.utils.logging.set_verbosity(level)
+        if bar:
+            transformers.utils.logging.enable_progress_bar()
+    missing = sorted(key for key in info["missing_keys"] if "pooler" not in key)  # the pooler is not used, and many encoders have none
+    if missing:
+        raise FormatError(
+            "load the encoder", path=folder, got=f"{len(missing)} weights missing, the first {missing[0]}", expected="all of them"
+        )
+    return model, tokenizer
+
+
+def read_weights(files: Iterable[Path], names: Iterable[str]) -> dict[str, Tensor]:
+    """The tensors of those names that the files hold, float32. Raises FormatError where a file is damaged."""
+    wanted, found = set(names), {}
+    for path in files:
+        if path.suffix == ".safetensors":
+            found.update(_read_safetensors(path, wanted))
+        else:
+            held = load_torch(path)
+            found.update({name: held[name] for name in wanted & set(held)} if isinstance(held, dict) else {})
+    return {name: tensor.float() for name, tensor in found.items()}
+
+
+def _read_safetensors(path: Path, wanted: set[str]) -> dict[str, Tensor]:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise MissingDependencyError("read weights", got=str(error), expected="safetensors", fix="pip install safetensors") from error
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in wanted & set(file.keys())}
+    except (SafetensorError, OSError) as error:
+        raise FormatError("read weights", path=path, got=str(error), expected="a whole file") from error
+
+
+def positions(config: Any, tokenizer: Any) -> int:
+    """Most positions that the model can hold; RoBERTa's family loses those up to its padding id, 1."""
+    limit: int = getattr(config, "max_position_embeddings", None) or POSITIONS_DEFAULT
+    if getattr(config, "pad_token_id", None) == 1:
+        limit -= 2
+    return min(limit, tokenizer.model_max_length)
+
+
+def fingerprint(folder: Path, weights: Iterable[Path], *others: Path) -> str:
+    """A hash of the contents of config, tokenizer and weights (and of other files), not of where they are."""
+    digest = hashlib.sha256()
+    tokenizer = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    for path in [folder / "config.json", *tokenizer, *weights, *others]:
+        with path.open("rb") as file:
+            digest.update(f"{path.name}\n{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Indexes that other programs wrote, as espnx stores."""

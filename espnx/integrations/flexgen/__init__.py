@@ -1,0 +1,1 @@
+"""FlexGen with its disk kept by espnx."""

@@ -1,0 +1,130 @@
+"""Files of prompts, and of their results: JSON lines, written as batches end and found again by the next run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ... import errors
+from ...storage.files import write_error
+
+_ANOTHER_OUT = "name another --out"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    id: str
+    text: str
+
+    @property
+    def digest(self) -> str:
+        """What a result is known by to be of this text."""
+        return hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
+    """One prompt a line; of a ``.jsonl`` file objects with ``prompt`` and, if they have one, ``id``.
+
+    Raises InvalidInputError naming the line.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # JSON may hold other separators of lines
+    except (OSError, UnicodeDecodeError) as error:
+        raise errors.InvalidInputError("prompts", got=str(error), expected="a readable text file in UTF-8") from error
+    prompts, seen = list[Prompt](), set[str]()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        prompt = Prompt(str(number), line)
+        if os.fspath(path).endswith(".jsonl"):
+            try:
+                found = json.loads(line)
+                prompt = Prompt(str(found.get("id", number)), found["prompt"])
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise errors.InvalidInputError(
+                    f"line {number} of {path}", got=repr(error), expected='{"id": ..., "prompt": ...}'
+                ) from error
+        if prompt.id in seen or not isinstance(prompt.text, str):
+            raise errors.InvalidInputError(
+                f"line {number} of {path}", got=f"id {prompt.id!r} again, or no text", expected="ids of their own"
+            )
+        seen.add(prompt.id)
+        prompts.append(prompt)
+    return prompts
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raises InvalidInputError, WriteError or DiskFullError where results could not be appended to `path`; leaves nothing there."""
+    existed = os.path.lexists(path)
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would wait for its reader, some devices never end
+        raise errors.InvalidInputError(f"results in {path}", got="something that is no file", expected="a file", fix=_ANOTHER_OUT)
+    try:
+        with open(path, "ab"):
+            pass
+        if not existed:
+            os.unlink(path)
+    except OSError as error:
+        raise write_error("cannot write results", path, error, _ANOTHER_OUT) from error
+
+
+def read_done(path: str | os.PathLike[str], settings: dict[str, Any], prompts: Sequence[Prompt]) -> set[str]:
+    """Ids of the results that an earlier run wrote; a last line that was cut short is taken away.
+
+    Raises:
+        InvalidInputError: they are of other settings or other prompts, or the file holds something else: nothing is changed then.
+        WriteError, DiskFullError: no results can be written there.
+    """
+    check_writable(path)
+    if not os.path.exists(path):
+        return set()
+    digests = {prompt.id: prompt.digest for prompt in prompts}
+    whole, done = 0, set[str]()
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n") and (not line.strip() or line.startswith(b"{")):
+                    break  # the last one
+                done.add(_check_line(f"line {number} of {path}", line, settings, digests))
+                whole += len(line)
+        if whole < os.path.getsize(path):
+            os.truncate(path, whole)
+    except OSError as error:
+        raise write_error("cannot go on after the results", path, error, _ANOTHER_OUT) from error
+    return done
+
+
+def _check_line(where: str, line: bytes, settings: dict[str, Any], digests: Mapping[str, str]) -> str:
+    """The id of a result, which must be one of these settings and, where its id is asked for still, of that prompt."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):  # also a number of more digits than Python reads
+        found = None
+    if not isinstance(found, dict) or not isinstance(found.get("id"), str):
+        raise errors.InvalidInputError(where, got="something else", expected="results of an earlier run", fix=_ANOTHER_OUT)
+    if found.get("settings") != settings:
+        raise errors.InvalidInputError(
+            f"results: {where}", got=f"settings {found.get('settings')}", expected=str(settings), fix=_ANOTHER_OUT
+        )
+    name: str = found["id"]
+    if name in digests and found.get("prompt_digest") != digests[name]:
+        raise errors.InvalidInputError(
+            f"results: {where}", got=f"a result for id {name!r} of another prompt", expected="that of the prompts file", fix=_ANOTHER_OUT
+        )
+    return name
+
+
+def append(path: str | os.PathLike[str], lines: Sequence[dict[str, Any]]) -> None:
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    left = memoryview(text.encode("utf-8", "backslashreplace"))  # half a surrogate pair, which JSON allows, becomes its escape again
+    try:
+        with open(path, "ab", buffering=0) as file:
+            while left:
+                left = left[file.write(left) :]
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise write_error("cannot write results", path, error, "the same command goes on after the results that are whole") from error

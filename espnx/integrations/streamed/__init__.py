@@ -1,0 +1,1 @@
+"""transformers models whose weights are larger than memory."""

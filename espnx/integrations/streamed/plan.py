@@ -1,0 +1,223 @@
+"""What a model will need before anything runs: bytes of weights, K and V by tier, and which resource a decoding step will wait for.
+
+Sizes are computed from the configuration (and, where there are weights, from their headers). Times are modelled from bandwidths that are
+measured on the spot, as lower bounds: every byte once, every operation once, at the measured rates, all resources at work at a time.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from ... import errors
+from ...device.row_layout import RowLayout, format_of
+from ...kv.cache import SsdCache
+from ...weights.layers import LayerWeights, Share, share
+from ...weights.safetensors_files import StoredTensor, find_tensors
+from ...weights.speed import gemm_speed, memory_speed, read_speed, read_speed_of
+from .model import ModelWeights, empty_model, main_dtype, match, read_config
+
+_TAIL_BLOCKS = 3  # rows in memory: room for two blocks that wait, and half as much again
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """Of one layer: heads of K and V, the lengths of their rows, and the model's hidden size and heads of queries."""
+
+    n_kv: int
+    d: int
+    dv: int
+    hidden: int
+    n_q: int
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> KVShape:
+        heads = config.num_attention_heads
+        d = getattr(config, "head_dim", None) or config.hidden_size // heads
+        dv = d
+        if getattr(config, "kv_lora_rank", None):  # multi-head latent attention: transformers caches the expanded rows
+            d, dv = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+        return cls(getattr(config, "num_key_value_heads", None) or heads, d, dv, config.hidden_size, heads)
+
+    @property
+    def ratio(self) -> float:
+        """|X| / |KV|: X is stored instead of K and V where it is below 1."""
+        return self.hidden / (self.n_kv * (self.d + self.dv))
+
+
+@dataclass
+class ModelPlan:
+    """Sizes in bytes, of a whole batch with `context` + `new` tokens where they depend on it.
+
+    Attributes:
+        weights: resident, streamed in each pass, buffers.
+        kv: by tier.
+        step: bytes and operations of the last decoding step.
+        speeds: measured; empty without a storage directory.
+        seconds: modelled lower bounds of the last step, by resource.
+    """
+
+    model: dict[str, Any]
+    weights: dict[str, Any]
+    kv: dict[str, Any]
+    step: dict[str, Any]
+    speeds: dict[str, Any] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def bound_by(self) -> str | None:
+        return max(self.seconds, key=lambda name: self.seconds[name], default=None)
+
+
+def plan_model(
+    path: str | os.PathLike[str],
+    *,
+    batch: int,
+    context: int,
+    new: int = 1,
+    memory_bytes: int | None = None,
+    storage: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | None = None,
+) -> ModelPlan:
+    """Computes a plan.
+
+    Args:
+        path: a model's folder, or a ``config.json`` alone.
+        batch: sequences.
+        context, new: tokens of each, in the prompt and generated.
+        memory_bytes: for weights; None: all of them.
+        storage: where K and V will lie; measured, with a temporary file of at most 256 MiB.
+        dtype: of weights, K and V; None: as stored, else as the config says.
+
+    Raises:
+        InvalidInputError: no such model, numbers out of range, or a budget that is too small.
+        FormatError: the folder's weights are damaged.
+        WriteError: `storage` cannot be written.
+    """
+    for name, value in (("batch", batch), ("context", context), ("new", new)):
+        if value < 1:
+            raise errors.InvalidInputError(name, got=value, expected="at least 1")
+    where = Path(path)
+    config = read_config(where)
+    has_weights = where.is_dir() and any(where.glob("*.safetensors*"))
+    tensors = find_tensors(where) if has_weights else {}
+    own = dtype or (main_dtype(tensors) if has_weights else getattr(config, "dtype", None) or torch.float32)
+    model = empty_model(config, own)
+    weights = match(model, tensors if has_weights else _as_saved(model), dtype)
+    shared = share(weights.other_bytes, weights.layers, memory_bytes)
+    text = config.get_text_config(decoder=True)
+    plan = ModelPlan(_about(model, own, has_weights), _weights(weights, shared), _kv(text, own, batch, context + new), {})
+    plan.step = _step(model, plan, KVShape.of(text), batch, context + new)
+    if storage is not None:
+        _measure(plan, storage, sorted({tensor.path for tensor in tensors.values()}), own, batch)
+    return plan
+
+
+def _as_saved(model: PreTrainedModel) -> dict[str, StoredTensor]:
+    """The tensors of a model without files, as if they lay in one file in the model's order."""
+    found, at = {}, 0
+    for name, tensor in model.state_dict().items():
+        if name not in model.all_tied_weights_keys:
+            found[name] = StoredTensor(name, "", tensor.dtype, tuple(tensor.shape), at)
+            at += found[name].size_bytes
+    return found
+
+
+def _about(model: PreTrainedModel, dtype: torch.dtype, has_weights: bool) -> dict[str, Any]:
+    text = model.config.get_text_config(decoder=True)
+    return {
+        "class": type(model).__name__, "layers": text.num_hidden_layers, "parameters": sum(p.numel() for p in model.parameters()),
+        "dtype": str(dtype).removeprefix("torch."), "sizes_from": "headers" if has_weights else "config",
+    }  # fmt: skip
+
+
+def _weights(weights: ModelWeights, shared: Share) -> dict[str, Any]:
+    def total(layers: list[LayerWeights]) -> int:
+        return sum(layer.size_bytes for layer in layers)
+
+    outside = sum(weight.size_bytes for weight in weights.others.values())
+    streamed = [weights.layers[number] for number in shared.streamed]
+    return {
+        "total_bytes": outside + total(weights.layers), "outside_layers_bytes": outside, "layers_resident": len(shared.resident),
+        "layers_streamed": len(shared.streamed), "resident_bytes": outside + total([weights.layers[n] for n in shared.resident]),
+        "streamed_bytes": total(streamed), "read_bytes_per_pass": sum(layer.stored_bytes for layer in streamed),
+        "buffer_bytes": shared.slots * shared.slot_bytes + shared.converted_bytes, "memory_bytes": shared.total_bytes,
+        "least_memory_bytes": shared.least_bytes,
+    }  # fmt: skip
+
+
+def _kv(config: PreTrainedConfig, dtype: torch.dtype, batch: int, tokens: int) -> dict[str, Any]:
+    """K and V as `espnx.KVCache` keeps them."""
+    shape = KVShape.of(config)
+    kinds, arguments = get_layer_types_and_kwargs(config)
+    full = sum(kind == "full_attention" for kind in kinds)
+    windows = [more["sliding_window"] for more in arguments if "sliding_window" in more]
+    hybrid = sum(kind == "hybrid" for kind in kinds)  # full attention beside a state: the framework keeps all of its rows in memory
+    row_bytes = shape.n_kv * (shape.d + shape.dv) * dtype.itemsize
+    in_memory = batch * row_bytes * (sum(min(w - 1, tokens) for w in windows) + hybrid * tokens)
+    layout, x_layout = (
+        RowLayout(format_of(dtype), shape.d, shape.dv),
+        RowLayout(format_of(dtype), shape.hidden, shape.hidden, is_shared=True),
+    )
+    streams = batch * full * shape.n_kv
+    whole = tokens // layout.block_rows
+    ssd = streams * whole * layout.block_bytes
+    defaults = inspect.signature(SsdCache).parameters
+    ahead = min(ssd, int(defaults["read_ahead_bytes"].default))
+    return {
+        "layers_on_ssd": full, "layers_with_window": len(windows), "layers_with_rows_and_state": hybrid,
+        "layers_of_other_kinds": len(kinds) - full - len(windows) - hybrid,
+        "bytes_per_token": row_bytes * full, "total_bytes": batch * row_bytes * full * tokens + in_memory,
+        "ssd_bytes": ssd, "memory_tail_bytes": streams * _TAIL_BLOCKS * layout.block_rows * (shape.d + shape.dv) * dtype.itemsize,
+        "memory_checksum_bytes": 4 * streams * whole, "memory_buffer_bytes": ahead,
+        "memory_layers_bytes": in_memory,
+        "x_bytes_per_token": shape.hidden * dtype.itemsize * full,
+        "x_ssd_bytes": batch * full * (tokens // x_layout.block_rows) * x_layout.block_bytes, "x_to_kv_ratio": shape.ratio,
+    }  # fmt: skip
+
+
+def _step(model: PreTrainedModel, plan: ModelPlan, shape: KVShape, batch: int, tokens: int) -> dict[str, Any]:
+    """What crosses each resource once in the last step."""
+    config = model.config.get_text_config(decoder=True)
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    own = sum(p.numel() for p in model.parameters() if p is not embedding)
+    if head is not None and head.weight is embedding:
+        own += embedding.numel()
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    count = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), 1)
+    chosen = min(getattr(config, "num_experts_per_tok", None) or count, count)
+    used = own - experts + experts * chosen // count
+    touched = own - experts + experts * min(count, batch * chosen) // count
+    size = plan.weights["total_bytes"] / plan.model["parameters"]
+    attention = 2 * batch * plan.kv["layers_on_ssd"] * shape.n_q * (shape.d + shape.dv) * tokens
+    return {
+        "read_bytes": plan.weights["read_bytes_per_pass"] + plan.kv["ssd_bytes"], "read_weight_bytes": plan.weights["read_bytes_per_pass"],
+        "read_kv_bytes": plan.kv["ssd_bytes"], "memory_bytes": round(touched * size) + plan.kv["total_bytes"],
+        "operations": 2 * used * batch + attention,
+    }  # fmt: skip
+
+
+def _measure(plan: ModelPlan, storage: str | os.PathLike[str], files: list[str], dtype: torch.dtype, batch: int) -> None:
+    """Fills in speeds and seconds."""
+    speed = read_speed(storage)
+    plan.speeds = {"storage_bytes_per_s": speed.bytes_per_s, "storage_path": speed.effective_path, "probe_bytes": speed.bytes_asked}
+    weights_bytes, kv_bytes = plan.step["read_weight_bytes"], plan.step["read_kv_bytes"]
+    if weights_bytes and files and os.stat(files[0]).st_dev != os.stat(storage).st_dev:
+        other = read_speed_of(files)
+        plan.speeds |= {"weights_bytes_per_s": other.bytes_per_s, "weights_path": other.effective_path}
+        plan.seconds["disk of weights"] = weights_bytes / other.bytes_per_s
+        plan.seconds["disk of K and V"] = kv_bytes / speed.bytes_per_s
+    else:
+        plan.seconds["disk"] = (weights_bytes + kv_bytes) / speed.bytes_per_s
+    memory, gemm = memory_speed(), gemm_speed(dtype, batch)
+    plan.speeds |= {"memory_bytes_per_s": memory, "gemm_operations_per_s": gemm}
+    plan.seconds |= {"memory": plan.step["memory_bytes"] / memory, "compute": plan.step["operations"] / gemm}

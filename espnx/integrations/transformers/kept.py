@@ -1,0 +1,94 @@
+"""The kept side of a `KVCache`: its name and lock, the model that it belongs to, what is saved beside the rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ... import errors
+from ...device.row_layout import format_of
+from ...kv.cache import SsdCache
+from ...kv.kept.folders import KeptName
+from ...kv.kept.library import evict
+from ...kv.kept.state import ROWS_NAME, load, save
+from ...kv.striping import Storage
+from . import fingerprint as fingerprints
+
+
+class KeptState:
+    """A name that this process has locked, from construction to `close` or `abandon`.
+
+    Args:
+        storage, name: as of `KVCache`.
+        kind: of fingerprint.
+        library_bytes: after each save, other kept caches of these directories are removed until all fit into that. None: none is.
+
+    Raises:
+        InvalidInputError, StoreBusyError, ForeignFileError: see `espnx.kv.kept.folders.KeptName`.
+    """
+
+    def __init__(self, storage: Storage, name: str, kind: str, library_bytes: int | None):
+        self._kind, self._library_bytes = kind, library_bytes
+        self._name = KeptName(storage, name)
+        self._fingerprint: dict[str, Any] | None = None
+
+    @property
+    def directories(self) -> list[str]:
+        """Where the cache's data files are, one directory for each SSD."""
+        return self._name.directories
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the data files, one in each directory."""
+        return [ROWS_NAME] * len(self.directories)
+
+    def open(self, store: SsdCache, x_rows: int | None) -> dict[str, torch.Tensor] | None:
+        """Fills an empty store with what was saved.
+
+        Args:
+            x_rows: that the caller asked for; None: as many as were kept.
+
+        Returns:
+            What `save` was given beside the store; None where nothing was saved.
+
+        Raises:
+            InvalidInputError: it was kept with another format, or other X rows: what is lossy is continued only by who asks for that.
+            FormatError, ChecksumError, TruncatedFileError, ForeignFileError: what was saved is damaged, or of another number of layers.
+        """
+        if not self._name.exists:
+            return None
+        self._fingerprint, tensors = load(store, self.directories[0])
+        if x_rows not in (None, store.x_rows):
+            raise errors.InvalidInputError("x_rows of a kept cache", got=x_rows, expected=f"{store.x_rows}, or None")
+        for rows in store.kv:
+            if rows is not None and rows.layout.format != (store.format or format_of(rows.dtype)):
+                raise errors.InvalidInputError(
+                    "format of a kept cache", got=store.format or "none: rows as they are", expected=repr(rows.layout.format),
+                    fix="open it as it was made, or choose another name",
+                )  # fmt: skip
+        return tensors
+
+    def check(self, model: torch.nn.Module) -> None:
+        """The model whose K and V come next. Raises ForeignFileError where what was kept is another one's."""
+        now = fingerprints.fingerprint(model, self._kind)
+        if self._fingerprint is not None:
+            fingerprints.compare(self._fingerprint, now, self.directories[0])
+        self._fingerprint = now
+
+    def save(self, store: SsdCache, tensors: dict[str, torch.Tensor]) -> None:
+        """Publishes the state of a store, and `tensors` with it, unless no model has used it yet. Raises WriteError, DiskFullError."""
+        if self._fingerprint is None:
+            return
+        save(store, self.directories[0], self._fingerprint, tensors)
+        self._name.touch()
+        if self._library_bytes is not None:
+            evict(self._name.roots, self._library_bytes)
+
+    def close(self) -> None:
+        """Unlocks the name."""
+        self._name.unlock()
+
+    def abandon(self) -> None:
+        """Unlocks the name; if nothing was ever saved, nothing stays."""
+        self._name.abandon()

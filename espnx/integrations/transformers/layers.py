@@ -1,0 +1,231 @@
+"""The layers of a model's cache: those whose rows are stored, and what those can do that the framework keeps in memory.
+
+A stored layer knows the cache that it belongs to as a `LayerHost`: the part of a cache that a layer needs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    CacheLayerMixin,
+    LinearAttentionCacheLayerMixin,
+    get_layer_types_and_kwargs,
+)
+
+from ... import errors
+from ...kv.cache import SsdCache, Step
+from ...kv.scores import PLAIN, ScoreRules
+from ...kv.visibility import Visibility
+from .attention import awaited, tag
+from .projections import LayerInput, Source
+
+#: Kinds that the framework keeps in memory. Not those that attend to chosen tokens or to chunks.
+_IN_MEMORY = ("sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding", "dummy")
+
+
+class LayerHost(Protocol):
+    """What a stored layer asks of its cache. All of it is for the forward pass under way."""
+
+    store: SsdCache
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens in the cache, without those of the pass."""
+
+    def reach(self) -> None:
+        """A layer is given K and V. Raises StateError where no pass has begun."""
+
+    def visibility(self, mask: torch.Tensor | None, n_sequences: int, positions: int) -> Visibility:
+        """Which positions the new tokens may attend to, by the padding mask [sequences, positions] (None: all)."""
+
+    def made_of(self, layer_input: LayerInput | None, k: torch.Tensor, v: torch.Tensor, past: int) -> Source | None:
+        """What these K and V of new tokens were projected from, after `past` others; None where X rows are not kept."""
+
+    def fail(self, error: BaseException) -> None:
+        """The pass cannot go on."""
+
+
+class StoredLayer(CacheLayerMixin):
+    """A full-attention layer whose rows lie on SSD: takes K and V where transformers hands them over, and answers when attention asks
+    (`attention` says how the two find one another).
+
+    Attributes:
+        number: of the layer.
+        input: of the layer's attention module in this pass, where X rows are kept.
+        pending: K and V that attention has not asked for yet.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, host: LayerHost, number: int, *, is_shared: bool = False):
+        super().__init__()
+        self._host, self.number, self._is_shared = weakref.ref(host), number, is_shared
+        self.input: LayerInput | None = None
+        self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._answered: Step | None = None  # of this pass, where other layers will ask for the same rows
+
+    @property
+    def host(self) -> LayerHost:
+        host = self._host()
+        if host is None:
+            raise errors.EngineClosedError("the cache of this layer is gone")
+        return host
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.check_answered()
+        self.host.reach()
+        self.pending, self._answered, awaited.layer = (key_states, value_states), None, self
+        return tag(key_states, self), tag(value_states, self)
+
+    def check_answered(self) -> None:
+        """Raises StateError where K and V wait that attention did not ask for."""
+        if self.pending is not None:
+            raise errors.StateError(
+                "K and V went into the cache, but attention did not ask for them", fix="call espnx.enable_kv_cache(model) before generate"
+            )
+
+    def forget_pass(self) -> None:
+        """Nothing is left of the pass."""
+        self.pending = self.input = self._answered = None
+
+    def end_pass(self) -> None:
+        """The pass has come to its end; the input is replaced by the next one's."""
+        self._answered = None
+
+    def attend(self, query: torch.Tensor, mask: torch.Tensor | None, scale: float, rules: ScoreRules = PLAIN) -> torch.Tensor:
+        """Attention of the new tokens over everything: [sequences, heads, n, dv]."""
+        pending, host = self.pending, self.host
+        self.pending = awaited.layer = None
+        try:
+            with torch.autocast(query.device.type, enabled=False):
+                o = self._again(host, query, scale) if pending is None else self._first(host, query, *pending, mask, scale, rules)
+        except BaseException as error:
+            host.fail(error)
+            raise
+        return InferenceOnly.apply(o, query) if torch.is_grad_enabled() and query.requires_grad else o
+
+    def _first(
+        self, host: LayerHost, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float,
+        rules: ScoreRules,
+    ) -> torch.Tensor:  # fmt: skip
+        kept, past = torch.promote_types(k.dtype, v.dtype), host.store.length(self.number)
+        k, v = k.to(kept), v.to(kept)  # their dtypes differ under autocast
+        visibility, source = host.visibility(mask, k.shape[0], past + k.shape[2]), host.made_of(self.input, k, v, past)
+        x, projection = source or (None, None)
+        step = Step(query, k, v, scale, visibility, x, projection, rules)
+        if self._is_shared:
+            self._answered = replace(step, q=query[:, :, :0])
+        return host.store.attend(self.number, step)
+
+    def _again(self, host: LayerHost, query: torch.Tensor, scale: float) -> torch.Tensor:
+        if self._answered is None:
+            raise errors.StateError("attention asked twice for one layer's rows")
+        return host.store.attend_again(self.number, replace(self._answered, q=query, scale=scale))
+
+    def get_seq_length(self) -> int:
+        return self.host.get_seq_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class InferenceOnly(torch.autograd.Function):
+    """The output of attention over stored rows: they keep no graph, and a backward pass that met them would lose gradients silently."""
+
+    @staticmethod
+    def forward(ctx: Any, o: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        return o.view_as(o)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise errors.InvalidInputError("a backward pass through a cache on SSD", got="gradients", expected="inference", fix="no cache")
+
+
+class MakeLayer(Protocol):
+    """Makes a layer whose rows are stored; `is_shared`: other layers of the model attend over them, too."""
+
+    def __call__(self, number: int, *, is_shared: bool) -> Any: ...
+
+
+def layers_of(config: PreTrainedConfig, stored: MakeLayer) -> list[Any]:
+    """A cache layer for each layer of a decoder; `stored` makes those of full attention. Raises InvalidInputError."""
+    what = f"the layers of {type(config).__name__}"
+    try:
+        kinds, arguments = get_layer_types_and_kwargs(config)
+    except Exception as error:  # a config that transformers' own caches cannot read either
+        raise errors.InvalidInputError(what, got=str(error), expected="layers that transformers' DynamicCache can be made of") from error
+    layers, sharing = list[Any](), getattr(config, "kv_sharing_modes", None)
+    for number, (kind, more) in enumerate(zip(kinds, arguments, strict=True)):
+        if kind == "full_attention":
+            layers.append(stored(number, is_shared=sharing is not None and sharing[number] == "store"))
+        elif kind not in _IN_MEMORY:
+            known = ", ".join(("full_attention", *_IN_MEMORY))
+            raise errors.InvalidInputError(f"layer {number} of this model", got=repr(kind), expected=known)
+        else:
+            layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**more))
+    return layers
+
+
+def why_not_cropped(layers: Sequence[Any], tokens: int) -> str | None:
+    """Which of the framework's layers cannot forget their last `tokens` tokens, and why; None: all can."""
+    for layer in layers:
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            return f"{type(layer).__name__}: its state has all tokens in it"
+        window = getattr(layer, "sliding_window", None)
+        if window is not None and layer.is_initialized and layer.get_seq_length() >= window:
+            kept = min(layer.get_seq_length(), layer.keys.shape[-2])
+            if not layer.record_past or kept - tokens < min(window - 1, layer.get_seq_length() - tokens):
+                return f"{type(layer).__name__}: of {layer.get_seq_length()} tokens it has the last {kept}, for a window of {window}"
+    return None
+
+
+def bytes_of(layers: Sequence[Any]) -> int:
+    """Bytes of the tensors that layers in memory keep."""
+    return sum(_size(value) for layer in layers for value in vars(layer).values())
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, dict):
+        return sum(_size(each) for each in value.values())
+    return sum(_size(each) for each in value) if isinstance(value, (list, tuple)) else 0
+
+
+def sequences_of(layer: Any) -> int:
+    """How many sequences a layer in memory holds; 0 before the first tokens."""
+    tensors = [getattr(layer, "keys", None), *getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values()]
+    return next((each.shape[0] for each in tensors if each is not None and each.numel()), 0)
+
+
+def states_of(layers: Sequence[Any]) -> list[dict[str, Any]]:
+    """The state of layers in memory, for `restore`. An update makes new tensors of rows that grow, which need no copy; what it changes in
+    place stands in dicts, and is copied."""
+    return [{name: _copied(value) if isinstance(value, dict) else value for name, value in vars(layer).items()} for layer in layers]
+
+
+def _copied(states: dict[Any, Any]) -> dict[Any, Any]:
+    return {key: value.detach().clone() if isinstance(value, torch.Tensor) else value for key, value in states.items()}
+
+
+def restore(layers: Sequence[Any], before: Sequence[dict[str, Any]]) -> None:
+    """Layers in memory become what they were."""
+    for layer, then in zip(layers, before, strict=True):
+        vars(layer).clear()
+        vars(layer).update(then)

@@ -1,0 +1,1 @@
+"""Caches that outlive their process: named, fingerprinted, opened again and continued exactly."""

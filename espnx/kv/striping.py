@@ -1,0 +1,225 @@
+"""Several devices as one: head h of sequence s lies on device (s x heads + h) mod devices, so that all of them work on every layer."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from .. import errors
+from ..device.interface import DeviceStats, FilePath, RowDevice, Segment, SegmentPlace, SegmentView, Show
+from ..device.row_layout import RowLayout
+from ..ops.attention import Queries, RowsInMemory, merge
+
+Storage = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def directories_of(storage: Storage) -> list[str]:
+    """One for each device. Raises InvalidInputError."""
+    try:
+        found = [os.fspath(each) for each in ([storage] if isinstance(storage, (str, os.PathLike)) else storage)]
+    except TypeError as error:
+        raise errors.InvalidInputError("storage", got=repr(storage), expected="a directory, or several") from error
+    if not found or not all(found):
+        raise errors.InvalidInputError("storage", got=repr(storage), expected="a directory, or several")
+    return found
+
+
+@dataclass(eq=False, slots=True)
+class StripedSegment:
+    """A segment, and which of the devices it lies on.
+
+    Attributes:
+        segment: as the device knows it; of a kept cache whose devices are not open yet: its `SegmentPlace`.
+        references: how many sequences look at it.
+    """
+
+    device: int
+    segment: Segment
+    references: int = 1
+
+
+class StripedDevices:
+    """Devices that share the rows of a cache. They are opened when it is known where rows are computed on.
+
+    Args:
+        count: of devices, at least one.
+        open_device: makes one of them, by number, that computes in the memory of such a torch device.
+
+    Attributes:
+        count: as given.
+        devices: those that are open: all, or none yet.
+    """
+
+    def __init__(self, count: int, open_device: Callable[[int, torch.device], RowDevice]):
+        self.count, self.devices = count, list[RowDevice]()
+        self._open_device = open_device
+        self._kept: list[StripedSegment] = []  # of a published state, to be restored
+        self._pool = ThreadPoolExecutor(count, "espnx-device") if count > 1 else None
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self.devices)
+
+    def open(self, compute: torch.device) -> None:
+        """Opens the devices, unless they are open. Raises what a device raises; none is open then."""
+        if self.devices:
+            return
+        with ExitStack() as undo:
+            undo.callback(self.devices.clear)
+            for number in range(self.count):
+                device = self._open_device(number, compute)
+                undo.callback(device.close)
+                self.devices.append(device)
+            self._restore_kept()
+            undo.pop_all()
+
+    def restore(self, segments: Sequence[StripedSegment]) -> None:
+        """What a published state names, as `SegmentPlace`: restored now, or when the devices are opened. Raises as `Space.restore`."""
+        self._kept = list(segments)
+        if self.devices:
+            self._restore_kept()
+
+    def _restore_kept(self) -> None:
+        found = []
+        for number, device in enumerate(self.devices):
+            mine = [each for each in self._kept if each.device == number]
+            places = [each.segment for each in mine if isinstance(each.segment, SegmentPlace)]
+            found += list(zip(mine, device.space.restore(places), strict=True)) if places else []
+        for each, segment in found:
+            each.segment = segment
+            if not each.references:  # cropped away since
+                self.devices[each.device].release(segment)
+        self._kept = []
+
+    def place(self, each: StripedSegment) -> SegmentPlace:
+        """Where a segment lies, to be written down."""
+        if isinstance(each.segment, SegmentPlace):
+            return each.segment
+        return self.devices[each.device].space.place(each.segment)
+
+    def put(self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, first_sequence: int = 0) -> list[list[StripedSegment]]:
+        """Starts writing k [sequences, heads, n, d] and v, of sequences from `first_sequence` on. For each its segments.
+
+        Raises what a device's put raises; nothing is kept then.
+        """
+        n_sequences, n_heads = k.shape[:2]
+        found: list[list[StripedSegment]] = [[] for _ in range(n_sequences)]
+        try:
+            for device, heads, sequences in self._shares(first_sequence, n_sequences, n_heads):
+                mine = slice(sequences.start, None, sequences.step), slice(heads.start, None, heads.step)
+                segments = self.devices[device].put(layout, k[mine], None if v is None else v[mine], heads)
+                for sequence, segment in zip(sequences, segments, strict=True):
+                    found[sequence].append(StripedSegment(device, segment))
+        except BaseException:
+            for parts in found:
+                for each in parts:
+                    self.release(each)
+            raise
+        return found
+
+    def join(self, segments: Sequence[StripedSegment]) -> StripedSegment:
+        """One segment with the rows of several, which stay. Raises as a device's join."""
+        device = segments[0].device
+        return StripedSegment(device, self.devices[device].join([each.segment for each in segments]))
+
+    def release(self, each: StripedSegment) -> None:
+        """A sequence does not look at this segment any more; with the last one it goes."""
+        each.references -= 1
+        if each.references == 0 and self.devices:
+            self.devices[each.device].release(each.segment)
+
+    def memory(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """For rows that wait, uninitialised: on the host, a device's own."""
+        if device.type != "cpu" or not self.devices:
+            return torch.empty(shape, dtype=dtype, device=device)
+        return self.devices[0].memory(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+    def _shares(self, first_sequence: int, n_sequences: int, n_heads: int) -> list[tuple[int, range, range]]:
+        """(device, heads, sequences, from 0 on) that are put together."""
+        count = self.count
+        period = count // math.gcd(count, n_heads)  # after which sequences lie alike
+        found = []
+        for sequence in range(min(period, n_sequences)):
+            for device in range(count):
+                first = (device - (first_sequence + sequence) * n_heads) % count
+                if first < n_heads:
+                    found.append((device, range(first, n_heads, count), range(sequence, n_sequences, period)))
+        return found
+
+    def is_written(self, each: StripedSegment) -> bool:
+        return not self.devices or self.devices[each.device].is_written(each.segment)
+
+    def ahead(self, layout: RowLayout, views: Sequence[Sequence[SegmentView]]) -> list[int]:
+        """A ticket of each device."""
+        return [device.ahead(layout, part) for device, part in zip(self.devices, views, strict=True)]
+
+    def lacks(self, queries: Queries, layout: RowLayout) -> tuple[str, ...]:
+        """What some device would need to attend with these queries, and has not; empty: all of them take them."""
+        return tuple(dict.fromkeys(name for device in self.devices for name in device.capabilities.lacks(queries, layout)))
+
+    def attend(self, tickets: list[int], queries: Queries, tail: RowsInMemory | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each device over its own rows, at the same time; merged by log-sum-exp."""
+        if self._pool is None:
+            return self.devices[0].attend(tickets[0], queries, tail)
+        stream = torch.cuda.current_stream(queries.q.device) if queries.q.is_cuda else None
+        jobs = [
+            self._pool.submit(_attend_on, stream, device, ticket, queries, tail if i == 0 else None)
+            for i, (device, ticket) in enumerate(zip(self.devices, tickets, strict=True))
+        ]
+        try:
+            wait(jobs)  # also where one has failed: nobody may still be at work when the caller goes on
+        except BaseException:  # Ctrl-C
+            self.forget()  # wakes whoever waits for a read
+            wait(jobs)
+            raise
+        parts = [job.result() for job in jobs]
+        o, lse = parts[0]
+        for other_o, other_lse in parts[1:]:
+            o, lse = merge(o, lse, other_o, other_lse)
+        return o, lse
+
+    def visit(self, tickets: list[int], show: Show) -> None:
+        """Shows the rows of each device, one device after the other; their reads run at the same time all the same."""
+        for device, ticket in zip(self.devices, tickets, strict=True):
+            device.visit(ticket, show)
+
+    def are_next(self, tickets: list[int]) -> bool:
+        return self.is_open and all(device.front() == ticket for device, ticket in zip(self.devices, tickets, strict=True))
+
+    def forget(self) -> None:
+        for device in self.devices:
+            device.forget()
+
+    def flush(self) -> None:
+        for device in self.devices:
+            device.flush()
+
+    def stats(self) -> DeviceStats:
+        """Of all devices together."""
+        return sum((device.stats() for device in self.devices), DeviceStats())
+
+    def path_report(self) -> list[FilePath]:
+        """Of all files of all devices."""
+        return [file for device in self.devices for file in device.path_report()]
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            for device in self.devices:
+                stack.callback(device.close)
+            if self._pool is not None:
+                self._pool.shutdown()
+
+
+def _attend_on(
+    stream: torch.cuda.Stream | None, device: RowDevice, ticket: int, queries: Queries, tail: RowsInMemory | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In a thread of the pool, whose current CUDA stream is not the caller's."""
+    with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+        return device.attend(ticket, queries, tail)

@@ -1,0 +1,39 @@
+"""Attention over rows in memory, by the fastest version there is where they lie.
+
+A file of its own: it chooses among versions, one of which needs what `rows.py` says of queries.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .._native import load_extension
+from .rows import Queries, RowsInMemory, attend_rows_reference, check_rows_in_memory, native_arguments
+from .running import RunningAttention, is_plain
+
+
+def attend_rows(queries: Queries, rows: RowsInMemory | None, *, threads: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over rows in memory: compiled on the CPU (rows are not copied), by the attention op and matrix products elsewhere.
+
+    Args:
+        queries: what attends.
+        rows: where the queries are; None: nothing is seen.
+        threads: at most so many CPU threads; 0: as many as PyTorch uses.
+
+    Returns:
+        (o float32 [sequences, KV heads, n, dv], lse float32 [sequences, KV heads, n]); 0 and -inf for a query that sees nothing. Results
+        over different rows merge exactly (`merge`).
+
+    Raises:
+        InvalidInputError: a wrong dtype, shape or device.
+    """
+    check_rows_in_memory(queries, rows)
+    if queries.q.device.type == "cpu":
+        o, lse = load_extension().attend_rows(None, -1, **native_arguments(queries, rows), threads=threads)
+        return o, lse
+    if not is_plain(queries):
+        return attend_rows_reference(queries, rows)
+    running = RunningAttention(queries, queries.q.device)
+    if rows is not None:
+        running.add_rows(rows)
+    return running.result()

@@ -1,0 +1,528 @@
+"""Builds an embedding store from a stream of documents, in bounded memory, resumable, published atomically.
+
+Three passes: spool (encode and write in arrival order), arrange (train the first stage, assign lists), write (records in list order).
+The spool and the store exist side by side for a while, so a build needs about twice the store's size on disk.
+After a crash at any point, the same call goes on from the last checkpoint; the store published before stays untouched until the end.
+What goes on is what the corpus of this call confirms, document by document (see resuming.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+from safetensors.numpy import load as load_safetensors
+from safetensors.numpy import save as save_safetensors
+
+from ... import errors
+from ...ops.maxsim import Codebook
+from ...storage import NativeEngine
+from ...storage.files import crc32c, make_directory, read_file, write_file
+from ...storage.lock import DirectoryLock
+from ...storage.native import free_bytes
+from ...storage.parse import Fields
+from ..encoder import Encoder
+from ..first_stage.interface import FirstStage
+from ..first_stage.registry import described, parse_stage
+from ..store.manifest import EncoderEntry, Manifest, score_space
+from ..store.part import PartEntry, Segment
+from ..store.part_file import HEADER_BYTES, FileWriter
+from ..store.places import BUILDING, STATE, TEXTS, TRAINED
+from ..store.projection import Projection
+from ..store.rows import Target, fills
+from ..store.store import codebook_of, projection_of
+from ..store.texts import TextReader
+from ..versions import generations
+from ..versions.draft import place_of_base
+from ..versions.part_writer import PartContents, PartPlace, finish_part
+from ..versions.publish import publish
+from ..versions.segments import NO_LIMIT, SegmentWriter, pieces, resident_bytes
+from . import arrange, under_way
+from .budget import MemoryBudget
+from .codebooks import codebook_sum
+from .documents import Document, batches, check_documents, decode_rows, encode
+from .options import BuildKeywords, BuildOptions, build_options, checked_dims
+from .resuming import confirm
+from .spool import DISCARD, Spool, SpoolWriter, cut, digests, spool_salt, trim
+from .state import Arranged, BuildSettings, BuildState, SpoolFile, in_words, write_state
+from .trained import Trained
+from .training import TRAINED_OPTIONS, Recipe, check_trained, options_of, train_recipe
+
+CHECKPOINT_S = 5.0
+BATCH_DOCUMENTS = 256  # encoded together, at most
+
+#: Called with (phase, done, total or None): ``spool``, ``arrange``, ``write``.
+Progress = Callable[[str, int, int | None], None]
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What a build did. Sizes in bytes, times in seconds.
+
+    `first_stage`: its kind and `describe()`, as the manifest has them. `resumed_documents`: taken from an interrupted build.
+    `restarted_because`: why not all that it had was taken; None where all was.
+    """
+
+    path: str
+    documents: int
+    tokens: int
+    generation: int
+    resumed_documents: int
+    record_bytes: int
+    resident_bytes_per_document: float
+    first_stage: Mapping[str, Any]
+    spool_s: float
+    arrange_s: float
+    write_s: float
+    restarted_because: str | None = None
+
+
+def segment_bytes(total_bytes: int, devices: int) -> int:
+    """One file per GiB on one SSD; on several, enough files that they share the load."""
+    return 1 << 30 if devices <= 1 else int(np.clip(total_bytes // (8 * devices), 16 << 20, 1 << 30))
+
+
+class Builder:
+    """One build, from lock to publication. Use `build`."""
+
+    def __init__(
+        self,
+        path: str,
+        encoder: Encoder | None,
+        options: BuildOptions,
+        engine: NativeEngine,
+        recipe: Recipe,
+        progress: Progress,
+        kind: str = "build",
+        trained: Trained | None = None,
+    ):
+        self.kind = kind
+        self.path, self.encoder, self.options, self.engine, self.progress = path, encoder, options, engine, progress
+        self.recipe, self.given = recipe, trained
+        self.budget = MemoryBudget(options.memory)
+        self.building = os.path.join(path, BUILDING)
+        self.state: BuildState
+        self.restarted_because: str | None = None
+        self._encoder_failed = False
+
+    def _settings(self) -> BuildSettings:
+        options, recipe = asdict(self.options), self.recipe
+        directories = [options.pop(name) for name in ("memory", "directories")][1]
+        spooled = {
+            "encoder": recipe.encoder,
+            "d_cls": recipe.spooled.d_cls,
+            "dim": recipe.spooled.dim,
+            "spool": recipe.spooled.format,
+            "codebook": None if recipe.codebook is None else codebook_sum(recipe.codebook),
+            "trained": None if self.given is None else self.given.id,
+            "first_stage_kind": options.pop("first_stage_kind"),
+            "pooling": options.pop("pooling"),
+        }
+        return BuildSettings(in_words(spooled), in_words({"kind": self.kind, **options}), list(directories))
+
+    def train(self, documents: Iterable[Any], restart: bool) -> Trained:
+        """The first two passes alone, and of the second only the training; what they wrote is removed."""
+        published = under_way.published(self.engine, self.path, replace=False)
+        self.state, changed = under_way.begin(self.engine, self.path, self._settings(), published, restart)
+        if changed:
+            self._restarted(changed)
+        self._spool(documents, published)
+        spool = self._open_spool()
+        try:
+            if not len(spool):
+                raise errors.InvalidInputError("documents to train on", got="none", expected="a sample of the corpora")
+            trained = train_recipe(self.recipe, spool, self.budget)
+        finally:
+            spool.close()
+        under_way.discard(self.engine, self.path, published)
+        return trained
+
+    def _open_spool(self) -> Spool:
+        recipe = self.recipe
+        return Spool(self.engine, self.building, recipe.spooled, self.state, recipe.stage.vector_dim, recipe.codebook)
+
+    def run(self, documents: Iterable[Any], restart: bool, replace: bool) -> BuildReport:
+        published = under_way.published(self.engine, self.path, replace)
+        store_id = published.store_id if published is not None and self.kind == "add" else None
+        self.state, changed = under_way.begin(self.engine, self.path, self._settings(), published, restart, store_id)
+        if changed:
+            self._restarted(changed)
+        begun = time.perf_counter()
+        resumed = self._spool(documents, published)
+        spooled = time.perf_counter()
+        spool = self._open_spool()
+        try:
+            self._check_disk(spool)
+            arranged = self._arrange(spool)
+            arranged_at = time.perf_counter()
+            writers = self._write(spool, arranged)
+        finally:
+            spool.close()
+        model = self._model(arranged) if writers[0].count else {}
+        entry = self._finish(writers, arranged, model) if writers[0].count else None
+        for directory in (self.path, *self.options.directories):
+            self.engine.sync_directory(directory)
+        publish(self.engine, self.path, self._manifest(entry, arranged, model), published)
+        written = time.perf_counter()
+        return BuildReport(
+            path=self.path,
+            documents=writers[0].count,
+            tokens=writers[0].layout.tokens,
+            generation=self.state.generation,
+            resumed_documents=resumed,
+            record_bytes=sum(segment.size_bytes for each in writers for segment in each.segments),
+            resident_bytes_per_document=resident_bytes(writers, model) / max(writers[0].count, 1),
+            first_stage=arranged.first_stage,
+            spool_s=spooled - begun,
+            arrange_s=arranged_at - spooled,
+            write_s=written - arranged_at,
+            restarted_because=self.restarted_because,
+        )
+
+    def _spool(self, documents: Iterable[Any], published: Manifest | None) -> int:
+        """Returns how many documents are an interrupted build's. An error in the documents leaves nothing to resume."""
+        total = len(documents) if isinstance(documents, Sized) else None
+        stream = batches(documents, BATCH_DOCUMENTS, self.budget.encoded_bytes(), self.recipe.spooled.dim)
+        try:
+            first, resumed = self._confirm(stream, total, published)
+            if first or self.state.phase == "spool":
+                self._append(itertools.chain([first] if first else [], stream), total)
+        except Exception as error:
+            if isinstance(error, errors.InvalidInputError) or self._encoder_failed:
+                under_way.discard(self.engine, self.path, published)
+            raise
+        return resumed
+
+    def _confirm(self, stream: Iterator[list[Document]], total: int | None, published: Manifest | None) -> tuple[list[Document], int]:
+        """Keeps what the corpus confirms of an interrupted build. Returns the first documents that are new, and how many are not."""
+        kept, phase = self.state.documents, self.state.phase
+        if not kept and phase == "spool":
+            return [], 0
+        trim(self.engine, self.building, self.state)
+        same, other = confirm(stream, digests(self.engine, self.building, self.state), lambda done: self.progress("spool", done, total))
+        if same < kept:
+            got = f"document {same} ({other[0].id!r}) is another one" if other else f"the corpus ends after {same} documents"
+            self._restarted(f"{got}; {kept} were spooled")
+        elif other and phase != "spool":
+            self._restarted(f"the corpus goes on after the {kept} documents that it had")
+        if same < kept or (other and phase != "spool"):
+            under_way.back_to_spool(self.engine, self.path, self.state, published)
+            cut(self.engine, self.building, self.recipe.spooled, self.recipe.stage.vector_dim, self.state, same)
+            make_directory(self.directory)
+        return other, same
+
+    def _restarted(self, why: str) -> None:
+        """Says that this build is not simply the interrupted one."""
+        self.restarted_because = why if self.restarted_because is None else f"{self.restarted_because}; {why}"
+        warnings.warn(f"{self.path}: not all of the interrupted build is gone on with: {why}", stacklevel=2)
+
+    def _append(self, stream: Iterable[list[Document]], total: int | None) -> None:
+        """Spools what the interrupted build had not."""
+        spool = SpoolWriter(self.engine, self.building, self.recipe.spooled, self.state, self.recipe.stage, self.options.format)
+        try:
+            last = time.monotonic()
+            for batch in stream:
+                decoded = decode_rows(batch, self.recipe.schema.format, self.recipe.spooled.dim, self.recipe.codebook)
+                try:
+                    vectors = encode(decoded, self.encoder)
+                except Exception as error:
+                    # Once mended, it may make other vectors under the same name; of a machine that was too small that is not to be feared.
+                    self._encoder_failed = not isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError))
+                    raise
+                spool.append(batch, vectors)
+                self.budget.trim()
+                self.progress("spool", spool.count, total)
+                if time.monotonic() - last > CHECKPOINT_S:
+                    spool.checkpoint()
+                    last = time.monotonic()
+            spool.checkpoint(phase="arrange")
+            spool.close()
+        except BaseException:
+            spool.abandon()
+            raise
+
+    def _check_disk(self, spool: Spool) -> None:
+        """Says now, not in an hour, that the store will not fit."""
+        if self.state.segments:
+            return
+        tiers = self.recipe.tiers.values()
+        need = sum(int(schema.sizes(spool.n_tokens).sum()) for schema in tiers) * 21 // 20 + (16 << 20)
+        roots = [os.path.join(self.path, root) for root in self._data_directories()]
+        devices = [os.stat(root).st_dev for root in roots]
+        for root, device in zip(roots, devices, strict=True):
+            free, share = free_bytes(root), need * devices.count(device) // len(devices)
+            if free < share and os.statvfs(root).f_blocks:  # a file system that counts no blocks (ramfs, some network ones) cannot say
+                raise errors.DiskFullError("the store's records will not fit", needed_bytes=share, free_bytes=free, path=root)
+
+    def _arrange(self, spool: Spool) -> Arranged:
+        if self.state.arranged is not None:
+            self._described(self.state.arranged)  # now, not after all records are written
+            return self.state.arranged
+        self.progress("arrange", 0, len(spool))
+        stage, files, crc, is_normalised = self.recipe.stage.fresh(), dict[str, SpoolFile](), 0, False
+        if len(spool):
+            trained = train_recipe(self.recipe, spool, self.budget) if self.given is None else self.given
+            _, crc = write_file(self.engine, os.path.join(self.building, TRAINED), save_safetensors(trained.model))
+            files = arrange.assign(self.engine, self.building, spool, trained.first_stage, self.budget)
+            stage = arrange.tune(self.engine, self.building, spool, trained.first_stage, files)
+            is_normalised = trained.is_normalised
+        self.progress("arrange", len(spool), len(spool))
+        self.state.phase, self.state.arranged = "write", Arranged(files, described(stage), crc, is_normalised)
+        write_state(self.engine, self.building, self.state)
+        return self.state.arranged
+
+    @property
+    def directory(self) -> str:
+        return os.path.join(self.path, generations.name(self.state.generation))
+
+    def _writers(self, spool: Spool, directories: list[str]) -> list[SegmentWriter]:
+        """One for each tier. Their segments cover the same records, so that they end, and a build resumes, together."""
+        total_bytes = int(self.recipe.schema.sizes(spool.n_tokens).sum())
+        limits = [segment_bytes(total_bytes, len(self.options.directories)), NO_LIMIT]  # of the coarse tier where the full one's ends
+        return [
+            SegmentWriter(
+                self.engine, self.path, directories, schema, self.state.store_id, self.state.generation, limit,
+                self._finished(name, directories), salt=self._place()[0].salt,
+                name="segment" if name == "full" else name,
+            )
+            for (name, schema), limit in zip(self.recipe.tiers.items(), limits, strict=False)
+        ]  # fmt: skip
+
+    def _finished(self, tier: str, directories: list[str]) -> list[Segment]:
+        """The data files that an interrupted build finished."""
+        found = self.state.segments.get(tier, [])
+        for segment in found:
+            if os.path.dirname(segment.path) not in directories:
+                raise errors.FormatError(
+                    "state of an interrupted build names a foreign file", path=segment.path, expected=f"one in {directories}", fix=DISCARD
+                )
+        return found
+
+    def _data_directories(self) -> list[str]:
+        return generations.data_directories(self.path, self.options.directories, self.state.store_id, self.state.generation)
+
+    def _place(self) -> tuple[PartPlace, str]:
+        return place_of_base(self.path, self.state.store_id, self.state.generation)
+
+    def _write(self, spool: Spool, arranged: Arranged) -> list[SegmentWriter]:
+        writers = self._writers(spool, self._data_directories())
+        limit_bytes = self.budget.record_bytes()
+        try:
+            runs = pieces(self._order(arranged), lambda a: self.recipe.spooled.sizes(spool.n_tokens[a]), limit_bytes, writers[0].room)
+            self._skip_and_write(spool, arranged, writers, runs)
+            for writer in writers:
+                writer.finish_segment()
+        except BaseException:
+            for writer in writers:
+                writer.abandon()
+            raise
+        return writers
+
+    def _order(self, arranged: Arranged) -> Iterator[np.ndarray]:
+        """Arrival numbers in record order."""
+        if not self.state.documents:
+            return iter(())
+        return arrange.record_order(self.engine, self.building, arranged.files, self.state.documents)
+
+    def _model(self, arranged: Arranged) -> dict[str, np.ndarray]:
+        """Everything that was trained, as the second pass left it: what a base's file holds of it."""
+        path = os.path.join(self.building, TRAINED)
+        data = read_file(self.engine, path)
+        if crc32c(data) != arranged.trained:
+            raise errors.ChecksumError("a file of the build is damaged", path=path, fix=DISCARD)
+        return load_safetensors(data)
+
+    def _finish(self, writers: list[SegmentWriter], arranged: Arranged, model: dict[str, np.ndarray]) -> PartEntry:
+        """Writes the file that holds all but the records: ids and texts, what the first stage keeps, metadata, and what was trained."""
+        place, path = self._place()
+        source = TextReader(os.path.join(self.building, TEXTS), spool_salt(self.state))
+        try:
+            contents = PartContents(
+                rows=(row for arrivals in self._order(arranged) for row in source.rows(arrivals)),
+                sections=arrange.SpooledEntries(self.engine, self.building, arranged.files, self.state.documents).sections(),
+                model=model,
+            )
+            names = list(self.recipe.tiers)
+            layouts = {name: writer.layout for name, writer in zip(names, writers, strict=True)}
+            segments = {name: writer.segments for name, writer in zip(names, writers, strict=True)}
+            return finish_part(FileWriter(self.engine, path), place, layouts, contents, segments)
+        finally:
+            source.close()
+
+    def _targets(self, arranged: Arranged) -> tuple[Projection | None, list[Target]]:
+        """How records of each tier are made of spooled vectors."""
+        recipe, model = self.recipe, self._model(arranged) if self.state.documents else {}
+        projection = projection_of(model, (recipe.spooled.dim, recipe.schema.dim), arranged.is_normalised, self.building)
+        return projection, [Target(schema, codebook_of(model, name, schema, self.building)) for name, schema in recipe.tiers.items()]
+
+    def _skip_and_write(self, spool: Spool, arranged: Arranged, writers: list[SegmentWriter], runs: Iterable[np.ndarray]) -> None:
+        first = writers[0]
+        projection, targets = self._targets(arranged)
+        again = [segment.records for segment in first.segments]  # finished by an interrupted build
+        left, free_at = (again.pop(0) if again else 0), [HEADER_BYTES] * len(writers)
+        for run in runs:
+            while left and len(run):
+                part, run = run[:left], run[left:]
+                free_at = [writer.count_again(spool.n_tokens[part], at) for writer, at in zip(writers, free_at, strict=True)]
+                left -= len(part)
+                if not left and again:
+                    left, free_at = again.pop(0), [HEADER_BYTES] * len(writers)
+            if not len(run):
+                continue
+            for writer, fill in zip(writers, fills(spool, run, projection, targets), strict=True):
+                writer.append(spool.n_tokens[run], fill)
+            self.progress("write", first.count, len(spool))
+            if first.full():
+                for writer in writers:
+                    writer.finish_segment()
+                self.state.segments = {
+                    name: list(writer.segments) for (name, _), writer in zip(self.recipe.tiers.items(), writers, strict=True)
+                }
+                write_state(self.engine, self.building, self.state)
+
+    def _manifest(self, entry: PartEntry | None, arranged: Arranged, model: Mapping[str, np.ndarray]) -> Manifest:
+        """Of a store of one part, or of none."""
+        recipe, schema = self.recipe, self.recipe.schema
+        encoder = EncoderEntry(recipe.encoder, recipe.spooled.d_cls, recipe.spooled.dim)
+        cls_weight = self.options.cls_weight if schema.d_cls else 0.0
+        is_normalised = arranged.is_normalised if schema.dim != encoder.dim else None
+        # Vectors of an encoder that nobody named are of one kind where they were trained together, and in one store.
+        origin = None if recipe.encoder is not None else self.state.store_id if self.given is None else self.given.id
+        scoring = {"encoder": asdict(encoder), "origin": origin, "record": asdict(schema), "cls_weight": cls_weight}
+        return Manifest(
+            store_id=self.state.store_id,
+            generation=self.state.generation,
+            base_generation=self.state.generation,
+            score_space=score_space({**scoring, "is_normalised": is_normalised}, model),
+            encoder=encoder,
+            schema=schema,
+            coarse=recipe.coarse,
+            count=entry.count if entry else 0,
+            tokens=entry.tokens if entry else 0,
+            is_normalised=is_normalised,
+            first_stage=self._described(arranged),
+            cls_weight=cls_weight,
+            directories=tuple(self.options.directories),
+            parts=(entry,) if entry else (),
+            deleted=None,
+        )
+
+    def _described(self, arranged: Arranged) -> FirstStage:
+        """The first stage as the second pass left it, without what was trained."""
+        state = os.path.join(self.building, STATE)
+        return parse_stage(Fields(arranged.first_stage, state, fix=DISCARD), self.recipe.spooled.d_cls, self.recipe.spooled.dim)
+
+
+def build(
+    path: str | os.PathLike[str],
+    documents: Iterable[Any],
+    encoder: Encoder | None = None,
+    *,
+    dims: tuple[int, int] | None = None,
+    engine: NativeEngine | None = None,
+    codebook: Codebook | None = None,
+    trained: Trained | None = None,
+    restart: bool = False,
+    replace: bool = False,
+    progress: Progress = lambda phase, done, total: None,
+    **options: Unpack[BuildKeywords],
+) -> BuildReport:
+    """Builds and publishes a store of the documents' vectors and texts.
+
+    Args:
+        path: the store's directory; made if need be.
+        documents: an iterable, read once: ``(id, text)`` pairs, mappings with ``id`` and ``text``, or `Document`. Only a batch is held.
+        encoder: turns texts into vectors; needed unless every document brings its own.
+        dims: (d_cls, dim) of vectors that documents bring; an encoder knows its own.
+        engine: a native engine to use; default ``auto``.
+        codebook: of the token rows that documents bring already in a residual format (`Document.rows`); they are kept bit for bit.
+        trained: what `train` made, of this encoder and these dimensions; nothing is trained then, and the options that decided on it
+            (`TRAINED_OPTIONS`) are its own. Scores of stores that share it may be merged.
+        restart: discards an interrupted build instead of going on with it.
+        replace: publishes over the store that is there. It stays readable until the new one is complete.
+        progress: called often, from this thread.
+        **options: fields of `BuildOptions`: format, first_stage_code, nlist, pca, cls_weight, memory, directories,
+            coarse, pooling, centroids.
+
+    Raises:
+        InvalidInputError: documents, vectors or options that do not fit; a store is there and `replace` is not set.
+        StoreBusyError: another process is building here.
+        DiskFullError, WriteError, ReadError, ...: what was spooled is kept; the same call resumes. A WriteError that says "published":
+            the store is there, and only the last flush failed.
+    """
+    chosen = build_options({**options}) if trained is None else options_of(trained, {**options})
+    checked = _checked_dims(encoder, dims, trained)
+    check_documents(documents)
+    stage = None if trained is None else trained.first_stage
+    recipe = Recipe.of(chosen, checked, encoder.name if encoder else None, codebook=codebook, stage=stage)
+    if trained is not None:
+        check_trained(trained, recipe)
+    with _locked(path, engine) as (where, owned):
+        return Builder(where, encoder, chosen, owned, recipe, progress, trained=trained).run(documents, restart, replace)
+
+
+def train(
+    path: str | os.PathLike[str],
+    documents: Iterable[Any],
+    encoder: Encoder | None = None,
+    *,
+    dims: tuple[int, int] | None = None,
+    engine: NativeEngine | None = None,
+    restart: bool = False,
+    progress: Progress = lambda phase, done, total: None,
+    **options: Unpack[BuildKeywords],
+) -> Trained:
+    """Trains first stage, projection and codebooks on a sample of documents, once for any number of stores.
+
+    Args:
+        path: a new or empty directory, where it is kept; `Trained.load` reads it back.
+        documents, encoder, dims, engine, restart, progress: as of `build`; documents are spooled below `path` meanwhile.
+        **options: fields of `BuildOptions`: those of `TRAINED_OPTIONS`, and memory.
+
+    Raises:
+        what `build` raises; InvalidInputError for a sample without documents. An interrupted call is gone on with, as a build is.
+    """
+    for name in options:
+        if name not in (*TRAINED_OPTIONS, "memory"):
+            raise errors.InvalidInputError(
+                f"train: option {name!r}", expected=", ".join((*TRAINED_OPTIONS, "memory")), fix="give it to build"
+            )
+    chosen, checked = build_options({**options}), _checked_dims(encoder, dims, None)
+    check_documents(documents)
+    recipe = Recipe.of(chosen, checked, encoder.name if encoder else None, codebook=None)
+    with _locked(path, engine) as (where, owned):
+        trained = Builder(where, encoder, chosen, owned, recipe, progress, kind="train").train(documents, restart)
+        trained.save(where, engine=owned)
+        return trained
+
+
+def _checked_dims(encoder: Encoder | None, dims: tuple[int, int] | None, trained: Trained | None) -> tuple[int, int]:
+    if dims is None and encoder is not None:
+        dims = encoder.d_cls, encoder.dim
+    if dims is None and trained is not None:
+        dims = trained.schema.d_cls, trained.dim
+    if dims is None:
+        raise errors.InvalidInputError("build needs an encoder, or dims=(d_cls, dim) and documents with vectors")
+    return checked_dims(dims)
+
+
+@contextmanager
+def _locked(path: str | os.PathLike[str], engine: NativeEngine | None) -> Iterator[tuple[str, NativeEngine]]:
+    """A directory that this process alone writes to, made if need be, and an engine."""
+    where = os.fspath(path)
+    make_directory(where)
+    owned = NativeEngine(pool_bytes=64 << 20) if engine is None else engine
+    try:
+        with DirectoryLock(where):
+            yield where, owned
+    finally:
+        if engine is None:
+            owned.close()

@@ -1,0 +1,248 @@
+"""Changes of a published store: add documents, delete them, and compact what many changes left. Each publishes a new version, atomically;
+who has an older one open keeps it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ... import errors
+from ...storage import NativeEngine
+from ...storage.lock import DirectoryLock
+from ..encoder import Encoder
+from ..store.manifest import Manifest, read_store_manifest
+from ..store.places import BUILDING, claim
+from ..store.store import Version
+from ..store.texts import DocumentId, document_ids
+from ..versions import generations
+from ..versions.draft import Draft
+from .adding import Addition
+from .budget import MemoryBudget
+from .builder import Builder, Progress
+from .compact import write_compacted
+from .documents import check_documents
+from .options import BuildOptions
+from .state import read_state
+from .training import Recipe
+
+
+@dataclass(frozen=True)
+class AddReport:
+    """What an addition did.
+
+    Attributes:
+        documents: added. replaced: of them, those that took another's place.
+        generation: the store's version; with no document, the one that it had.
+        record_bytes: of the new parts' files, merged ones included.
+        parts: of the store now. merged: that became one in this call.
+        dead_share, added_share: of the records; see `compacting_pays`.
+        compacting_pays: whether `compact` is advised.
+    """
+
+    path: str
+    documents: int
+    replaced: int
+    tokens: int
+    generation: int
+    record_bytes: int
+    parts: int
+    merged: int
+    dead_share: float
+    added_share: float
+    compacting_pays: bool
+
+
+@dataclass(frozen=True)
+class CompactReport:
+    """What compacting did. Sizes in bytes."""
+
+    path: str
+    documents: int
+    dropped: int
+    parts: int
+    generation: int
+    size_bytes_before: int
+    size_bytes: int
+
+
+def _ignore(phase: str, done: int, total: int | None) -> None:
+    """Progress that nobody wants."""
+
+
+@contextmanager
+def _writing(path: str | os.PathLike[str], engine: NativeEngine | None) -> Iterator[Version]:
+    """The store, locked for writing. What a change leaves that fails, or that was killed before, is removed."""
+    where = os.fspath(path)
+    owned = NativeEngine(pool_bytes=64 << 20) if engine is None else engine
+    try:
+        read_store_manifest(owned, where)  # before a lock would be made in a directory that is no store
+        with DirectoryLock(where):
+            version = Version(where, owned)
+            _refuse_interrupted_build(where, owned, version.manifest.generation)
+            claim(where, version.manifest)
+            owned.sync_directory(where)  # the change before may have failed at just this
+            generations.clean(where, version.manifest)
+            live = generations.manifest_file(where)
+            try:
+                yield version
+            except BaseException:
+                if generations.manifest_file(where) == live:
+                    with suppress(OSError):  # the first error is the one to tell
+                        generations.clean(where, version.manifest)
+                raise
+    finally:
+        if engine is None:
+            owned.close()
+
+
+def _refuse_interrupted_build(path: str, engine: NativeEngine, live_generation: int) -> None:
+    """A build that was interrupted here waits to be resumed; a change would throw its work away."""
+    state = read_state(engine, os.path.join(path, BUILDING))
+    if state is not None and state.settings.later.get("kind") == repr("build") and state.generation > live_generation:
+        raise errors.InvalidInputError(
+            f"an interrupted build waits in {path}", got=f"{state.documents} documents spooled",
+            fix="finish it by the same call of build, or discard it (restart=True, --restart)",
+        )  # fmt: skip
+
+
+def add(
+    path: str | os.PathLike[str],
+    documents: Iterable[Any],
+    encoder: Encoder | None = None,
+    *,
+    replace: bool = False,
+    memory: int | str | None = None,
+    engine: NativeEngine | None = None,
+    progress: Progress = _ignore,
+) -> AddReport:
+    """Adds documents to a store. Nothing is trained again: they go into the lists that are there, with the store's own settings.
+
+    Args:
+        documents: as of `build`; with none, no version is published. Their ids must be new, unless `replace` is set; the id of a deleted
+            document may be used again.
+        encoder: the one the store was built with; needed unless every document brings its vectors.
+        replace: a document whose id the store holds takes the other's place, in one step: no version has both, or neither.
+        memory: what the process may use, as in `build`.
+
+    Raises:
+        InvalidInputError: an id that comes twice, or that the store holds (without `replace`), vectors that do not fit, another encoder.
+            The store stays as it is.
+        StoreNotFoundError: there is no store. StoreBusyError: another process writes to it.
+        DiskFullError, WriteError, ReadError, ...: the store stays as it is, unless a WriteError says "published": then the documents are
+            in it, and only the last flush failed.
+    """
+    check_documents(documents)
+    with _writing(path, engine) as version:
+        built = version.manifest.encoder
+        if encoder is not None and built.name is not None and encoder.name != built.name:
+            raise errors.InvalidInputError("the store was built with another encoder", got=encoder.name, expected=built.name)
+        if not version.parts:
+            return _add_to_empty(version, documents, encoder, memory, progress)
+        draft = Draft(version)
+        addition = Addition(version, draft, encoder, replace, MemoryBudget(memory), progress)
+        addition.run(documents)
+        if not draft.added:
+            return _report(version, version.manifest, 0)
+        manifest = draft.publish()
+        return _report(version, manifest, draft.added, addition.tokens, draft)
+
+
+def _report(version: Version, manifest: Manifest, documents: int, tokens: int = 0, draft: Draft | None = None) -> AddReport:
+    return AddReport(
+        path=version.path, documents=documents, replaced=draft.replaced if draft else 0, tokens=tokens, generation=manifest.generation,
+        record_bytes=draft.written_bytes if draft else 0, parts=len(manifest.parts), merged=draft.merged if draft else 0,
+        dead_share=manifest.dead_share, added_share=manifest.added_share, compacting_pays=manifest.compacting_pays,
+    )  # fmt: skip
+
+
+def _add_to_empty(
+    version: Version, documents: Iterable[Any], encoder: Encoder | None, memory: int | str | None, progress: Progress
+) -> AddReport:
+    """An empty store has no lists: they are trained with what is added, as a build does, with the store's own settings."""
+    items = iter(documents)
+    first = next(items, None)
+    if first is None:
+        return _report(version, version.manifest, 0)
+    built = version.manifest.encoder
+    options = BuildOptions(**settings_of(version.manifest), memory=memory)
+    stage, dims = version.first_stage.fresh(), (built.d_cls, built.dim)
+    recipe = Recipe.of(options, dims, encoder.name if encoder else None, codebook=None, stage=stage)
+    builder = Builder(version.path, encoder, options, version.engine, recipe, progress, kind="add")
+    report = builder.run(itertools.chain([first], items), restart=True, replace=True)
+    manifest = read_store_manifest(version.engine, version.path)
+    return AddReport(
+        path=version.path, documents=report.documents, replaced=0, tokens=report.tokens, generation=report.generation,
+        record_bytes=report.record_bytes, parts=len(manifest.parts), merged=0, dead_share=0.0, added_share=0.0, compacting_pays=False,
+    )  # fmt: skip
+
+
+def settings_of(manifest: Manifest) -> dict[str, Any]:
+    """The options of `build` that a store was built with, as far as they do not depend on its documents and are not the first stage's."""
+    return {
+        "format": manifest.schema.format,
+        "first_stage_kind": manifest.first_stage.kind,
+        "pca": None if manifest.schema.dim == manifest.encoder.dim else manifest.schema.dim,
+        "cls_weight": manifest.cls_weight,
+        "directories": manifest.directories,
+        "coarse": None if manifest.coarse is None else manifest.coarse.format,
+    }
+
+
+def delete(path: str | os.PathLike[str], ids: Iterable[DocumentId], *, missing_ok: bool = False, engine: NativeEngine | None = None) -> int:
+    """Deletes documents by id; their bytes stay until `compact`. Returns how many there were.
+
+    Args:
+        missing_ok: ids that the store does not hold have no effect.
+
+    Raises:
+        InvalidInputError: without `missing_ok`, an id that the store does not hold (then nothing is deleted); one that none can have, or
+            no collection.
+        StoreNotFoundError, StoreBusyError, DiskFullError, WriteError, ReadError, ...: the store stays as it is, unless a WriteError says
+            "published": then they are deleted, and only the last flush failed.
+    """
+    wanted = list(dict.fromkeys(document_ids(ids)))
+    with _writing(path, engine) as version:
+        numbers = version.texts.numbers(wanted)
+        if (numbers < 0).any() and not missing_ok:
+            missing = wanted[int(np.flatnonzero(numbers < 0)[0])]
+            is_digits = isinstance(missing, str) and missing.removeprefix("-").isdecimal()
+            raise errors.InvalidInputError(
+                "no such document", got=repr(missing), expected="ids that the store holds",
+                fix=f"if its id is a number, give it as one: {missing} (--int)" if is_digits else None,
+            )  # fmt: skip
+        found = numbers[numbers >= 0]
+        if len(found):
+            draft = Draft(version)
+            draft.delete(found)
+            draft.publish()
+        return len(found)
+
+
+def compact(
+    path: str | os.PathLike[str], *, memory: int | str | None = None, engine: NativeEngine | None = None, progress: Progress = _ignore
+) -> CompactReport:
+    """Writes a store anew: without what was deleted, as one part, records in list order. Vectors stay what they are, bit for bit, and so do
+    lists, but for those that are empty; nothing is trained or encoded again. Needs the new store's size on disk beside the old one.
+
+    Raises:
+        StoreNotFoundError, StoreBusyError, DiskFullError, WriteError, ReadError, ...: the store stays as it is, unless a WriteError says
+            "published": then it is compacted, and only the last flush failed.
+    """
+    with _writing(path, engine) as version:
+        total = sum(part.count for part in version.parts)
+        manifest = write_compacted(version, MemoryBudget(memory), progress)
+        return CompactReport(
+            path=version.path,
+            documents=version.count,
+            dropped=total - version.count,
+            parts=len(version.parts),
+            generation=manifest.generation,
+            size_bytes_before=version.data_bytes,
+            size_bytes=sum(part.data_bytes for part in manifest.parts),
+        )

@@ -1,0 +1,162 @@
+"""A build under way in a store's directory: begun, gone on with, given up; beside the version that is published, which stays as it is."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Sequence
+
+from ... import errors
+from ...storage import NativeEngine, ownership
+from ...storage.files import make_directory
+from ...storage.manifest import NAME as MANIFEST_NAME
+from ..store.manifest import Manifest, read_store_manifest
+from ..store.places import (
+    BUILDING,
+    BUILDING_FILES,
+    STATE,
+    check_own,
+    check_paths,
+    data_paths,
+    leave,
+    remove_building,
+    remove_generation,
+    tidy,
+)
+from ..versions.generations import directories_of, following, name, names_in, remove_others
+from .state import BuildSettings, BuildState, read_state, write_state
+
+
+def published(engine: NativeEngine, path: str, replace: bool) -> Manifest | None:
+    """The manifest of the store that is there, or None. Raises InvalidInputError if there is one and it may not be replaced."""
+    try:
+        manifest = read_store_manifest(engine, path)
+        check_paths(manifest, path)
+    except errors.StoreNotFoundError:
+        others = _others(engine, path)
+        if others:
+            raise _no_store(path, others) from None
+        return None
+    except errors.FormatError:
+        if not replace:
+            raise
+        if others := sorted(_foreign(path)):  # the manifest is perhaps a stranger's too
+            raise _no_store(path, others) from None
+        return None
+    if not replace:
+        raise errors.InvalidInputError(
+            f"there is a store in {path}",
+            got=f"{manifest.count} documents",
+            fix="build elsewhere, or replace it (replace=True, --replace)",
+        )
+    check_own(path, manifest, replacing=True)
+    if others := sorted(_foreign(path)):
+        raise _no_store(path, others)
+    return manifest
+
+
+def _no_store(path: str, entries: Sequence[str]) -> errors.InvalidInputError:
+    return errors.InvalidInputError(f"{path} is not empty and no store", got=", ".join(entries[:3]), fix="give a new or empty directory")
+
+
+def _others(engine: NativeEngine, path: str) -> list[str]:
+    """What lies in a directory without a store that no interrupted build has left there, ascending."""
+    entries = set(os.listdir(path)) - {"LOCK"}
+    if BUILDING not in entries:
+        return sorted(entries)
+    others = entries - {BUILDING, f"{MANIFEST_NAME}.new", *names_in(path)}
+    try:
+        state = read_state(engine, os.path.join(path, BUILDING))
+    except errors.StorageError:
+        state = None  # damaged: whoever goes on with it is told so
+    if state is not None:  # data directories may lie in the store's own
+        own = [os.path.abspath(directory) for directory in state.settings.directories]
+        others -= {entry for entry in others if any(_is_in(directory, os.path.join(path, entry)) for directory in own)}
+    return sorted(others | _foreign(path))
+
+
+def _foreign(path: str) -> set[str]:
+    """What lies in the directory of a build under way, and is none's."""
+    building = os.path.join(path, BUILDING)
+    if not os.path.lexists(building):
+        return set()
+    if os.path.islink(building) or not os.path.isdir(building):
+        return {BUILDING}
+    return {os.path.join(BUILDING, entry) for entry in os.listdir(building) if BUILDING_FILES.fullmatch(entry) is None}
+
+
+def _is_in(path: str, directory: str) -> bool:
+    return os.path.commonpath([path, os.path.abspath(directory)]) == os.path.abspath(directory)
+
+
+def begin(
+    engine: NativeEngine, path: str, settings: BuildSettings, live: Manifest | None, restart: bool, store_id: str | None = None
+) -> tuple[BuildState, str | None]:
+    """The state of the build to run, new or resumed, and why an interrupted one is not gone on with, or not with all of it. What no
+    build or store refers to is removed."""
+    building = os.path.join(path, BUILDING)
+    state = None if restart else read_state(engine, building)
+    if state is not None and live is not None and state.generation <= live.generation:
+        state = None  # that build was published; only its end, tidying up, was missed
+    changed = None
+    if state is not None and not ownership.belongs_to(building, state.store_id, path):
+        changed, state = "it was begun in another directory", None
+    if state is not None and state.settings != settings:
+        changed = "other settings: " + ", ".join(settings.differences(state.settings))
+        if state.settings.spooled == settings.spooled:
+            back_to_spool(engine, path, state, live)
+            state.settings = settings
+        else:
+            state = None
+    if state is None:
+        discard(engine, path, live)
+        state = BuildState(settings, store_id or uuid.uuid4().hex, following(path, live.generation if live else 0))
+    remove_others(path, {*_kept(path, live), name(state.generation)})
+    for directory in (building, os.path.join(path, name(state.generation))):
+        make_directory(directory)
+    if not ownership.is_up_to_date(building, path):
+        ownership.set_mark(building, state.store_id, path)
+    write_state(engine, building, state)
+    return state, changed
+
+
+def _kept(path: str, live: Manifest | None) -> set[str]:
+    """The generation directories that stay while a build is under way: those of the store that is there. Where its manifest could not be
+    read, all of them until the new store is published: a device that was wrong once may be right again."""
+    if live is not None:
+        return directories_of(live)
+    return set(names_in(path)) if os.path.lexists(os.path.join(path, MANIFEST_NAME)) else set()
+
+
+def back_to_spool(engine: NativeEngine, path: str, state: BuildState, live: Manifest | None) -> None:
+    """Removes what a build has written beside its spool. The state goes first: no build may go on with files that are gone."""
+    state.back_to_spool()
+    write_state(engine, os.path.join(path, BUILDING), state)
+    _remove_written(path, state, live)
+
+
+def _remove_written(path: str, state: BuildState, live: Manifest | None) -> None:
+    remove_generation(os.path.join(path, name(state.generation)))
+    if live is not None and state.store_id == live.store_id:
+        tidy(path, state.store_id, state.settings.directories, data_paths(live))
+    else:
+        leave(path, state.store_id, state.settings.directories)
+
+
+def discard(engine: NativeEngine, path: str, live: Manifest | None) -> None:
+    """Removes an interrupted build. Its directory goes last: it is what tells the next build that the rest is no stranger's."""
+    building, keep = os.path.join(path, BUILDING), _kept(path, live)
+    try:
+        state = read_state(engine, building)
+    except errors.StorageError:
+        state = None  # damaged: nobody goes on with it, and its data on other devices cannot be found
+    if state is not None and (live is None or name(state.generation) not in keep):
+        keep -= {name(state.generation)}
+        try:
+            state.back_to_spool()
+            write_state(engine, building, state)
+        except errors.StorageError:  # on a full disk, say; then the state itself has to go
+            os.unlink(os.path.join(building, STATE))
+        _remove_written(path, state, live)
+    remove_others(path, keep)
+    remove_building(path)

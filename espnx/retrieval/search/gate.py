@@ -1,0 +1,51 @@
+"""SearchGate of concurrent callers: so many at a time, and whether one is alone.
+
+Alone, a search uses the whole machine: it scans with several threads and may read ahead. Beside others, their work fills what it leaves.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+
+class SearchGate:
+    """A context manager for each search; entering gives whether no other is under way. Callers beyond `most` wait for their turn."""
+
+    def __init__(self, most: int):
+        self._most, self._slots = most, threading.BoundedSemaphore(most)
+        self._lock = threading.Lock()
+        self._active = 0
+        self._began = 0  # ever
+        self._of_thread = threading.local()
+
+    def __enter__(self) -> bool:
+        self._slots.acquire()
+        with self._lock:
+            self._active += 1
+            self._began += 1
+            self._of_thread.began = self._began
+            return self._active == 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._active -= 1
+        self._slots.release()
+
+    @contextmanager
+    def none(self) -> Iterator[None]:
+        """Entered once no search is under way; none begins before it is left. One caller at a time."""
+        with ExitStack() as slots:
+            for _ in range(self._most):
+                slots.enter_context(self._slots)
+            yield
+
+    @property
+    def still_alone(self) -> bool:
+        """Whether no other search has begun since this thread's did."""
+        return self._of_thread.began == self._began and self._active == 1
+
+    @property
+    def active(self) -> int:
+        return self._active

@@ -1,0 +1,107 @@
+"""What a search is asked for: checked once, and handed on as it is, from the face of the index to the scoring."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import TypedDict
+
+from ... import errors
+from ...checks import check_whole, plain
+from ..store.texts import DocumentId
+from .prefetch import Steps
+
+
+class SearchKeywords(TypedDict, total=False):
+    """Keyword arguments of `Index.search`, for type checkers."""
+
+    candidates: int
+    rerank: int | None
+    cascade: int | None
+    nprobe: int | str
+    prefetch_step: float | Sequence[float] | str
+    cls_weight: float | None
+    include: Iterable[DocumentId] | None
+    exclude: Iterable[DocumentId] | None
+    explain: bool
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """See `Index.search`, whose arguments these are. `candidates` is at least k; NumPy's and PyTorch's numbers are Python's own.
+
+    Raises InvalidInputError.
+    """
+
+    k: int = 10
+    candidates: int = 1000
+    rerank: int | None = None
+    cascade: int | None = None
+    nprobe: int | str = "auto"
+    prefetch_step: float | Sequence[float] | str = "auto"
+    cls_weight: float | None = None
+    include: Iterable[DocumentId] | None = None
+    exclude: Iterable[DocumentId] | None = None
+    explain: bool = False
+    deadline_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.name not in ("prefetch_step", "include", "exclude"):
+                object.__setattr__(self, field.name, plain(getattr(self, field.name)))
+        for name, value, least in (("k", self.k, 1), ("candidates", self.candidates, 1)):
+            check_whole(name, value, least)
+        for name, wanted, least in (("rerank", self.rerank, 0), ("cascade", self.cascade, 1)):
+            if wanted is not None:
+                check_whole(name, wanted, least)
+        if self.rerank is not None and self.cascade is not None:
+            raise errors.InvalidInputError(
+                "rerank and cascade", got=f"rerank={self.rerank}, cascade={self.cascade}", expected="one of them",
+                fix="rerank takes the first stage's best, cascade those of the coarse records",
+            )  # fmt: skip
+        nprobe, deadline_s = self.nprobe, self.deadline_s
+        if nprobe != "auto" and (not isinstance(nprobe, int) or isinstance(nprobe, bool) or nprobe < 1):
+            raise errors.InvalidInputError("nprobe", got=repr(nprobe), expected="at least 1, or 'auto'")
+        if not isinstance(deadline_s, int | float) or isinstance(deadline_s, bool) or not math.isfinite(deadline_s) or deadline_s <= 0:
+            raise errors.InvalidInputError("deadline_s", got=repr(deadline_s), expected="a positive number of seconds")
+        object.__setattr__(self, "candidates", max(self.k, self.candidates))
+        object.__setattr__(self, "prefetch_step", _checked_steps(self.prefetch_step))
+
+    @property
+    def is_cascade(self) -> bool:
+        return self.cascade is not None
+
+    @property
+    def depth(self) -> int:
+        """How many candidates are scored exactly."""
+        wanted = self.rerank if self.cascade is None else self.cascade
+        return self.candidates if wanted is None else min(wanted, self.candidates)
+
+    @property
+    def effort(self) -> int | None:
+        """Of the first stage; None: its own choice."""
+        return self.nprobe if isinstance(self.nprobe, int) else None
+
+    @property
+    def steps(self) -> Steps | None:
+        """Shares of the first stage's work after which reads begin; None: the search chooses."""
+        return self.prefetch_step if isinstance(self.prefetch_step, tuple) else None
+
+
+def _checked_steps(prefetch_step: float | Sequence[float] | str) -> Steps | str:
+    if isinstance(prefetch_step, str):
+        if prefetch_step == "auto":
+            return prefetch_step
+        values: Sequence[float] = [math.nan]
+    else:
+        prefetch_step = plain(prefetch_step)
+        values = [plain(step) for step in prefetch_step] if isinstance(prefetch_step, Iterable) else [prefetch_step]
+    rising = all(a < b for a, b in itertools.pairwise(values))
+    if not all(isinstance(step, int | float) and 0 <= step <= 1 for step in values) or not rising:
+        raise errors.InvalidInputError(
+            "prefetch_step", got=repr(prefetch_step), expected="a share of the lists, 0 to 1, or several, rising, or 'auto'"
+        )
+    return tuple(float(step) for step in values if step > 0)

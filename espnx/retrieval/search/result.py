@@ -1,0 +1,119 @@
+"""What a search returns: hits, and where the time and the bytes went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ..store.texts import DocumentId
+
+
+@dataclass(frozen=True)
+class TokenMatch:
+    """Why a document scores what it scores: MaxSim is the sum of these.
+
+    Attributes:
+        query_token, document_token: positions; the document's token that is most similar to the query's.
+        score: their product.
+    """
+
+    query_token: int
+    document_token: int
+    score: float
+
+
+@dataclass(frozen=True)
+class Hit:
+    """One document of a ranking.
+
+    Attributes:
+        id: the document's own id.
+        score: ``cls_weight * CLS + MaxSim`` (of a document without tokens 0); for a document that was not re-ranked, the first stage's
+            similarity alone (in a cascade the score of its coarse record).
+        text: as it was indexed.
+        number: the record's number in the store. It changes when the store is compacted; `id` does not.
+        reranked: whether `score` is exact. All re-ranked hits come before all others.
+        matches: one per query token, where the search was asked to explain; empty for a document or a query without tokens.
+    """
+
+    id: DocumentId
+    score: float
+    text: str
+    number: int
+    reranked: bool
+    matches: tuple[TokenMatch, ...] | None = None
+
+
+@dataclass
+class Timings:
+    """Seconds, wall clock. Stages overlap, so they do not add up to `total_s`. Queries searched together share theirs.
+
+    Attributes:
+        encode_s: query encoding.
+        delta_s: first stage over the first lists, until the candidates to prefetch are known.
+        prefetch_budget_s: first stage over the remaining lists: what prefetching can hide in (ESPN, eq. 2).
+        prefetch_s: from the start of the prefetch to its last record scored.
+        critical_io_s: waiting for records after the first stage was complete.
+        maxsim_s: checking and scoring, in all threads together.
+        coarse_s: of that, scoring coarse records in RAM.
+        merge_s: ordering, looking up ids and texts, explaining.
+        total_s: the whole search.
+        predicted_s: what was predicted for `total_s` without encoding and merging, where the search chose its steps by that; else 0.
+    """
+
+    encode_s: float = 0.0
+    delta_s: float = 0.0
+    prefetch_budget_s: float = 0.0
+    prefetch_s: float = 0.0
+    critical_io_s: float = 0.0
+    maxsim_s: float = 0.0
+    coarse_s: float = 0.0
+    merge_s: float = 0.0
+    total_s: float = 0.0
+    predicted_s: float = 0.0
+
+    @property
+    def first_stage_s(self) -> float:
+        return self.delta_s + self.prefetch_budget_s
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """A ranking and its cost. Iterates over its hits; its length is their number.
+
+    Queries searched together share their reads: costs are then those of all of them, divided evenly.
+
+    Attributes:
+        hits: at most k, best first.
+        candidates: how many the first stage found.
+        reranked: how many of them were scored exactly.
+        hit_rate: share of the re-ranked documents whose read had been started by the prefetch; 0 without one.
+        bytes_asked: sizes of the records read (prefetched in vain included); ids and texts of the hits, a few KiB, are not counted.
+        bytes_moved: what the engine moved for them, alignment and gaps included.
+        requests: after merging.
+        hot: records that needed no read, being kept in RAM.
+        effective_path: the path that records take, of all data files: ``mixed: uring 3, uring (buffered) 1`` where they differ.
+        fallback_reason: why it is not what was tried first; empty if it is.
+        prefetch_steps: shares of the lists after which reads began; empty without a prefetch.
+        queries_together: how many were searched together, this one included.
+    """
+
+    hits: list[Hit]
+    candidates: int = 0
+    reranked: int = 0
+    hit_rate: float = 0.0
+    bytes_asked: int = 0
+    bytes_moved: int = 0
+    requests: int = 0
+    hot: int = 0
+    effective_path: str = ""
+    fallback_reason: str = ""
+    prefetch_steps: tuple[float, ...] = ()
+    queries_together: int = 1
+    timings: Timings = field(default_factory=Timings)
+
+    def __iter__(self) -> Iterator[Hit]:
+        return iter(self.hits)
+
+    def __len__(self) -> int:
+        return len(self.hits)

@@ -1,0 +1,1 @@
+"""What a published store is: its parts, tiers, records, ids and texts, opened and read."""

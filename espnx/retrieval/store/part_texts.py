@@ -1,0 +1,200 @@
+"""External ids and texts of a part: rows that one read fetches, found by record number; and record numbers, found by id.
+
+Nothing of them stays in memory but one hash for every 255 ids. Sections of the part's file:
+
+    rows      each record's row: CRC32C, kind of the id, size of the id, id, text
+    row_ends  int64, where each row ends
+    ids       blocks of 4 KiB: (hash of the id, record) ascending by hash, and the block's CRC32C
+    fences    uint64, the first hash of each block
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from ... import errors
+from ...storage import NativeEngine, Plan
+from ...storage.engine import FileHandle
+from ...storage.files import crc32c
+from .part_file import REBUILD, FileWriter, Section
+from .texts import DocumentId
+
+_ROW = struct.Struct("<IB3xI")  # CRC32C of what follows, 0: an int, 1: a str; size of the id
+_ENTRY = np.dtype([("hash", "<u8"), ("record", "<u8")])
+BLOCK_BYTES, BLOCK_ENTRIES = 4096, 255
+_TAIL = struct.Struct("<II8x")  # CRC32C of the entries, how many there are
+_IDS_AT_ONCE = 4096
+_READ_BYTES = 16 << 20
+
+
+def id_hash(identifier: DocumentId) -> int:
+    """64 bits of an id and its type."""
+    key = b"i%d" % identifier if isinstance(identifier, int) else b"s" + identifier.encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+
+
+def _row(number: int, identifier: DocumentId, text: str, salt: int) -> bytes:
+    is_int = isinstance(identifier, int)
+    key = identifier.to_bytes(8, "little", signed=True) if isinstance(identifier, int) else identifier.encode()
+    row = _ROW.pack(0, not is_int, len(key)) + key + text.encode()
+    return struct.pack("<I", crc32c(row[4:], crc32c(struct.pack("<Q", number), salt))) + row[4:]
+
+
+def write_texts(file: FileWriter, rows: Iterable[tuple[DocumentId, str]], count: int, first_number: int, salt: int) -> None:
+    """The four sections, of (id, text) in record order. Holds 32 bytes a record while it writes."""
+    ends, hashes = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.uint64)
+
+    def bytes_of_rows() -> Iterator[bytes]:
+        at, pending, held = 0, list[bytes](), 0
+        for place, (identifier, text) in enumerate(rows):
+            row = _row(first_number + place, identifier, text, salt)
+            at, held = at + len(row), held + len(row)
+            ends[place], hashes[place] = at, id_hash(identifier)
+            pending.append(row)
+            if held > 1 << 18:
+                yield b"".join(pending)
+                pending, held = [], 0
+        yield b"".join(pending)
+
+    file.section("rows", bytes_of_rows())
+    file.section("row_ends", [ends])
+    order = np.argsort(hashes, kind="stable")
+    file.section("ids", _blocks(hashes, order, salt))
+    file.section("fences", [hashes[order[::BLOCK_ENTRIES]]])
+
+
+def _blocks(hashes: np.ndarray, order: np.ndarray, salt: int) -> Iterator[bytes]:
+    for number, begin in enumerate(range(0, len(order), BLOCK_ENTRIES)):
+        records = order[begin : begin + BLOCK_ENTRIES]
+        entries = np.zeros(BLOCK_ENTRIES, dtype=_ENTRY)
+        entries["hash"][: len(records)], entries["record"][: len(records)] = hashes[records], records
+        data = entries.tobytes()
+        yield data + _TAIL.pack(_block_sum(number, data, len(records), salt), len(records))
+
+
+def _block_sum(number: int, data: bytes, count: int, salt: int) -> int:
+    return crc32c(data, crc32c(struct.pack("<QI", number, count), salt))
+
+
+class PartTexts:
+    """Of one part, read by whoever has its file open.
+
+    Args:
+        opened: the file and its sections; asked for at every call, so that a file may be open for that call alone.
+        first_number, count: of the part's records. salt: of the store.
+    """
+
+    def __init__(self, engine: NativeEngine, path: str, first_number: int, count: int, salt: int):
+        self._engine, self._path, self._first, self._count, self._salt = engine, path, first_number, count, salt
+        self._fences: np.ndarray | None = None
+
+    def get(self, file: FileHandle, sections: dict[str, Section], numbers: Sequence[int]) -> list[tuple[DocumentId, str]]:
+        """(id, text) of each record number, in the order asked. Raises ChecksumError, FormatError: no wrong text is handed out."""
+        result: list[tuple[DocumentId, str]] = []
+        places = np.asarray(numbers, dtype=np.int64) - self._first
+        for begin in range(0, len(places), _IDS_AT_ONCE):
+            chosen = places[begin : begin + _IDS_AT_ONCE]
+            begins, ends = self._extents(file, sections, chosen)
+            cuts = np.flatnonzero(np.diff(np.cumsum(ends - begins) // _READ_BYTES)) + 1
+            for run in np.split(np.arange(len(chosen)), cuts):
+                rows = self._read(file, begins[run], (ends - begins)[run])
+                result += [self._parse(int(place) + self._first, row) for place, row in zip(chosen[run], rows, strict=True)]
+        return result
+
+    def _extents(self, file: FileHandle, sections: dict[str, Section], places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where rows begin and end in the file, int64 [m] each; inside their section."""
+        table, rows = self._section(sections, "row_ends", 8 * self._count), self._section(sections, "rows")
+        back = np.where(places > 0, 1, 0)
+        memory, at = self._arrived(file, table.offset_bytes + 8 * (places - back), 8 * (1 + back))
+        first = memory[at[:, None] + np.arange(8)].view("<i8")[:, 0]  # where the row before ends
+        ends = memory[(at + 8 * back)[:, None] + np.arange(8)].view("<i8")[:, 0]
+        begins = np.where(back == 1, first, 0)
+        if (begins < 0).any() or (ends < begins + _ROW.size).any() or (ends > rows.size_bytes).any():
+            raise errors.ChecksumError("damaged table of texts", path=self._path, offset_bytes=table.offset_bytes, fix=REBUILD)
+        return rows.offset_bytes + begins, rows.offset_bytes + ends
+
+    def _read(self, file: FileHandle, offsets: np.ndarray, sizes: np.ndarray) -> list[bytes]:
+        if not len(offsets):
+            return []
+        memory, at = self._arrived(file, offsets, sizes)
+        return [memory[begin : begin + size].tobytes() for begin, size in zip(at.tolist(), sizes.tolist(), strict=True)]
+
+    def _arrived(self, file: FileHandle, offsets: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(bytes, where each range begins in them)."""
+        plan = Plan.of(file, torch.from_numpy(offsets.astype(np.int64)), torch.from_numpy(sizes.astype(np.int64)))
+        future = self._engine.read(plan, gap_bytes=16 << 10)
+        return future.wait().numpy(), future.position_bytes.numpy()
+
+    def _parse(self, number: int, row: bytes) -> tuple[DocumentId, str]:
+        crc, is_text, size = _ROW.unpack_from(row)
+        end = _ROW.size + size
+        if crc != crc32c(row[4:], crc32c(struct.pack("<Q", number), self._salt)):
+            raise errors.ChecksumError(f"damaged text of record {number}", path=self._path, fix=REBUILD)
+        try:
+            if is_text > 1 or end > len(row) or (not is_text and size != 8):
+                raise ValueError("no id")
+            key = row[_ROW.size : end]
+            return (key.decode() if is_text else int.from_bytes(key, "little", signed=True)), row[end:].decode()
+        except ValueError as error:
+            raise errors.FormatError(f"malformed text of record {number}", path=self._path, got=str(error), fix=REBUILD) from error
+
+    def numbers(
+        self, file: FileHandle, sections: dict[str, Section], ids: Sequence[DocumentId], alive: Callable[[int], bool] = lambda number: True
+    ) -> np.ndarray:
+        """int64 [m]: the record number of each id, -1 where there is none that is alive. Reads some blocks of 4 KiB, never all ids."""
+        result = np.full(len(ids), -1, dtype=np.int64)
+        for begin in range(0, len(ids) if self._count else 0, _IDS_AT_ONCE):
+            chosen = ids[begin : begin + _IDS_AT_ONCE]
+            asked = [(place, number) for place, number in self._candidates(file, sections, chosen) if alive(number)]
+            rows = self.get(file, sections, [number for _, number in asked])
+            for (place, number), (identifier, _) in zip(asked, rows, strict=True):
+                if identifier == chosen[place] and type(identifier) is type(chosen[place]):
+                    result[begin + place] = number
+        return result
+
+    def _candidates(self, file: FileHandle, sections: dict[str, Section], ids: Sequence[DocumentId]) -> Iterator[tuple[int, int]]:
+        """(place in `ids`, record number) of every record whose id has the hash of one that is asked for."""
+        hashes = np.array([id_hash(identifier) for identifier in ids], dtype=np.uint64)
+        fences = self._fence_hashes(file, sections)
+        first = np.maximum(np.searchsorted(fences, hashes, side="left") - 1, 0)
+        last = np.maximum(np.searchsorted(fences, hashes, side="right") - 1, 0)
+        wanted = np.unique(np.concatenate([np.arange(a, b + 1) for a, b in zip(first, last, strict=True)]))
+        section = self._section(sections, "ids", BLOCK_BYTES * len(fences))
+        read = self._read(file, section.offset_bytes + BLOCK_BYTES * wanted, np.full(len(wanted), BLOCK_BYTES))
+        blocks = {number: self._block(number, data) for number, data in zip(wanted.tolist(), read, strict=True)}
+        for place, value in enumerate(hashes):
+            for number in range(first[place], last[place] + 1):
+                entries = blocks[number]
+                begin, end = np.searchsorted(entries["hash"], value, side="left"), np.searchsorted(entries["hash"], value, side="right")
+                for record in entries["record"][begin:end].tolist():
+                    yield place, self._first + record
+
+    def _block(self, number: int, data: bytes) -> np.ndarray:
+        crc, count = _TAIL.unpack_from(data, BLOCK_BYTES - _TAIL.size)
+        entries = np.frombuffer(data, dtype=_ENTRY, count=BLOCK_ENTRIES)[: min(count, BLOCK_ENTRIES)]
+        if crc != _block_sum(number, data[: -_TAIL.size], count, self._salt):
+            raise errors.ChecksumError("damaged table of ids", path=self._path, fix=REBUILD)
+        if count > BLOCK_ENTRIES or (entries["record"] >= self._count).any():
+            raise errors.FormatError("malformed table of ids", path=self._path, fix=REBUILD)
+        return entries
+
+    def _fence_hashes(self, file: FileHandle, sections: dict[str, Section]) -> np.ndarray:
+        if self._fences is None:
+            blocks = -(-self._count // BLOCK_ENTRIES)
+            section = self._section(sections, "fences", 8 * blocks)
+            data = self._read(file, np.array([section.offset_bytes]), np.array([section.size_bytes]))[0]
+            if crc32c(data) != section.crc32c:
+                raise errors.ChecksumError("damaged table of ids", path=self._path, fix=REBUILD)
+            self._fences = np.frombuffer(data, dtype="<u8")
+        return self._fences
+
+    def _section(self, sections: dict[str, Section], name: str, size_bytes: int | None = None) -> Section:
+        section = sections.get(name)
+        if section is None or size_bytes not in (None, section.size_bytes):
+            raise errors.FormatError(f"section {name} does not fit the part", path=self._path, expected=f"{size_bytes} bytes", fix=REBUILD)
+        return section

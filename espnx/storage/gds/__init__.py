@@ -1,0 +1,1 @@
+"""GPUDirect Storage: cuFile behind a door of its own, as an engine like the others."""

@@ -1,0 +1,1 @@
+"""Model weights streamed layer by layer from safetensors files."""

@@ -1,0 +1,181 @@
+"""The turns and the numbers of compare_commits.sh, which has made the worktrees: who runs when, and what the paired ratios come to.
+
+A disk and a shared machine drift by more than two commits differ. So both sides run in every turn, in shuffled order, and only ratios
+within a turn are compared: their geometric mean, and the interval that 95 % of such means of as many turns drawn anew lie in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+RESAMPLES = 10_000
+Times = dict[str, float]  # point -> seconds
+
+
+class Comparison(NamedTuple):
+    """B over A at one point: above 1, B is slower."""
+
+    ratio: float
+    low: float
+    high: float
+
+
+def compare(a_s: Sequence[float], b_s: Sequence[float], seed: int) -> Comparison:
+    """The geometric mean of the paired ratios, with its 95 % bootstrap interval."""
+    logs = np.log(np.asarray(b_s, dtype=np.float64) / np.asarray(a_s, dtype=np.float64))
+    drawn = np.random.default_rng(seed).integers(0, len(logs), (RESAMPLES, len(logs)))
+    low, high = np.percentile(logs[drawn].mean(axis=1), [2.5, 97.5])
+    return Comparison(*(float(np.exp(value)) for value in (logs.mean(), low, high)))
+
+
+def points(rows: Sequence[Mapping[str, Any]], shared: set[str]) -> Times:
+    """The median time of each row, by its system and those of its parameters that every side knows.
+
+    Raises:
+        ValueError: a wrong result, or one without a time.
+    """
+    found: Times = {}
+    seen = Counter[str]()
+    for row in rows:
+        words = [f"{key}={value}" for key, value in sorted(row["params"].items()) if key in shared and value is not None]
+        name = " ".join([row["system"], *words])
+        seen[name] += 1
+        name += f" #{seen[name]}" if seen[name] > 1 else ""
+        if not row["correct"] or row["median_s"] is None:
+            raise ValueError(f"wrong or without a time: {name}")
+        found[name] = row["median_s"]
+    return found
+
+
+def shared_keys(documents: Sequence[Sequence[Mapping[str, Any]]]) -> set[str]:
+    """The names of parameters that every side's rows have."""
+    return set.intersection(*({key for row in rows for key in row["params"]} for rows in documents))
+
+
+class Side(NamedTuple):
+    """A worktree and what runs in it."""
+
+    folder: Path
+    command: list[str]
+    is_case: bool
+
+    def run(self) -> Any:
+        """Rows of a case, or the seconds of a command. What it prints goes to standard error where it fails."""
+        result = self.folder / ".cache" / "compare.json"
+        result.parent.mkdir(exist_ok=True)
+        result.unlink(missing_ok=True)
+        words = [*self.command, "--json", str(result)] if self.is_case else self.command
+        environment = {**os.environ, "PYTHONPATH": str(self.folder), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        begin = time.perf_counter()
+        try:
+            done = subprocess.run(words, cwd=self.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        except OSError as error:
+            raise SystemExit(f"compare: error: {words[0]} does not run: {error.strerror}") from error
+        seconds = time.perf_counter() - begin
+        if done.returncode != 0 or (self.is_case and not result.exists()):
+            raise SystemExit(f"compare: error: exit code {done.returncode} in {self.folder.name}\n{done.stdout[-4000:]}")
+        return json.loads(result.read_text())["rows"] if self.is_case else seconds
+
+
+def measure(sides: Mapping[str, Side], pairs: int, order: random.Random) -> dict[str, list[Times]]:
+    """Each side's times, turn by turn. A first turn is not counted: it fills caches and makes data."""
+    found: dict[str, list[Any]] = {name: [] for name in sides}
+    for turn in range(-1, pairs):
+        names = list(sides)
+        order.shuffle(names)
+        for name in names:
+            result = sides[name].run()
+            if turn >= 0:
+                found[name].append(result)
+        print(f"compare: {turn + 1} of {pairs} pairs", file=sys.stderr, flush=True)
+    if not next(iter(sides.values())).is_case:
+        return {name: [{"command": seconds} for seconds in runs] for name, runs in found.items()}
+    shared = shared_keys([runs[0] for runs in found.values()])
+    try:
+        return {name: [points(rows, shared) for rows in runs] for name, runs in found.items()}
+    except ValueError as error:
+        raise SystemExit(f"compare: error: {error}") from error
+
+
+def summary(times: Mapping[str, list[Times]], seed: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """One entry for each point that every turn of every side has, and the points that some lack."""
+    every = [set(turn) for runs in times.values() for turn in runs]
+    common = set.intersection(*every)
+    entries = []
+    for point in [point for point in times["a"][0] if point in common]:
+        of = {name: [turn[point] for turn in runs] for name, runs in times.items()}
+        entry = {"point": point, **{f"{name}_s": seconds for name, seconds in of.items()}, **compare(of["a"], of["b"], seed)._asdict()}
+        if "s" in of:
+            entry["own_spread"] = compare(of["a"], of["s"], seed)._asdict()
+        entries.append(entry)
+    return entries, sorted(set.union(*every) - common)
+
+
+def table(entries: Sequence[Mapping[str, Any]]) -> str:
+    def between(found: Mapping[str, float]) -> str:
+        return f"{found['ratio']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+
+    lines = [("A median", "B median", "B over A [95 %]", "A over A [95 %]", "point")]
+    for entry in entries:
+        medians = [f"{1e3 * statistics.median(entry[key]):.3f} ms" for key in ("a_s", "b_s")]
+        lines.append((*medians, between(entry), between(entry["own_spread"]) if "own_spread" in entry else "-", entry["point"]))
+    widths = [max(len(line[i]) for line in lines) for i in range(4)]
+    return "\n".join("  ".join([*(cell.rjust(width) for cell, width in zip(line, widths, strict=False)), line[4]]) for line in lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    split = argv.index("--")
+    parser = argparse.ArgumentParser(prog="compare_commits.py")
+    for name in ("work", "commit_a", "commit_b"):
+        parser.add_argument(name)
+    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--own-spread", action="store_true")
+    parser.add_argument("--bar", type=float)
+    parser.add_argument("--a", default="")
+    parser.add_argument("--b", default="")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    args, words = parser.parse_args(argv[:split]), list(argv[split + 1 :])
+    if args.pairs < 2:
+        parser.error("--pairs: at least 2")
+    is_case = words[0] != "--"
+    command = [sys.executable, "-m", "espnx", "bench", *words] if is_case else words[1:]
+    if is_case and "--pairs" not in words:
+        command += ["--pairs", "1"]
+    more = {"a": shlex.split(args.a), "b": shlex.split(args.b), "s": shlex.split(args.a)}
+    names = ["a", "b", "s"] if args.own_spread else ["a", "b"]
+    sides = {name: Side(Path(args.work) / name, command + more[name], is_case) for name in names}
+    entries, missing = summary(measure(sides, args.pairs, random.Random(args.seed)), args.seed)
+    for point in missing:
+        print(f"compare: not on both sides: {point}", file=sys.stderr)
+    if not entries:
+        raise SystemExit("compare: error: the commits have no point in common")
+    overall = float(np.exp(np.mean([np.log(entry["ratio"]) for entry in entries])))
+    print(table(entries))
+    print(f"{len(entries)} points, {args.pairs} pairs: B over A {overall:.3f}")
+    if args.json:
+        commits = {"a": args.commit_a, "b": args.commit_b}
+        document = {"commits": commits, "words": words, "pairs": args.pairs, "ratio": overall, "points": entries, "missing": missing}
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    slower = [entry["point"] for entry in entries if args.bar is not None and entry["low"] > args.bar]
+    for point in slower:
+        print(f"above {args.bar}: {point}")
+    return int(bool(slower))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,120 @@
+"""Tables in documents come from result files, stay the same when nothing changed, and keep the kinds of numbers apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from espnx.benchmarks.harness.registry import cases
+from espnx.benchmarks.harness.result import Row, make_document
+from espnx.benchmarks.report.render import render_all, render_case, result_files, source_root
+from espnx.errors import FormatError, InvalidInputError
+from tests.benchmarks.common import MACHINE, row
+
+PARAMS = {"op": "read", "pattern": "random", "block_bytes": 4096, "queue_depth": 128, "throttle_bytes_per_s": None, "checksums": True}
+METRICS = {"bytes_per_s": 4.2e8, "iops": 102_500.0, "cpu_us_per_item": 3.25, "ratio_iqr_fio": 0.07}
+README = "# Title\n\nbefore\n\n<!-- bench:io -->\nstale\n<!-- /bench -->\n\nafter\n"
+
+
+def io_row(**changes: Any) -> Row:
+    return row(**{"params": PARAMS, "metrics": METRICS, "ratio": {"fio": 0.974}} | changes)
+
+
+def tree(root: Path, rows: list[Row], text: str = README) -> Path:
+    """A source tree with one result file."""
+    (root / "benchmarks/results").mkdir(parents=True)
+    document = make_document("espnx bench io --baseline fio", "0123456789abcdef", True, MACHINE, rows)
+    (root / "benchmarks/results/io.json").write_text(json.dumps(document))
+    (root / "README.md").write_text(text)
+    return root
+
+
+def render(root: Path, *, write: bool = True) -> list[str]:
+    return [path.name for path in render_all(root, result_files(root), write=write)]
+
+
+def test_a_marked_block_is_filled_and_the_rest_stays(tmp_path: Path) -> None:
+    root = tree(tmp_path, [io_row(), io_row(system="fio", ratio={})])
+    assert render(root) == ["README.md"]
+    text = (root / "README.md").read_text()
+    assert text.startswith("# Title\n\nbefore\n\n<!-- bench:io -->\n")
+    assert text.endswith("<!-- /bench -->\n\nafter\n")
+    assert "stale" not in text
+    line = next(line for line in text.splitlines() if "espnx-uring" in line)
+    for cell in ("random read 4 KiB QD128", "cold", "420", "102.5", "3.25", "1.00", "yes", "0.97x [0.07]"):
+        assert f" {cell} " in line
+    assert "commit 0123456789 with changes" in text
+
+
+def test_rendering_twice_changes_nothing(tmp_path: Path) -> None:
+    root = tree(tmp_path, [io_row()])
+    assert render(root)
+    text = (root / "README.md").read_text()
+    assert render(root) == []
+    assert (root / "README.md").read_text() == text
+
+
+def test_check_writes_nothing(tmp_path: Path) -> None:
+    root = tree(tmp_path, [io_row()])
+    assert render(root, write=False) == ["README.md"]
+    assert (root / "README.md").read_text() == README
+
+
+def test_a_table_goes_stale_with_its_results(tmp_path: Path) -> None:
+    root = tree(tmp_path, [io_row()])
+    render(root)
+    results = root / "benchmarks/results/io.json"
+    results.write_text(results.read_text().replace("0.974", "0.874"))
+    assert render(root, write=False) == ["README.md"]
+    (root / "README.md").write_text((root / "README.md").read_text().replace("102.5", "999.9"))
+    assert render(root) == ["README.md"]
+    assert "999.9" not in (root / "README.md").read_text()
+
+
+def test_documents_below_docs_are_rendered_too(tmp_path: Path) -> None:
+    root = tree(tmp_path, [io_row()], text="no block\n")
+    (root / "docs/more").mkdir(parents=True)
+    (root / "docs/more/disk.md").write_text(f"{README}\n{README}")
+    assert render(root) == ["disk.md"]
+    assert (root / "docs/more/disk.md").read_text().count("espnx-uring") == 2
+
+
+def test_kinds_never_share_a_table(tmp_path: Path) -> None:
+    root = tree(tmp_path, [io_row(), io_row(kind="modelled", system="smartssd")])
+    render(root)
+    tables = (root / "README.md").read_text().split("| what |")[1:]
+    assert len(tables) == 2
+    assert "espnx-uring" in tables[0]
+    assert "smartssd" not in tables[0]
+    assert "(Measured;" in tables[0]
+    assert "(Modelled;" in tables[1]
+
+
+def test_a_wrong_row_shows_no_speed(tmp_path: Path) -> None:
+    bad = io_row(n=0, median_s=None, p99_s=None, iqr_s=None, bytes_asked=0, bytes_moved=0, correct=False, metrics={}, ratio={})
+    root = tree(tmp_path, [bad])
+    render(root)
+    line = next(line for line in (root / "README.md").read_text().splitlines() if "espnx-uring" in line)
+    assert " NO " in line
+    assert "x" not in line.replace("espnx", "")
+
+
+def test_a_block_without_results_is_empty() -> None:
+    assert render_case(cases()["io"], {}) == ""
+
+
+def test_unknown_cases_and_damaged_files_are_errors(tmp_path: Path) -> None:
+    root = tree(tmp_path, [io_row()], text=README.replace("bench:io", "bench:nothing"))
+    with pytest.raises(InvalidInputError, match="nothing"):
+        render(root)
+    (root / "benchmarks/results/io.json").write_text("{}")
+    with pytest.raises(FormatError, match=r"io\.json"):
+        render(root)
+
+
+def test_the_tables_of_this_tree_are_up_to_date() -> None:
+    root = source_root()
+    assert render_all(root, result_files(root), write=False) == [], "run `espnx bench --render`"

@@ -1,0 +1,98 @@
+"""Builds the C++ programs of tests/cpp with a sanitizer and plain g++. Objects are kept between runs, by the hash of all that went into
+them, and shared by the programs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
+DRIVERS = ROOT / "tests" / "cpp"
+SANITIZERS = ["thread", "address,undefined"]
+KEPT_S = 30 * 86_400  # an object that nobody has asked for
+ENGINE = [*sorted(CSRC.glob("io/*.cpp")), CSRC / "cpu" / "crc32c.cpp", CSRC / "cpu" / "cpu_level.cpp"]
+
+
+def compiler() -> str:
+    name = os.environ.get("CXX", "g++")
+    if shutil.which(name) is None:
+        pytest.skip(f"no C++ compiler ({name})")
+    return name
+
+
+def flags(sanitizer: str, *, optimise: bool = False) -> list[str]:
+    level = "-O1" if optimise else "-O0"
+    always = ["-std=c++17", "-g1", "-pthread", "-Wall", "-Wextra", "-Werror", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
+    return [*always, level, f"-fsanitize={sanitizer}"]
+
+
+def build(
+    driver: str,
+    sources: Sequence[Path],
+    sanitizer: str,
+    folder: Path,
+    defines: Mapping[str, str] | None = None,
+    *,
+    optimise: bool = False,
+) -> Path:
+    """The program of tests/cpp/`driver`.cpp and `sources`.
+
+    Args:
+        folder: of objects and programs; nothing else lies there. Several test processes may build in it at once.
+        defines: for a source of that name, ``old=new``: a function that the driver puts itself in front of.
+        optimise: the sources, too, where they would take long without.
+    """
+    headers = b"".join(path.read_bytes() for path in [*sorted(CSRC.rglob("*.hpp")), *sorted(DRIVERS.glob("*.hpp"))])
+
+    def compile_one(source: Path) -> Path:
+        words = [compiler(), *flags(sanitizer, optimise=optimise or source.parent == DRIVERS), "-I", str(CSRC)]
+        if sanitizer == "thread":
+            words.append("-Wno-tsan")
+        if source.name in (defines or {}):
+            words.append(f"-D{(defines or {})[source.name]}")
+        name = hashlib.sha256(repr(words).encode() + headers + source.read_bytes()).hexdigest()[:24]
+        target = folder / f"{source.stem}-{name}.o"
+        if not target.exists():
+            part = target.with_suffix(f".{os.getpid()}.part")
+            done = subprocess.run([*words, "-c", str(source), "-o", str(part)], capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            os.replace(part, target)
+        os.utime(target)
+        return target
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compile_one, [*sources, DRIVERS / f"{driver}.cpp"]))
+    for old in folder.glob("*.o"):
+        if old.stat().st_mtime < time.time() - KEPT_S:
+            old.unlink(missing_ok=True)
+    program = folder / driver
+    done = subprocess.run([compiler(), *flags(sanitizer), *map(str, objects), "-o", str(program)], capture_output=True, text=True)
+    if done.returncode != 0 and ("cannot find" in done.stderr or "libtsan" in done.stderr or "libasan" in done.stderr):
+        pytest.skip(f"the compiler has no {sanitizer} sanitizer: {done.stderr.strip().splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr
+    return program
+
+
+def run(program: Path, *words: str | os.PathLike[str]) -> str:
+    """Runs it to its end and returns what it printed. Skips the test where the kernel refuses io_uring."""
+    environment = {
+        **os.environ,
+        "TSAN_OPTIONS": "halt_on_error=1 exitcode=66",
+        "ASAN_OPTIONS": "halt_on_error=1 detect_leaks=1 exitcode=66",
+        "UBSAN_OPTIONS": "halt_on_error=1 print_stacktrace=1",
+    }
+    done = subprocess.run([program, *words], capture_output=True, text=True, timeout=300, env=environment)
+    if done.returncode == 3 and "cannot be had" in done.stderr:
+        pytest.skip(f"[kernel] {done.stderr.strip()}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    return done.stdout

@@ -1,0 +1,38 @@
+"""`GpuDevice` on CPU memory for tests: straight from an engine, through host memory, and through the `gds` engine on emulated bindings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from espnx.device.gpu.device import GpuDevice
+from espnx.device.gpu.readers import BounceReader, DirectReader, Reader
+from espnx.storage import FileHandle, NativeEngine
+from espnx.storage.gds.engine import GdsEngine
+from tests.storage.gds.cufile_stub import CuFileStub, HostMemory
+
+WAYS = ("direct", "bounce", "gds")
+
+
+@contextmanager
+def opened_gpu(folder: Path, way: str = "direct", *, stub: CuFileStub | None = None, **options: Any) -> Iterator[GpuDevice]:
+    bindings = stub or CuFileStub()
+    deadline_s = options.get("deadline_s", 30.0)
+
+    def make(engine: NativeEngine, file: FileHandle) -> Reader:
+        if way == "bounce":
+            return BounceReader(engine, file, torch.device("cpu"), deadline_s, "no gds here")
+        gds = GdsEngine("gds-compat", bindings=bindings, memory=HostMemory(), poison=True, arena_bytes=1 << 20)
+        return DirectReader(gds, gds.open(file.path), deadline_s, owns_engine=True)
+
+    device = GpuDevice(folder, compute="cpu", make_reader=None if way == "direct" else make, **options)
+    try:
+        yield device
+    finally:
+        bindings.release()
+        device.close()
+        assert bindings.violations == []

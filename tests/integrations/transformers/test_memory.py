@@ -1,0 +1,40 @@
+"""What a cache holds in memory does not grow with what it has stored."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from espnx.benchmarks.machine.cgroup import memory_group
+from espnx.errors import PathUnavailableError
+
+LIMIT_BYTES = 190 << 20
+
+
+@pytest.mark.slow
+def test_a_long_prompt_in_little_memory(tmp_path: Path) -> None:
+    """Four times what the process may add to its memory; where memory cannot be limited, what it has added is looked at alone.
+
+    On a disk: files in memory would count."""
+    with contextlib.ExitStack() as stack:
+        try:
+            group = str(stack.enter_context(memory_group("growth", LIMIT_BYTES)).procs)
+        except PathUnavailableError:
+            group = ""
+        command = [sys.executable, "-m", "tests.integrations.transformers.growth", str(tmp_path), group]
+        environment = os.environ | {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
+        ran = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert ran.returncode == 0, f"ended by {ran.returncode}: {ran.stderr[-2000:]}"
+    found = json.loads(ran.stdout)
+    assert found["stored"] >= 768 << 20
+    assert max(*found["prefill"], found["decode"]) < LIMIT_BYTES
+    # Once reads and writes have filled their buffers, only checksums come, 1 byte for 2 KiB; the model's own tensors move in its heap.
+    assert found["prefill"][-1] - max(found["prefill"][:4]) < 48 << 20
+    # 64 MiB read ahead and 8 MiB written, in buffers at most a quarter larger; 16 MiB of rows that wait; checksums and sums.
+    assert 0 < found["stats"]["buffer_bytes"] < 120 << 20

