@@ -159,6 +159,7 @@ class SsdCache:
         self._places = [(directory, names[i] if names else None) for i, directory in enumerate(directories_of(storage))]
         self._options: dict[str, Any] = {"read_ahead_bytes": read_ahead_bytes, "threads": threads, "deadline_s": deadline_s}
         self._device, self._compute = device, None if compute is None else torch.device(compute)
+        self._process = os.getpid()
         self._engines = [engine if isinstance(engine, str) else engine() for _ in self._places]
         self.striped = StripedDevices(len(self._places), self._open_device)
         # What is wrong with a place shows now, also where the devices wait for the first rows.
@@ -249,7 +250,13 @@ class SsdCache:
         Raises:
             DiskFullError, WriteError, ReadError, ChecksumError, DeadlineExceededError: the tokens of this forward pass are forgotten in
                 every layer then, and the cache can be used as it was before.
+            InvalidInputError: rows that cannot be attended to so, or a process that was forked after the cache was made.
         """
+        if os.getpid() != self._process:
+            raise errors.InvalidInputError(
+                "a KV cache after fork()", got=f"process {os.getpid()}", expected=f"process {self._process}, which made it",
+                fix="make the cache in the process that uses it",
+            )  # fmt: skip
         n_sequences = step.k.shape[0]
         split = min(self.x_rows, n_sequences)
         # Rows outlive the mode in which they came: tensors of inference mode could not be changed outside of it.

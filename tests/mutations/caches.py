@@ -53,6 +53,18 @@ def cache_manifests(sound: Path) -> Iterator[tuple[str, Callable[[Path], None]]]
             yield what, put(MANIFEST, manifest_bytes(changed))
 
 
+def cache_layers(sound: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
+    """One field of all layers at once, or of all with one kind of rows, so that they still agree with one another."""
+    manifest = read_manifest(sound / MANIFEST)
+    layers = manifest["layers"]
+    for kinds in (("x", "kv"), ("x",), ("kv",)):
+        for what, changed in mutated(next(layer for layer in layers if layer["kind"] in kinds)):
+            name = what.split(" = ")[0]
+            put_in = {name: changed[name]} if name in changed else {}
+            same = [{key: layer[key] for key in layer if key != name} | put_in if layer["kind"] in kinds else layer for layer in layers]
+            yield f"of {' and '.join(kinds)} {what}", put(MANIFEST, manifest_bytes(manifest | {"layers": same}))
+
+
 def _with_state(data: bytes) -> Callable[[Path], None]:
     """Another state file, which the manifest names and knows the checksum of."""
 
@@ -105,6 +117,7 @@ def weight_headers(sound: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
 
 CACHES = {
     "cache manifests": Trial(make_cache, cache_manifests, use_cache),
+    "cache layers": Trial(make_cache, cache_layers, use_cache),
     "cache states": Trial(make_cache, cache_states, use_cache),
     "weights": Trial(make_weights, weight_headers, use_weights),
 }

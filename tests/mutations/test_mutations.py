@@ -12,7 +12,7 @@ from tests.forks import Forks
 #: Kind of file: one mutation in so many.
 KINDS = {
     "store manifests": 211, "parts": 61, "deleted records": 2, "interrupted builds": 97, "spooled builds": 97, "cache manifests": 211,
-    "cache states": 997, "weights": 97, "prompts": 17, "results": 17,
+    "cache layers": 97, "cache states": 997, "weights": 97, "prompts": 17, "results": 17,
 }  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from ...storage.engine import paths_of, reasons_of
 from . import fingerprint as fingerprints
 from .attention import NAME, awaited
 from .kept import KeptState
-from .layers import StoredLayer, bytes_of, layers_of, restore, sequences_of, states_of, why_not_cropped
+from .layers import StoredLayer, bytes_of, empty, layers_of, restore, sequences_of, states_of, why_not_cropped
 from .passes import ForwardPass, PassGuard
 from .projections import LayerInput, Rotations, Source
 from .schedule import schedule
@@ -109,6 +109,7 @@ class KVCache(Cache):
             raise errors.InvalidInputError("library_bytes of a cache without a name", got=library_bytes, fix="KVCache(..., name=...)")
         self._stored = [layer for layer in layers if isinstance(layer, StoredLayer)]
         self._in_memory = [layer for layer in layers if not isinstance(layer, StoredLayer)]
+        self._unused = states_of(self._in_memory)
         if name is not None and self._in_memory:
             raise errors.InvalidInputError(
                 "a kept cache", got="layers that are not full attention", expected="full attention in every layer", fix="name=None"
@@ -381,8 +382,7 @@ class KVCache(Cache):
         self.store.clear()
         self._rotations = Rotations()
         self.tokens = self._masks = self._hidden = None
-        for layer in self._in_memory:
-            layer.reset()
+        empty(self._in_memory, self._unused)
 
     def stats(self) -> dict[str, Any]:
         """Counters: tokens, bytes written and read, seconds of waiting and computing, the paths that the bytes took; how many layers are

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -225,7 +226,14 @@ def _copied(states: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def restore(layers: Sequence[Any], before: Sequence[dict[str, Any]]) -> None:
-    """Layers in memory become what they were."""
+    """Layers in memory become what they were. For once: what the layers change in place, they change in `before`."""
     for layer, then in zip(layers, before, strict=True):
         vars(layer).clear()
         vars(layer).update(then)
+
+
+def empty(layers: Sequence[Any], unused: Sequence[dict[str, Any]]) -> None:
+    """Layers in memory become what they were when they were made, but remember past tokens if they were told to. Their own `reset` keeps
+    states of as many sequences as there were, and another batch fails."""
+    for layer, then in zip(layers, deepcopy(unused), strict=True):
+        restore([layer], [then | {name: value for name, value in vars(layer).items() if name == "record_past"}])

@@ -14,6 +14,7 @@ from espnx.integrations.transformers.cache import KVCache
 from espnx.integrations.transformers.enable import enable_kv_cache
 from tests.integrations.transformers import tiny
 from tests.integrations.transformers.tiny import enabled, expected, generate, make, plain, prompt
+from tests.storage.common import in_child
 
 
 def test_a_model_that_is_not_enabled(folder: Path) -> None:
@@ -207,3 +208,23 @@ def test_generated_with_padding_elsewhere(folder: Path) -> None:
                     )
                 outputs.append(torch.cat(parts, dim=1)[mask.bool()])
         torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-3, atol=1e-4 * float(outputs[1].abs().max()))
+
+
+def test_a_cache_in_a_forked_child(folder: Path) -> None:
+    """The child is told; the parent's cache goes on. One that the child makes itself works."""
+    model = enabled("llama")
+    with KVCache(model.config, folder, x_rows=0) as cache:
+        generate(model, prompt([20]), cache)
+        length = cache.get_seq_length()
+
+        def child() -> str:
+            try:
+                model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+            except errors.InvalidInputError as error:
+                return str(error)
+            return ""
+
+        assert "Fix: make the cache in the process that uses it" in in_child(child)
+        assert cache.get_seq_length() == length
+        cache.reset()
+        assert torch.equal(generate(model, prompt([20]), cache), expected("llama", [20]))

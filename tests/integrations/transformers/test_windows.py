@@ -32,6 +32,9 @@ _NEXT: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
+_JAMBA: dict[str, Any] = {
+    "num_experts": 1, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1,
+}  # fmt: skip
 
 
 def build(family: str, config: str = "Config", **options: Any) -> PreTrainedModel:
@@ -171,6 +174,37 @@ def test_what_cannot_go_back(folder: Path, family: str, config: str, options: di
         assert again.shape[1] == 81
         assert cache.reuse_prefix(other["input_ids"], other["attention_mask"]) == 0
         assert torch.equal(generate(model, cache, other), generate(model, None, other))
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "options"),
+    [
+        ("Gemma3", "TextConfig", _MIXED), ("Gemma4", "TextConfig", _GEMMA), ("Gemma3n", "TextConfig", _GEMMA | _3N),
+        ("Qwen3Next", "Config", _NEXT | _MOE), ("Qwen3_5", "TextConfig", _NEXT), ("Jamba", "Config", _JAMBA),
+    ],
+)  # fmt: skip
+def test_layers_in_memory_go_with_those_on_ssd(folder: Path, family: str, config: str, options: dict[str, Any]) -> None:
+    """Windows and states, through a prompt that is begun anew, a pass that breaks off in any layer, and beams."""
+    model = build(family, config, **options)
+    first, then = prompts(), {name: each[:, 20:] for name, each in prompts(81).items()}
+    wanted, wanted_then, beams = reference(model), generate(model, None, then), generate(model, None, num_beams=3, max_new_tokens=6)
+    espnx.enable_kv_cache(model)
+    with espnx.KVCache(model.config, folder, x_rows=0) as cache:
+        assert cache.stats()["layers_in_memory"]
+        for layer in (0, 1, len(model.model.layers) - 1):
+            hook = model.model.layers[layer].register_forward_hook(_stop)
+            with pytest.raises(KeyboardInterrupt):
+                generate(model, cache)
+            hook.remove()
+            assert torch.equal(generate(model, cache, first), wanted)
+            cache.reset()
+            assert torch.equal(generate(model, cache, then), wanted_then)
+            cache.reset()
+        assert torch.equal(generate(model, cache, num_beams=3, max_new_tokens=6), beams)
+
+
+def _stop(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_windows_that_remember(folder: Path) -> None:

@@ -22,7 +22,7 @@ from tests.forks import Forks
 from tests.integrations.transformers.forks import LENGTHS, NEW, go_on, held, wanted
 from tests.integrations.transformers.tiny import enabled, make
 from tests.storage.common import open_descriptors, until
-from tests.storage.machine import fill, mounted
+from tests.storage.machine import command, fill, mounted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -97,6 +97,25 @@ def test_a_save_that_fails(folder: Path, operation: str) -> None:
             break
     assert not hits
     assert failures, "no save failed"
+
+
+@pytest.mark.root
+def test_a_directory_that_may_only_be_read(tmp_path: Path) -> None:
+    """A kept cache is continued in its place or not at all; a copy of it can be."""
+    with mounted("tmpfs", "espnx", tmp_path / "tmpfs", "size=6m") as where:
+        with KVCache(enabled("llama").config, where, name="c", x_rows=0) as cache:
+            go_on("llama", cache, until=4)
+        shutil.copytree(where, tmp_path / "copy")
+        command("mount", "-o", "remount,ro", where)
+        before = {path.name: path.read_bytes() for path in (where / "c").iterdir()}
+        with pytest.raises(errors.WriteError, match="copy it to a directory that you may write to"):
+            KVCache(enabled("llama").config, where, name="c")
+        with pytest.raises(errors.WriteError, match="Read-only"):
+            KVCache(enabled("llama").config, where, name="d")
+        assert [(entry.name, entry.tokens) for entry in entries(where)] == [("c", LONGEST + 3)]
+        assert {path.name: path.read_bytes() for path in (where / "c").iterdir()} == before
+    with KVCache(enabled("llama").config, tmp_path / "copy", name="c") as cache:
+        go_on("llama", cache, until=12)
 
 
 @pytest.mark.root
