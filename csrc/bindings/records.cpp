@@ -274,7 +274,7 @@ void bind_record_stream(py::module_& m) {
         py::dict result;
         result["bytes_asked"] = stats.bytes_asked;
         result["bytes_moved"] = stats.bytes_moved;
-        result["requests"] = stats.requests;
+        result["read_requests"] = stats.requests;
         result["waiting_s"] = stats.waiting_s;
         result["computing_s"] = stats.computing_s;
         return result;

@@ -38,6 +38,7 @@ class Capabilities:
         attends_window, attends_soft_cap, attends_slopes: `attend` takes queries with that.
         attends_unlike_widths: `attend` takes V rows of another length than K rows.
         keeps: its rows outlive the process (`Space.restore`).
+        hands_out_records: `RecordTicket.records` can be had.
     """
 
     attends_window: bool = False
@@ -45,6 +46,7 @@ class Capabilities:
     attends_slopes: bool = False
     attends_unlike_widths: bool = False
     keeps: bool = False
+    hands_out_records: bool = False
 
     def lacks(self, queries: Queries, layout: RowLayout) -> tuple[str, ...]:
         """What `attend` would need for these queries and rows, and is not there; empty: it takes them."""
@@ -74,7 +76,7 @@ class FilePath:
 
 @dataclass(frozen=True)
 class DeviceStats:
-    """Counters since the device was opened, in the words of docs/devices.md.
+    """Counters since a device was opened, or of one request, in the words of docs/devices.md.
 
     Attributes:
         bytes_asked: what computing and visits asked for, in whole blocks.
@@ -295,32 +297,6 @@ class Pairs:
         return len(self.item)
 
 
-@dataclass
-class RecordStats:
-    """Counters of a request for records, or of a device since it was opened.
-
-    Attributes:
-        bytes_asked: sizes of the records.
-        bytes_moved: what crossed the device's link for them, alignment, gaps and retries included.
-        requests: after merging.
-        waiting_s: that the thread which asks waited for records (of a device: all threads).
-        computing_s: checking and scoring, in all threads together.
-    """
-
-    bytes_asked: int = 0
-    bytes_moved: int = 0
-    requests: int = 0
-    waiting_s: float = 0.0
-    computing_s: float = 0.0
-
-    def add(self, other: RecordStats) -> None:
-        self.bytes_asked += other.bytes_asked
-        self.bytes_moved += other.bytes_moved
-        self.requests += other.requests
-        self.waiting_s += other.waiting_s
-        self.computing_s += other.computing_s
-
-
 class RecordTicket(Protocol):
     """A request for scores. `cancel` may come from any thread at any time; the other calls from one thread at a time.
 
@@ -350,7 +326,8 @@ class RecordTicket(Protocol):
         out records."""
 
     @property
-    def stats(self) -> RecordStats: ...
+    def stats(self) -> DeviceStats:
+        """Of this request; it waited where the thread that asks did."""
 
     @property
     def finished_at(self) -> float:
@@ -387,22 +364,13 @@ class KeptRecords(Protocol):
         """Nobody will ask for them again. Their files stay."""
 
 
-class RecordDevice(Protocol):
-    """A place for embedding records that can score them. Every call may come from any thread at any time.
+class RecordDevice(Device, Protocol):
+    """A place for embedding records that can score them. Every call may come from any thread at any time; queries lie in the memory of
+    `compute`. Its `path_report` is of the files whose records are kept."""
 
-    Attributes:
-        compute: the torch device that queries lie on, and ring buffers and resident tiers.
-        engine: that its files are opened by, where others may share them; else None.
-        effective_path: that bytes take where no file says better; `FileHandle.effective` is each file's own.
-        fallback_reason: why it is not what ``auto`` tried first; empty if it is.
-        hands_out_records: whether `RecordTicket.records` can be had.
-    """
-
-    compute: torch.device
-    engine: Engine | None
-    effective_path: str
-    fallback_reason: str
-    hands_out_records: bool
+    @property
+    def engine(self) -> Engine | None:
+        """That its files are opened by, where others may share them; else None."""
 
     def open(self, path: str) -> FileHandle:
         """A data file of records."""
@@ -411,10 +379,3 @@ class RecordDevice(Protocol):
 
     def keep_records(self, layout: RecordLayout) -> KeptRecords:
         """Records of files that this device has opened."""
-
-    def forget(self) -> None:
-        """Cancels all tickets."""
-
-    def stats(self) -> RecordStats: ...
-
-    def close(self) -> None: ...

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from .. import errors
-from ..storage import Engine, FileHandle, Future, NativeEngine
-from ..storage.native import host_engine, load_native
-from .interface import Pairs, RecordDevice, RecordQuery, RecordStats
+from ..storage import Engine, Future, NativeEngine
+from ..storage.native import load_native
+from .interface import DeviceStats, Pairs, RecordQuery
+from .record_files import RecordFiles
 from .record_layout import RecordLayout
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ _WINDOW_BYTES = 256 << 20
 _WORKERS = 32  # they wait for the disk most of the time
 
 
-class SsdRecordDevice:
+class SsdRecordDevice(RecordFiles):
     """See `espnx.device.interface.RecordDevice`.
 
     Args:
@@ -32,44 +33,32 @@ class SsdRecordDevice:
         workers: threads that score those, started when they are needed.
     """
 
-    compute = torch.device("cpu")
-    hands_out_records = True
-
     def __init__(self, engine: NativeEngine, *, window_bytes: int = _WINDOW_BYTES, workers: int = _WORKERS):
-        self.engine: Engine | None = engine
-        self._reads = engine
-        self.effective_path, self.fallback_reason = engine.effective, engine.fallback_reason
+        super().__init__(engine, torch.device("cpu"))
         self._stream = load_native().RecordStream(engine.native, window_bytes, workers)
-
-    def open(self, path: str) -> FileHandle:
-        """See `RecordDevice`."""
-        return self._reads.open(path)
-
-    def close_file(self, file: FileHandle) -> None:
-        """See `RecordDevice`."""
-        self._reads.close_file(file)
 
     def keep_records(self, layout: RecordLayout) -> _SsdRecords:
         """See `RecordDevice`."""
+        self._layouts.add(layout)
         return _SsdRecords(self._reads, self._stream, layout)
 
     def forget(self) -> None:
-        """See `RecordDevice`."""
+        """See `Device`."""
         self._stream.clear()
 
-    def stats(self) -> RecordStats:
-        """See `RecordDevice`."""
-        return RecordStats(**self._stream.stats())
+    def stats(self) -> DeviceStats:
+        """See `Device`."""
+        return DeviceStats(**self._stream.stats())
 
     def close(self) -> None:
-        """See `RecordDevice`."""
+        """See `Device`."""
         self.forget()
 
 
 class _SsdRecords:
     """See `espnx.device.interface.KeptRecords`."""
 
-    def __init__(self, engine: NativeEngine, stream: Any, layout: RecordLayout):
+    def __init__(self, engine: Engine, stream: Any, layout: RecordLayout):
         self._engine, self._stream, self._layout = engine, stream, layout
 
     @cached_property
@@ -162,26 +151,12 @@ class SsdRecordTicket:
         return memory, position_bytes
 
     @property
-    def stats(self) -> RecordStats:
+    def stats(self) -> DeviceStats:
         """See `RecordTicket`."""
-        return RecordStats(*self._native.costs()[:5])
+        asked, moved, requests, waiting_s, computing_s, _ = self._native.costs()
+        return DeviceStats(bytes_asked=asked, bytes_moved=moved, read_requests=requests, waiting_s=waiting_s, computing_s=computing_s)
 
     @property
     def finished_at(self) -> float:
         """See `RecordTicket`."""
         return time.perf_counter() - float(self._native.costs()[5])
-
-
-def open_record_device(engine: Engine, compute: torch.device) -> RecordDevice:
-    """The device for records that `engine` reads, scored on `compute`. The engine stays the caller's.
-
-    Raises InvalidInputError where the engine reads into the memory of a GPU, and scores are computed on the CPU.
-    """
-    if compute.type != "cpu":
-        from .gpu.records import TensorRecordDevice
-
-        return TensorRecordDevice(engine, compute)
-    native = host_engine(engine)
-    if native is None:
-        raise errors.InvalidInputError("records would lie in GPU memory", got="compute='cpu'", fix="open the index with compute='cuda'")
-    return SsdRecordDevice(native)

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from .. import errors
-from .interface import RowDevice
+from ..storage import Engine
+from ..storage.native import host_engine
+from .interface import RecordDevice, RowDevice
 
 GROUP = "espnx.devices"
 _OWN = (
@@ -92,3 +94,20 @@ def check_rows(device: str, directory: str | os.PathLike[str], *, engine: Any = 
     factory = _factory(device)
     if check := getattr(factory, "check", None):
         check(directory, engine=engine, name=name)
+
+
+def open_records(engine: Engine, compute: torch.device) -> RecordDevice:
+    """The device of our own for records that `engine` reads, scored on `compute`. The engine stays the caller's.
+
+    Raises InvalidInputError where the engine reads into the memory of a GPU, and scores are computed on the CPU.
+    """
+    if compute.type != "cpu":
+        from .gpu.records import TensorRecordDevice
+
+        return TensorRecordDevice(engine, compute)
+    from .records import SsdRecordDevice
+
+    native = host_engine(engine)
+    if native is None:
+        raise errors.InvalidInputError("records would lie in GPU memory", got="compute='cpu'", fix="open the index with compute='cuda'")
+    return SsdRecordDevice(native)

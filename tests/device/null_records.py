@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from espnx.device.interface import KeptRecords, Pairs, RecordQuery, RecordStats, RecordTicket
+from espnx.device.interface import Capabilities, DeviceStats, FilePath, KeptRecords, Pairs, RecordQuery, RecordTicket
 from espnx.device.record_layout import RecordLayout
 from espnx.device.record_score import score
 from espnx.storage import FileHandle, Future, NativeEngine
@@ -18,28 +18,32 @@ from espnx.storage import FileHandle, Future, NativeEngine
 class NullRecordDevice:
     """See `espnx.device.interface.RecordDevice`."""
 
-    compute, engine, hands_out_records = torch.device("cpu"), None, False
-    effective_path, fallback_reason = "near-storage", ""
+    compute, engine, capabilities = torch.device("cpu"), None, Capabilities()
 
     def __init__(self) -> None:
         self.memory: dict[int, torch.Tensor] = {}
+        self.paths: dict[int, FilePath] = {}
         self.scored = 0
 
     def open(self, path: str) -> FileHandle:
         data = Path(path).read_bytes()
         self.memory[len(self.memory)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self.paths[len(self.memory) - 1] = FilePath(path, "near-storage")
         return FileHandle(len(self.memory) - 1, path, len(data), False, 1, "near-storage", "near-storage")
 
     def close_file(self, file: FileHandle) -> None:
-        del self.memory[file.number]
+        del self.memory[file.number], self.paths[file.number]
+
+    def path_report(self) -> Sequence[FilePath]:
+        return list(self.paths.values())
 
     def keep_records(self, layout: RecordLayout) -> KeptRecords:
         return NullRecords(self, layout)
 
     def forget(self) -> None: ...
 
-    def stats(self) -> RecordStats:
-        return RecordStats(bytes_moved=4 * self.scored)
+    def stats(self) -> DeviceStats:
+        return DeviceStats(bytes_moved=4 * self.scored)
 
     def close(self) -> None: ...
 
@@ -81,7 +85,7 @@ class NullTicket:
         self._memory, self._at = kept.gathered(numbers)
         self._handed_out = False
         self.finished_at = time.perf_counter()
-        self.stats = RecordStats(bytes_asked=self._memory.numel(), bytes_moved=4 * len(pairs), requests=1)
+        self.stats = DeviceStats(bytes_asked=self._memory.numel(), bytes_moved=4 * len(pairs), read_requests=1)
 
     def next(self, at_least: int = 1, timeout_s: float | None = None) -> tuple[np.ndarray, bool]:
         items = np.arange(0 if self._handed_out else len(self._numbers))

@@ -13,9 +13,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ...storage import Engine, FileHandle, Future
+from ...storage import Engine, Future
 from ...storage.native import host_engine
-from ..interface import Pairs, RecordQuery, RecordStats
+from ..interface import DeviceStats, Pairs, RecordQuery
+from ..record_files import RecordFiles
 from ..record_layout import RecordLayout
 from ..record_score import pairs_of_items, score_pairs
 from .readers import host_memory
@@ -25,7 +26,7 @@ _LEAST, _PARTS = 16, 16
 _WORKERS = 32
 
 
-class TensorRecordDevice:
+class TensorRecordDevice(RecordFiles):
     """See `espnx.device.interface.RecordDevice`.
 
     Args:
@@ -34,27 +35,16 @@ class TensorRecordDevice:
         workers: threads that score what nobody waits for yet.
     """
 
-    hands_out_records = True
-
     def __init__(self, engine: Engine, compute: torch.device, *, workers: int = _WORKERS):
-        self._reads, self.compute = engine, compute
-        self.engine: Engine | None = engine
-        self.effective_path, self.fallback_reason = engine.effective, engine.fallback_reason
+        super().__init__(engine, compute)
         self._workers = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="espnx-records")
         self._lock = threading.Lock()
-        self._stats = RecordStats()
+        self._stats = DeviceStats()
         self._tickets: set[TensorRecordTicket] = set()
-
-    def open(self, path: str) -> FileHandle:
-        """See `RecordDevice`."""
-        return self._reads.open(path)
-
-    def close_file(self, file: FileHandle) -> None:
-        """See `RecordDevice`."""
-        self._reads.close_file(file)
 
     def keep_records(self, layout: RecordLayout) -> _TensorRecords:
         """See `RecordDevice`."""
+        self._layouts.add(layout)
         return _TensorRecords(self, self._reads, layout)
 
     def begin(self, ticket: TensorRecordTicket, *, is_urgent: bool) -> None:
@@ -69,22 +59,22 @@ class TensorRecordDevice:
     def ended(self, ticket: TensorRecordTicket) -> None:
         with self._lock:
             self._tickets.discard(ticket)
-            self._stats.add(ticket.stats)
+            self._stats += ticket.stats
 
     def forget(self) -> None:
-        """See `RecordDevice`."""
+        """See `Device`."""
         with self._lock:
             tickets = list(self._tickets)
         for ticket in tickets:
             ticket.cancel()
 
-    def stats(self) -> RecordStats:
-        """See `RecordDevice`."""
+    def stats(self) -> DeviceStats:
+        """See `Device`."""
         with self._lock:
-            return replace(self._stats)
+            return self._stats
 
     def close(self) -> None:
-        """See `RecordDevice`."""
+        """See `Device`."""
         self.forget()
         self._workers.shutdown(wait=True)
 
@@ -246,7 +236,10 @@ class TensorRecordTicket:
         return self._memory, self._future.position_bytes
 
     @property
-    def stats(self) -> RecordStats:
+    def stats(self) -> DeviceStats:
         """See `RecordTicket`."""
         future = self._future
-        return RecordStats(future.bytes_asked, future.bytes_moved, future.request_count, self._waiting_s, self._computing_s)
+        return DeviceStats(
+            bytes_asked=future.bytes_asked, bytes_moved=future.bytes_moved, read_requests=future.request_count,
+            waiting_s=self._waiting_s, computing_s=self._computing_s,
+        )  # fmt: skip

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...device.interface import RecordStats
+from ...device.interface import DeviceStats
 from ...device.record_score import score
 from ..first_stage.interface import Allowed, Candidates
 from ..store.tier import Tier
@@ -134,7 +134,7 @@ class QueryBatch:
         self._coarse = None if coarse is None else self._scoring(coarse)
         self._final: list[Candidates] = []
         self._wanted = self._missed = [0] * len(queries)
-        self.timings, self.stats, self.n_hot = Timings(), RecordStats(), 0
+        self.timings, self.stats, self.n_hot = Timings(), DeviceStats(), 0
         self._begun = time.perf_counter()
 
     def _scoring(self, tier: Tier) -> TierScoring:
@@ -208,7 +208,7 @@ class QueryBatch:
             self._choose_by_coarse(self._coarse)
         scored = self._full.finish()
         end = time.perf_counter()
-        self.stats.add(self._full.stats)
+        self.stats += self._full.stats
         self.n_hot = self._full.n_hot
         self.timings.critical_io_s = min(self.stats.waiting_s, end - begun)
         self.timings.maxsim_s = self.stats.computing_s + self.timings.coarse_s
@@ -234,7 +234,7 @@ class QueryBatch:
             maxsim = scores[np.searchsorted(known, numbers)]
             ordered.append(_ordered(numbers, maxsim + self.queries[q].similarity_weight * similarities))
         self._final = ordered
-        self.stats.add(coarse.stats)
+        self.stats += coarse.stats
         self._full.ask([numbers[:depth] for (numbers, _), depth in zip(ordered, self._depths, strict=True)], is_urgent=True)
 
     def results(self, encode_s: float) -> Iterator[SearchResult]:
@@ -253,7 +253,7 @@ class QueryBatch:
                 hit_rate=candidates.hit_rate,
                 bytes_asked=_share(stats.bytes_asked, i, count),
                 bytes_moved=_share(stats.bytes_moved, i, count),
-                requests=_share(stats.requests, i, count),
+                requests=_share(stats.read_requests, i, count),
                 hot=_share(self.n_hot, i, count),
                 effective_path=store.effective_path,
                 fallback_reason=store.fallback_reason,

@@ -16,7 +16,7 @@ import torch
 from ... import errors
 from ...checks import check_path, check_whole, plain
 from ...device.interface import RecordDevice
-from ...device.records import open_record_device
+from ...device.registry import open_records
 from ...sizes import parse_size
 from ...storage import Engine, NativeEngine, open_engine
 from ...storage.native import host_engine
@@ -122,7 +122,7 @@ class Index:
         # Of an engine that reads into GPU memory: manifest, metadata and first stage are read into host memory all the same.
         native = host_engine(engine) or opened.enter_context(NativeEngine())
         if device is None:
-            device = open_record_device(engine, self.compute)
+            device = open_records(engine, self.compute)
             opened.callback(device.close)
         return native, device
 

@@ -68,7 +68,7 @@ class OpenVersion:
             self.filters = Filters(self.store)
             base = self.store.parts[0].count if self.store.parts else 0
             self.cost = measure(self.store.full, base) if options.cost is None else options.cost
-            if options.hot_bytes and not device.hands_out_records:
+            if options.hot_bytes and not device.capabilities.hands_out_records:
                 raise errors.InvalidInputError("hot", got="a device that keeps its records to itself", fix="hot=0")
             self.hot = HotRecords(self.store.full, options.hot_bytes) if options.hot_bytes and self.store.end_number else None
             self.ram_tier = RamTier(self.coarse_tier("coarse='ram'"), self._device) if options.coarse == "ram" else None

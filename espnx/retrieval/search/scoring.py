@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...device.interface import Pairs, RecordQuery, RecordStats, RecordTicket
+from ...device.interface import DeviceStats, Pairs, RecordQuery, RecordTicket
 from ..store.tier import Tier
 from .hot_records import HotRecords
 
@@ -60,7 +60,7 @@ class TierScoring:
         self._asked = [np.empty(0, dtype=np.int64) for _ in queries]
         self._known: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in queries]
         self._requests: list[_Request] = []
-        self.stats, self.n_hot, self.finished_at = RecordStats(), 0, 0.0
+        self.stats, self.n_hot, self.finished_at = DeviceStats(), 0, 0.0
 
     def ask(self, wanted: Sequence[np.ndarray], *, is_urgent: bool = False) -> list[int]:
         """Starts what is needed to score `wanted[q]` (record numbers) for every query q. Returns how many of them were new, per query.
@@ -130,7 +130,7 @@ class TierScoring:
         for pairs in request.pairs:
             self._note(request.numbers, pairs, scores[at : at + len(pairs)])
             at += len(pairs)
-        self.stats.add(ticket.stats)
+        self.stats += ticket.stats
         self.finished_at = max(self.finished_at, ticket.finished_at)
         if self._hot is not None:
             self._hot.admit(request.numbers, *ticket.records)

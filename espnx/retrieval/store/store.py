@@ -18,7 +18,7 @@ import torch
 from ... import errors
 from ...device.interface import RecordDevice
 from ...device.record_layout import RecordSchema
-from ...device.records import SsdRecordDevice
+from ...device.registry import open_records
 from ...ops.maxsim import Codebook, token_format
 from ...storage import NativeEngine
 from ...storage.engine import FileHandle, paths_of, reasons_of
@@ -215,7 +215,7 @@ class EmbeddingStore(Version):
 
     def __init__(self, path: str | os.PathLike[str], engine: NativeEngine, device: RecordDevice | None = None):
         super().__init__(path, engine)
-        self.device: RecordDevice = SsdRecordDevice(engine) if device is None else device
+        self.device: RecordDevice = open_records(engine, torch.device("cpu")) if device is None else device
         self._files: list[FileHandle] = []
         self._tiers: list[Tier] = []
         try:
@@ -225,7 +225,10 @@ class EmbeddingStore(Version):
             self.full = self._open_tier("full")
             self.coarse = self._open_tier("coarse") if "coarse" in self.tiers else None
             _ = self.projection, self.first_stage
-            self.effective_path, self.fallback_reason = self._paths()
+            mine = {file.path for file in self._files}
+            report = [file for file in self.device.path_report() if file.path in mine]
+            self.effective_path = paths_of(file.effective_path for file in report)
+            self.fallback_reason = reasons_of(file.fallback_reason for file in report)
         except BaseException:
             self.close()
             raise
@@ -268,12 +271,6 @@ class EmbeddingStore(Version):
         schema, book = self.schema_of(name), self.codebook(name)
         self._tiers.append(Tier(self.device, schema, self.n_tokens, groups, begins, files, salt=self.salt, codebook=book))
         return self._tiers[-1]
-
-    def _paths(self) -> tuple[str, str]:
-        """(the path that record reads take, why it is not what was tried first), of all data files and tiers."""
-        buffered = sorted({os.path.dirname(file.path) for file in self._files if file.effective.endswith("(buffered)")})
-        reasons = [self.device.fallback_reason, *(f"no direct I/O in {directory}" for directory in buffered)]
-        return paths_of(file.effective for file in self._files) or self.device.effective_path, reasons_of(reasons)
 
     def _open_segment(self, part: Part, tier: str, number: int) -> FileHandle:
         file = part.open_segment(tier, number)

@@ -21,7 +21,9 @@ import pytest
 
 import espnx
 from espnx import errors
+from espnx.device.interface import RecordTicket
 from espnx.retrieval.search.result import Hit
+from espnx.retrieval.store.tier import Tier
 from espnx.storage import FaultRule, NativeEngine
 from tests.retrieval.common import EVERYTHING, build, check_store, corpus, queries
 from tests.storage.common import open_descriptors, until
@@ -241,12 +243,20 @@ def test_batches_after_a_failure(plain: espnx.Index) -> None:
     assert sorted(alone) == sorted(document.id for document in DOCUMENTS)
 
 
-def test_a_failed_search_calls_its_prefetch_off(known: Path) -> None:
+def test_a_failed_search_calls_its_prefetch_off(known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reads of the critical path fail while the prefetch hangs: nobody waits half a minute for it afterwards."""
     vectors = 4096  # where the headers of data files end
     hangs = FaultRule("never", operation="read", path="*segment*", begin_bytes=vectors, nth=1, count=1)
     fails = FaultRule("error", operation="read", path="*segment*", begin_bytes=vectors, nth=2, count=1)
     engine = NativeEngine(rules=[hangs, fails])
+    maxsim = Tier.maxsim
+
+    def prefetch_hangs_first(*arguments: Any, **options: Any) -> RecordTicket:
+        ticket = maxsim(*arguments, **options)
+        assert until(lambda: engine.stats().fault_hits)
+        return ticket
+
+    monkeypatch.setattr(Tier, "maxsim", prefetch_hangs_first)
     with espnx.open(known.parent / "plain", engine=engine) as index:
         with pytest.raises(errors.ReadError, match="Input/output error"):
             index.search(queries(1)[0], candidates=EVERYTHING, nprobe=EVERYTHING, prefetch_step=0.5)

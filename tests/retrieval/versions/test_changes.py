@@ -44,7 +44,7 @@ def ranking_of(index: espnx.Index, wanted: Sequence[espnx.Encoded] | None = None
     rankings = []
     for query, rerank in itertools.product(queries(3, dim=DIM) if wanted is None else wanted, (None, 0)):
         hits = index.search(query, **EVERY, rerank=rerank).hits
-        assert [hit.number for hit in hits] == [hit.number for hit in sorted(hits, key=lambda hit: (-hit.score, hit.number))]
+        assert [hit.id for hit in hits] == [hit.id for hit in sorted(hits, key=lambda hit: (-hit.score, isinstance(hit.id, str), hit.id))]
         rankings.append({hit.id: (hit.score, hit.text) for hit in hits})
         assert len(rankings[-1]) == len(hits), "a document occurs twice"
     return rankings

@@ -52,7 +52,7 @@ def found(path: Path, engine: NativeEngine | str = "auto") -> tuple[int, dict[An
     with espnx.open(path, engine=engine) as index:
         hits = index.search(QUERY, k=EVERYTHING, candidates=EVERYTHING, nprobe=EVERYTHING).hits
         assert index.store.verify() == index.store.count == len(hits)
-        assert [hit.number for hit in hits] == [hit.number for hit in sorted(hits, key=lambda hit: (-hit.score, hit.number))]
+        assert [hit.id for hit in hits] == [hit.id for hit in sorted(hits, key=lambda hit: (-hit.score, isinstance(hit.id, str), hit.id))]
         assert all(hit.text == dict(ALL)[str(hit.id)] for hit in hits)
         return index.store.manifest.generation, {hit.id: hit.score for hit in hits}
 
