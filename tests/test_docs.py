@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.forks import Forks
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -32,10 +33,15 @@ def names(kind: str) -> list[str]:
     return [f"{page.name}-{number}" for number, (page, found, _) in enumerate(BLOCKS) if found == kind]
 
 
-def run(command: list[str], cwd: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.fixture(scope="module")
+def run(open_forks: Callable[[str], Forks]) -> Callable[..., None]:
+    """Runs an example in a process of its own that has imported what all of them import."""
+
+    def run(cwd: Path, **job: Any) -> None:
+        code = open_forks("tests.doc_examples").run(cwd=cwd, stdout=cwd / "stdout", stderr=cwd / "stderr", **job)
+        assert code == 0, "".join((cwd / name).read_text() for name in ("stdout", "stderr"))
+
+    return run
 
 
 def test_there_are_examples() -> None:
@@ -45,13 +51,13 @@ def test_there_are_examples() -> None:
 
 @needs_encoder
 @pytest.mark.parametrize(("page", "text"), [(p, t) for p, kind, t in BLOCKS if kind == "python"], ids=names("python"))
-def test_python_block_runs(page: Path, text: str, tmp_path: Path) -> None:
-    run([sys.executable, "-c", text], tmp_path)
+def test_python_block_runs(page: Path, text: str, tmp_path: Path, run: Callable[..., None]) -> None:
+    run(tmp_path, text=text)
 
 
 @needs_encoder
 @pytest.mark.parametrize(("page", "text"), [(p, t) for p, kind, t in BLOCKS if kind == "bash"], ids=names("bash"))
-def test_shell_block_runs(page: Path, text: str, tmp_path: Path) -> None:
+def test_shell_block_runs(page: Path, text: str, tmp_path: Path, run: Callable[..., None]) -> None:
     lines = [json.dumps({"id": number, "text": text}) for number, text in enumerate(TEXTS)]
     (tmp_path / "corpus.jsonl").write_text("\n".join(lines))
     (tmp_path / "queries.jsonl").write_text('{"_id": "q1", "text": "many reads"}\n{"_id": "q2", "text": "an inverted file"}\n')
@@ -61,7 +67,7 @@ def test_shell_block_runs(page: Path, text: str, tmp_path: Path) -> None:
         if not words:
             continue
         assert words[0] == "espnx", f"{page.name} shows a command that no test knows how to run: {line}"
-        run([sys.executable, "-m", "espnx", *words[1:]], tmp_path)
+        run(tmp_path, argv=words[1:])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

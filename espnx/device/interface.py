@@ -26,6 +26,9 @@ from .row_layout import RowLayout
 #: bytes shown; `n_rows` count, the first of them at `first_position`. csrc/device/row_plan.hpp has the same struct.
 PIECE = np.dtype([(name, np.int64) for name in ("sequence", "head", "offset_bytes", "n_rows", "first_position")])
 
+#: Of rows that are read before they are asked for, unless a device is told otherwise: several milliseconds of the fastest drives.
+READ_AHEAD_BYTES = 48 << 20
+
 #: Called with uint8 [bytes] and its pieces, an array of `PIECE`.
 Show = Callable[[torch.Tensor, np.ndarray], None]
 

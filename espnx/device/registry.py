@@ -14,7 +14,7 @@ import torch
 from .. import errors
 from ..storage import Engine
 from ..storage.native import host_engine
-from .interface import RecordDevice, RowDevice
+from .interface import READ_AHEAD_BYTES, RecordDevice, RowDevice
 
 GROUP = "espnx.devices"
 _OWN = (
@@ -61,7 +61,7 @@ def open_rows(
     compute: torch.device | None = None,
     engine: Any = "auto",
     name: str | None = None,
-    read_ahead_bytes: int = 64 << 20,
+    read_ahead_bytes: int = READ_AHEAD_BYTES,
     threads: int | None = None,
     deadline_s: float = 30.0,
 ) -> RowDevice:

@@ -18,7 +18,7 @@ from ..ops.attention import Queries, RowsInMemory
 from ..ops.crc32c import crc32c_ranges
 from ..storage import NativeEngine, Plan
 from ..storage.engine import FileHandle
-from .interface import Capabilities, DeviceStats, FilePath, Segment, SegmentView, Show
+from .interface import READ_AHEAD_BYTES, Capabilities, DeviceStats, FilePath, Segment, SegmentView, Show
 from .row_layout import RowLayout
 from .space import FileSegment, FileSpace, own
 from .sums import SumsMemory
@@ -73,7 +73,7 @@ class RowFileDevice(ABC):
         engine: NativeEngine | str = "auto",
         name: str | None = None,
         reserve_bytes: int = 0,
-        read_ahead_bytes: int = 64 << 20,
+        read_ahead_bytes: int = READ_AHEAD_BYTES,
         write_behind_bytes: int = 8 << 20,
         deadline_s: float = 30.0,
     ):

@@ -6,6 +6,7 @@ layer computes: the device never waits for the dense layers, and decoding takes 
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import torch
 
 from .. import errors
 from ..checks import check_whole
-from ..device.interface import RowDevice
+from ..device.interface import READ_AHEAD_BYTES, RowDevice
 from ..device.registry import check_rows, default_name, open_rows
 from ..device.row_layout import DTYPES, RowLayout, format_of
 from ..ops.attention import Queries, RowsInMemory, add_sinks, attend_rows, merge
@@ -36,6 +37,9 @@ CHUNK_TOKENS = 17
 #: The queries of so many bytes attend at a time, or those of one sequence: what attention holds in memory does not grow with the batch.
 #: Each thread has sums of its own, of that size, which together take at most `_SUMS_BYTES`.
 _PART_BYTES, _SUMS_BYTES = 1 << 20, 32 << 20
+#: A chunk of a prompt whose queries take so much leaves holes in the heap that are worth returning to the system.
+_TRIM_BYTES = 1 << 20
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
 
 
 @dataclass
@@ -111,7 +115,7 @@ class SsdCache:
         n_layers: with rows to keep.
         format: of stored rows: None keeps the dtype of K and V; ``int8`` is lossy (X rows are kept as they are).
         spill_interval: new tokens wait in memory until there are so many; None: as many as fill whole pages.
-        read_ahead_bytes: of rows read before they are asked for, on each device; a size (``64MiB``).
+        read_ahead_bytes: of rows read before they are asked for, on each device; a size (``48MiB``).
         capacity_tokens: of each sequence: space for as many is reserved when the first rows come, so that a full disk shows then.
         engine: ``auto``, ``uring``, ``posix``, ``gds``, ``gds-compat``, or how to make an engine (tests inject faults so).
         device: what keeps the rows and attends over them, by name (`espnx.device.registry`); None: ``ssd``, or ``gpu`` where rows are
@@ -135,7 +139,7 @@ class SsdCache:
         *,
         format: str | None = None,  # noqa: A002 - what it is called wherever rows are stored
         spill_interval: int | None = None,
-        read_ahead_bytes: int | str = 64 << 20,
+        read_ahead_bytes: int | str = READ_AHEAD_BYTES,
         capacity_tokens: int | None = None,
         engine: str | Callable[[], Any] = "auto",
         device: str | None = None,
@@ -160,6 +164,7 @@ class SsdCache:
         self._options: dict[str, Any] = {"read_ahead_bytes": read_ahead_bytes, "threads": threads, "deadline_s": deadline_s}
         self._device, self._compute = device, None if compute is None else torch.device(compute)
         self._process = os.getpid()
+        self._has_heap_to_trim = False
         self._engines = [engine if isinstance(engine, str) else engine() for _ in self._places]
         self.striped = StripedDevices(len(self._places), self._open_device)
         # What is wrong with a place shows now, also where the devices wait for the first rows.
@@ -325,6 +330,7 @@ class SsdCache:
         last: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """New tokens over one another, and (by `over`, up to position `last`) over what came before."""
+        self._has_heap_to_trim |= step.q.nbytes >= _TRIM_BYTES
         span = _Span(past, last)
 
         def look(part: Step, arrived: Arrived) -> torch.Tensor:
@@ -480,6 +486,9 @@ class SsdCache:
     def begin(self, tokens: int) -> None:
         """A forward pass begins with so many tokens in the cache; where it fails, the cache returns to them."""
         self._begun = tokens
+        if self._has_heap_to_trim:
+            self._has_heap_to_trim = False
+            _trim_heap()
 
     # --- the batch ---
 
@@ -546,6 +555,13 @@ class SsdCache:
 
     def close(self) -> None:
         self.striped.close()
+
+
+def _trim_heap() -> None:
+    """Free memory between blocks in use returns to the system. A chunk of a prompt makes tensors of some MiB by the dozen, which leave a
+    heap of holes; the next chunk would not fit all of its own into them, and the process would grow. Takes milliseconds."""
+    if _malloc_trim is not None:
+        _malloc_trim(0)
 
 
 def _x_layout(x: torch.Tensor) -> RowLayout:

@@ -64,19 +64,21 @@ def demo(cwd: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=110)
 
 
-def test_demo(tmp_path: Path, model: Path) -> None:
-    for _ in range(2):  # it works when it is run again
-        done = demo(tmp_path, "--documents", "60", "--directory", tmp_path / "index", "--model", model)
-        assert done.returncode == 0, done.stdout + done.stderr
-        lines = done.stdout.splitlines()
-        assert "documents      60" in lines
-        assert "page cache bypassed: yes" in done.stdout or "(buffered)" in done.stdout
-        for title in ("same ranking as in memory", "same tokens as in memory"):
-            numbers = re.findall(r"(\d+) of (\d+)", next(line for line in lines if line.startswith(title)))
-            assert numbers[0][0] == numbers[0][1] != "0"
-        assert sum(line.startswith("GET") for line in lines) == 8
-        assert "Traceback" not in done.stderr
-        assert not list((tmp_path / "kv").iterdir())
+@pytest.mark.parametrize("time", ["first", "second"])
+def test_demo(tmp_path_factory: pytest.TempPathFactory, model: Path, time: str) -> None:
+    folder = tmp_path_factory.getbasetemp() / "demo"
+    folder.mkdir(exist_ok=time == "second")
+    done = demo(folder, "--documents", "60", "--directory", folder / "index", "--model", model)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert "documents      60" in lines
+    assert "page cache bypassed: yes" in done.stdout or "(buffered)" in done.stdout
+    for title in ("same ranking as in memory", "same tokens as in memory"):
+        numbers = re.findall(r"(\d+) of (\d+)", next(line for line in lines if line.startswith(title)))
+        assert numbers[0][0] == numbers[0][1] != "0"
+    assert sum(line.startswith("GET") for line in lines) == 8
+    assert "Traceback" not in done.stderr
+    assert not list((folder / "kv").iterdir())
 
 
 def test_a_missing_model_is_an_error_that_says_how_to_make_it(tmp_path: Path) -> None:
@@ -127,21 +129,21 @@ def test_the_trained_model_is_small_and_what_its_record_says() -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     assert all(tokenizer(mark).input_ids == tokens for mark, tokens in known.marks.items())
 
-    windows = torch.from_numpy(known.tokens[: 16 * context].astype(np.int64)).view(16, context)
+    windows = torch.from_numpy(known.tokens[: 8 * context].astype(np.int64)).view(8, context)
     losses = []
     with torch.inference_mode():
         for window in windows:
             logits = trained(window[None]).logits[0, :-1]
             losses.append(torch.nn.functional.cross_entropy(logits, window[1:]).item())
     # Documents differ: four standard errors of the mean. A model that was damaged is off by whole units.
-    assert np.mean(losses) == pytest.approx(results["validation_loss"], abs=4 * np.std(losses) / 16**0.5)
+    assert np.mean(losses) == pytest.approx(results["validation_loss"], abs=4 * np.std(losses) / 8**0.5)
     assert np.mean(losses) < np.log(4096) / 2
     rng, right = np.random.default_rng([record["settings"]["seed"], 128, 1]), 0  # its first questions
-    for _ in range(10):
+    for _ in range(6):
         ids, count = question(known, rng, context, 128)
         with torch.inference_mode():
             best = trained(torch.tensor([ids[:-1]])).logits[0, -count:].argmax(-1)
         right += best.tolist() == ids[-count:]
     share = results["recall_exact_match"]["128"]
-    # Of ten questions, four standard deviations and one.
-    assert abs(right / 10 - share) <= 4 * (share * (1 - share) / 10) ** 0.5 + 0.1
+    # Of six questions, four standard deviations and one.
+    assert abs(right / 6 - share) <= 4 * (share * (1 - share) / 6) ** 0.5 + 1 / 6

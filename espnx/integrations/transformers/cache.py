@@ -21,6 +21,7 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from ... import errors
 from ...checks import check_whole
+from ...device.interface import READ_AHEAD_BYTES
 from ...kv.cache import SsdCache
 from ...kv.schedule import Decision
 from ...kv.striping import Storage
@@ -52,7 +53,7 @@ class KVCache(Cache):
             of each tensor, which is quicker for models of many GB and does not see every change.
         format: of stored rows; None: as the model computes them; ``int8``: half the bytes of fp16, lossy; ``fp16``, ``bf16``: rounded.
         spill_interval: how many new tokens wait in memory before they are written; None: as many as fill whole pages.
-        read_ahead_bytes: of rows read before they are asked for, on each device; a size (``64MiB``).
+        read_ahead_bytes: of rows read before they are asked for, on each device; a size (``48MiB``).
         capacity_tokens: of each sequence: space for as many is reserved when the first rows come, so that a full disk shows then.
         engine: ``auto``, ``uring``, ``posix``, ``gds``, ``gds-compat``, or how to make an engine (tests inject faults so).
         device: what keeps the rows and attends over them, by name (`espnx.device.registry`); None: ``ssd``, or ``gpu`` where rows are
@@ -87,7 +88,7 @@ class KVCache(Cache):
         fingerprint: str = "whole",
         format: str | None = None,  # noqa: A002 - what it is called wherever rows are stored
         spill_interval: int | None = None,
-        read_ahead_bytes: int | str = 64 << 20,
+        read_ahead_bytes: int | str = READ_AHEAD_BYTES,
         capacity_tokens: int | None = None,
         engine: str | Callable[[], Any] = "auto",
         device: str | None = None,

@@ -24,10 +24,10 @@ def bench(path: Path, *words: str) -> int:
 
 def test_a_quick_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = tmp_path / "r.json"
-    words = ["--baseline", "memory,mmap-2", "--prefetch-step", "0.3,auto", "--rerank", "all,16", "--json", str(result)]
+    words = ["--baseline", "memory,mmap-2", "--prefetch-step", "0.3,auto", "--rerank", "16", "--json", str(result)]
     assert bench(tmp_path, *words) == 0
     rows = rows_of(load(result))
-    assert [row.system for row in rows] == ["memory", "espnx-30%", "espnx", "mmap-2"] * 2
+    assert [row.system for row in rows] == ["memory", "espnx-30%", "espnx", "mmap-2"]
     for found in rows:
         assert (found.case, found.correct, found.n) == ("retrieval", True, 3)
         assert (found.params["corpus"], found.params["documents"], found.params["memory_bytes"]) == ("B", 2000, None)
@@ -36,8 +36,7 @@ def test_a_quick_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
             assert {"memory", "mmap-2"} < set(found.ratio)
             assert found.metrics["bound_s"] > 0
             assert found.metrics["over_bound"] > 0
-    assert {row.params["rerank"] for row in rows} == {None, 16}
-    assert rows[0].bytes_asked > rows[4].bytes_asked
+    assert {row.params["rerank"] for row in rows} == {16}
     out = capsys.readouterr().out
     assert "x memory" in out
     assert "vs mmap-2" in out

@@ -33,8 +33,9 @@ def test_a_long_prompt_in_little_memory(tmp_path: Path) -> None:
     assert ran.returncode == 0, f"ended by {ran.returncode}: {ran.stderr[-2000:]}"
     found = json.loads(ran.stdout)
     assert found["stored"] >= 768 << 20
-    assert max(*found["prefill"], found["decode"]) < LIMIT_BYTES
+    assert max(found["prefill"]) < LIMIT_BYTES
+    assert found["decode"] < 96 << 20  # buffers, and rows that wait: what chunks of the prompt left in the heap has gone back
     # Once reads and writes have filled their buffers, only checksums come, 1 byte for 2 KiB; the model's own tensors move in its heap.
     assert found["prefill"][-1] - max(found["prefill"][:4]) < 48 << 20
-    # 64 MiB read ahead and 8 MiB written, in buffers at most a quarter larger; 16 MiB of rows that wait; checksums and sums.
-    assert 0 < found["stats"]["buffer_bytes"] < 120 << 20
+    # 48 MiB read ahead and 8 MiB written, in buffers at most a quarter larger; 16 MiB of rows that wait; checksums and sums.
+    assert 0 < found["stats"]["buffer_bytes"] < 100 << 20

@@ -227,14 +227,17 @@ def test_a_change_that_breaks_off(folder: Path, monkeypatch: pytest.MonkeyPatch,
     model = espnx.enable_kv_cache(build("Gemma3", "TextConfig", **_MIXED | {"sliding_window": 70}))
     with espnx.KVCache(model.config, folder, x_rows=0) as cache:
         wanted = generate(model, cache, max_new_tokens=5)
-        owner = cache.layers[2] if where == "memory" else cache.store
+        owner = type(cache.layers[2]) if where == "memory" else type(cache.store)
         name = {"crop": "crop", "reorder": "reorder_cache" if where == "memory" else "select"}[change]
+        original = getattr(owner, name)
 
-        def stop(*_: Any) -> None:
-            raise KeyboardInterrupt
+        def stop_at_the_second(changed: Any, *words: Any) -> None:
+            if changed in (cache.layers[2], cache.store):
+                raise KeyboardInterrupt
+            original(changed, *words)
 
         with monkeypatch.context() as patched:
-            patched.setattr(owner, name, stop)
+            patched.setattr(owner, name, stop_at_the_second)
             with pytest.raises(KeyboardInterrupt):
                 _ = cache.crop(-2) if change == "crop" else cache.reorder_cache(torch.tensor([1, 0, 2]))
         assert {cache.get_seq_length(layer) for layer in range(4)} == {0}
