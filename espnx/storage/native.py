@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Self, cast
 
 import torch
 
@@ -307,8 +307,22 @@ class NativeEngine:
 class FaultyEngine(NativeEngine):
     """A native engine in which chosen operations fail, per request. For tests of everything above storage."""
 
-    def __init__(self, rules: Sequence[FaultRule], path: str = "auto", *, seed: int = 0, **options: Any):
-        super().__init__(path, rules=rules, seed=seed, **options)
+    def __init__(
+        self,
+        rules: Sequence[FaultRule],
+        path: str = "auto",
+        *,
+        seed: int = 0,
+        queue_depth: int = 128,
+        threads: int = 32,
+        request_bytes: int = 960 * 1024,
+        pool_bytes: int = 256 * 1024 * 1024,
+        poison: bool = False,
+    ):
+        super().__init__(
+            path, queue_depth=queue_depth, threads=threads, request_bytes=request_bytes, pool_bytes=pool_bytes, poison=poison, rules=rules,
+            seed=seed,
+        )  # fmt: skip
 
 
 def host_engine(engine: Engine) -> NativeEngine | None:
