@@ -486,6 +486,9 @@ class SsdCache:
     def begin(self, tokens: int) -> None:
         """A forward pass begins with so many tokens in the cache; where it fails, the cache returns to them."""
         self._begun = tokens
+
+    def end(self) -> None:
+        """A forward pass has ended."""
         if self._has_heap_to_trim:
             self._has_heap_to_trim = False
             _trim_heap()
@@ -559,7 +562,7 @@ class SsdCache:
 
 def _trim_heap() -> None:
     """Free memory between blocks in use returns to the system. A chunk of a prompt makes tensors of some MiB by the dozen, which leave a
-    heap of holes; the next chunk would not fit all of its own into them, and the process would grow. Takes milliseconds."""
+    heap of holes: the next chunk would not fit all of its own into them, and the process would grow. Takes milliseconds."""
     if _malloc_trim is not None:
         _malloc_trim(0)
 

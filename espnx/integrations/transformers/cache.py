@@ -240,6 +240,7 @@ class KVCache(Cache):
                 self.abort_pass()
         for layer in self._stored:
             layer.end_pass()
+        self.store.end()
         self._passes.end()
 
     def abort_pass(self) -> None:
