@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from espnx.errors import InvalidInputError
+from espnx.kv.cache import trim_heap
 
 from ..machine import page_cache
 from ..machine.counters import read_counters
@@ -125,6 +126,7 @@ class Session:
         with torch.inference_mode():
             model(input_ids=self._tokens[:1].T.expand(-1, _TOUCHED_TOKENS), use_cache=False, logits_to_keep=1)
         gc.collect()
+        trim_heap()  # as after each chunk of a prompt: what it holds itself, without the holes of its heap
         return {"now": resident_bytes()[0]}
 
     def do_reset_peak(self) -> Answer:

@@ -491,7 +491,7 @@ class SsdCache:
         """A forward pass has ended."""
         if self._has_heap_to_trim:
             self._has_heap_to_trim = False
-            _trim_heap()
+            trim_heap()
 
     # --- the batch ---
 
@@ -560,7 +560,7 @@ class SsdCache:
         self.striped.close()
 
 
-def _trim_heap() -> None:
+def trim_heap() -> None:
     """Free memory between blocks in use returns to the system. A chunk of a prompt makes tensors of some MiB by the dozen, which leave a
     heap of holes: the next chunk would not fit all of its own into them, and the process would grow. Takes milliseconds."""
     if _malloc_trim is not None:
