@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from weakref import WeakSet
 
 import torch
 
@@ -27,7 +26,7 @@ class RecordFiles:
         self.compute = compute
         self.engine: Engine | None = engine
         self._reads = engine
-        self._layouts = WeakSet[RecordLayout]()
+        self._layouts = set[RecordLayout]()  # whose records are kept
 
     def open(self, path: str) -> FileHandle:
         """See `RecordDevice`."""

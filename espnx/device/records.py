@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,7 @@ class SsdRecordDevice(RecordFiles):
     def keep_records(self, layout: RecordLayout) -> _SsdRecords:
         """See `RecordDevice`."""
         self._layouts.add(layout)
-        return _SsdRecords(self._reads, self._stream, layout)
+        return _SsdRecords(self._reads, self._stream, layout, self._layouts.discard)
 
     def forget(self) -> None:
         """See `Device`."""
@@ -58,8 +58,8 @@ class SsdRecordDevice(RecordFiles):
 class _SsdRecords:
     """See `espnx.device.interface.KeptRecords`."""
 
-    def __init__(self, engine: Engine, stream: Any, layout: RecordLayout):
-        self._engine, self._stream, self._layout = engine, stream, layout
+    def __init__(self, engine: Engine, stream: Any, layout: RecordLayout, released: Callable[[RecordLayout], None]):
+        self._engine, self._stream, self._layout, self._released = engine, stream, layout, released
 
     @cached_property
     def _native(self) -> CompiledRecords:
@@ -99,6 +99,7 @@ class _SsdRecords:
 
     def release(self) -> None:
         """See `KeptRecords`."""
+        self._released(self._layout)
 
 
 class SsdRecordTicket:

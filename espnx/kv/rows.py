@@ -234,7 +234,11 @@ class LayerRows:
 
     def restore(self, runs: list[StoredRun], count: int, stored: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Becomes what was kept."""
-        self.runs, self.count, self.stored, self._first, self._k, self._v = runs, count, stored, first, k, v
+        self.runs, self.count, self.stored, self._first = runs, count, stored, first
+        self._k, self._v = k, v
+        if k.numel():
+            self._k = self._grown(k, k, k.shape[2], k.shape[2])
+            self._v = self._k if v is k else self._grown(v, v, v.shape[2], v.shape[2])
 
     def to(self, device: torch.device) -> None:
         """Rows in memory wait there from now on."""

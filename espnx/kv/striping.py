@@ -136,10 +136,12 @@ class StripedDevices:
             self.devices[each.device].release(each.segment)
 
     def memory(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """For rows that wait, uninitialised: on the host, a device's own."""
-        if device.type != "cpu" or not self.devices:
-            return torch.empty(shape, dtype=dtype, device=device)
-        return self.devices[0].memory(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+        """For rows that wait, uninitialised: on the host, a device's own. Rows outlive the mode in which they come: tensors of inference
+        mode could not be written to outside of it."""
+        with torch.inference_mode(False):
+            if device.type != "cpu" or not self.devices:
+                return torch.empty(shape, dtype=dtype, device=device)
+            return self.devices[0].memory(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
     def _shares(self, first_sequence: int, n_sequences: int, n_heads: int) -> list[tuple[int, range, range]]:
         """(device, heads, sequences, from 0 on) that are put together."""

@@ -108,7 +108,7 @@ bool attend_whole(Store& store, int64_t ticket, double expected, int threads) {
 
 void attender(Store& store, uint64_t seed, int rounds, std::atomic<int64_t>& whole, std::atomic<int64_t>& cleared) {
   Random random(seed);
-  for (int round = 0; round < rounds; ++round) {
+  for (int round = 0; round < rounds || whole == 0 || cleared == 0; ++round) {
     std::vector<std::pair<int64_t, double>> tickets(1 + random() % 4);
     for (auto& [ticket, expected] : tickets) ticket = store.stream->push(request_of(store, random, expected));
     for (const auto& [ticket, expected] : tickets) {
@@ -157,7 +157,8 @@ int main(int count, char** words) {
     });
   }
   while (at_work > 0) {  // somebody else, as Ctrl-C does
-    std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));
+    std::this_thread::sleep_for(
+        std::chrono::microseconds(1 << random() % 17));  // shorter and longer than a read on any machine
     for (Store& store : stores) {
       store.stream->front();
       store.stream->stats();
@@ -166,7 +167,6 @@ int main(int count, char** words) {
   }
   for (std::thread& thread : threads) thread.join();
   for (Store& store : stores) check_window(store, random);
-  if (whole == 0 || cleared == 0) broken("nothing was attended over, or nothing was cleared");
   std::printf("%lld whole, %lld cleared\n", static_cast<long long>(whole), static_cast<long long>(cleared));
   return 0;
 }

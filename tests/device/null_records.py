@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -21,15 +22,17 @@ class NullRecordDevice:
     compute, engine, capabilities = torch.device("cpu"), None, Capabilities()
 
     def __init__(self) -> None:
+        self.numbers = count()
         self.memory: dict[int, torch.Tensor] = {}
         self.paths: dict[int, FilePath] = {}
         self.scored = 0
 
     def open(self, path: str) -> FileHandle:
         data = Path(path).read_bytes()
-        self.memory[len(self.memory)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self.paths[len(self.memory) - 1] = FilePath(path, "near-storage")
-        return FileHandle(len(self.memory) - 1, path, len(data), False, 1, "near-storage", "near-storage")
+        number = next(self.numbers)
+        self.memory[number] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self.paths[number] = FilePath(path, "near-storage")
+        return FileHandle(number, path, len(data), False, 1, "near-storage", "near-storage")
 
     def close_file(self, file: FileHandle) -> None:
         del self.memory[file.number], self.paths[file.number]

@@ -45,7 +45,7 @@ class TensorRecordDevice(RecordFiles):
     def keep_records(self, layout: RecordLayout) -> _TensorRecords:
         """See `RecordDevice`."""
         self._layouts.add(layout)
-        return _TensorRecords(self, self._reads, layout)
+        return _TensorRecords(self, self._reads, layout, self._layouts.discard)
 
     def begin(self, ticket: TensorRecordTicket, *, is_urgent: bool) -> None:
         """A ticket is scored by a worker, unless it is urgent."""
@@ -92,8 +92,8 @@ class TensorRecordDevice(RecordFiles):
 class _TensorRecords:
     """See `espnx.device.interface.KeptRecords`."""
 
-    def __init__(self, device: TensorRecordDevice, engine: Engine, layout: RecordLayout):
-        self._device, self._engine, self._layout = device, engine, layout
+    def __init__(self, device: TensorRecordDevice, engine: Engine, layout: RecordLayout, released: Callable[[RecordLayout], None]):
+        self._device, self._engine, self._layout, self._released = device, engine, layout, released
 
     def maxsim(
         self,
@@ -124,6 +124,7 @@ class _TensorRecords:
 
     def release(self) -> None:
         """See `KeptRecords`."""
+        self._released(self._layout)
 
 
 class TensorRecordTicket:

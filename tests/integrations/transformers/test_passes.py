@@ -165,6 +165,30 @@ def test_masks(folder: Path, name: str) -> None:
             logits(enabled(name), ids[:, :1], cache, attention_mask=torch.ones(2, 1))
 
 
+@pytest.mark.parametrize("x_rows", [0, 2])
+def test_inference_mode_around_everything(folder: Path, x_rows: int) -> None:
+    """Rows that are reordered, cropped, kept and opened in inference mode can be added to, in it and outside of it."""
+    said, model = prompt([41, 41]), enabled("llama")
+    ids, wanted = said["input_ids"], logits(plain("llama"), said["input_ids"], DynamicCache(config=plain("llama").config))
+    beams = plain("llama").generate(**said, num_beams=3, max_new_tokens=6, do_sample=False)
+    with torch.inference_mode():
+        with KVCache(model.config, folder, x_rows=0) as cache:
+            assert torch.equal(model.generate(**said, num_beams=3, max_new_tokens=6, do_sample=False, past_key_values=cache), beams)
+        with KVCache(model.config, folder, name="kept", x_rows=x_rows) as cache:
+            logits(model, ids[:, :12], cache)
+            cache.batch_repeat_interleave(1 if x_rows else 2)
+            cache.batch_select_indices(torch.tensor([0, 1] if x_rows else [0, 2]))
+            cache.crop(-3)
+        cache = KVCache(model.config, folder, name="kept", x_rows=x_rows)
+    with cache:
+        logits(model, ids[:, 9:10], cache)
+        logits(model, ids[:, 10:40], cache)
+        cache.crop(-25)
+        logits(model, ids[:, 15:39], cache)
+        found = logits(model, ids[:, 39:], cache)
+    torch.testing.assert_close(found, wanted[:, 39:], rtol=1e-4, atol=1e-4)
+
+
 def test_a_cache_of_fixed_size_is_refused() -> None:
     model = enabled("llama")
     with pytest.raises(errors.InvalidInputError, match="fixed size"):

@@ -242,6 +242,26 @@ def test_a_failed_read_fails_its_ticket_alone(store: Path) -> None:
             assert "segment-00000" in told[0]
 
 
+def test_paths_are_those_of_what_is_kept(store: Path, device: RecordDevice, tmp_path: Path) -> None:
+    """Of two stores, of one of them, of what it was merged into, of none."""
+    build(tmp_path / "s", corpus(20))
+
+    def found() -> set[str]:
+        return {file.path for file in device.path_report()}
+
+    with NativeEngine() as native:
+        with EmbeddingStore(tmp_path / "s", native, device) as mine:
+            with EmbeddingStore(store, native, device) as other:
+                assert found() == {file.path for file in (*mine.full.files, *other.full.files)}
+            assert found() == {file.path for file in mine.full.files}
+            espnx.delete(tmp_path / "s", ["doc-3"])
+            espnx.compact(tmp_path / "s")
+        with EmbeddingStore(tmp_path / "s", native, device) as merged:
+            assert found() == {file.path for file in merged.full.files}
+            assert not found() & {file.path for file in mine.full.files}
+        assert not found()
+
+
 def test_what_is_refused(store: Path) -> None:
     with NativeEngine() as native, EmbeddingStore(store, native) as kept:
         query = record_query(queries(1)[0])
