@@ -14,9 +14,10 @@ from typing import Any
 from ..benchmarks.harness.registry import cases
 from ..benchmarks.harness.result import make_document
 from ..errors import MissingDependencyError
+from ..tables import render_table
 from . import host
 from .env import git_state, package_root
-from .output import add_json_option, emit, render_table
+from .output import add_json_option, emit
 
 MISSING = 3
 QUICK_PAIRS = 3

@@ -7,7 +7,8 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from .output import add_json_option, emit, json_document, render_table
+from ..tables import render_table
+from .output import add_json_option, emit, json_document
 
 if TYPE_CHECKING:
     from ..kv.kept.library import Entry

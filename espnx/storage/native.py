@@ -207,6 +207,10 @@ class NativeEngine:
         self.effective: str = self._native.effective
         self.fallback_reason: str = self._native.fallback_reason
 
+    def __repr__(self) -> str:
+        reason = f", {self.fallback_reason}" if self.fallback_reason else ""
+        return f"<{type(self).__name__}: {self.requested} -> {self.effective}{reason}>"
+
     @property
     def native(self) -> CompiledEngine:
         """The compiled object, for functions of the extension that take an engine."""

@@ -15,7 +15,7 @@ from ... import errors
 from ...checks import check_finite
 from ...device.interface import RecordDevice
 from ...storage import NativeEngine
-from ..encoder import Encoded, Encoder
+from ..encoder import Encoded, Encoder, check_same_encoder
 from ..first_stage.interface import LoadedStage
 from ..store.places import DETACH
 from ..store.store import EmbeddingStore, open_current
@@ -86,9 +86,7 @@ class OpenVersion:
 
     def check_encoder(self, encoder: Encoder) -> None:
         """Raises InvalidInputError unless the store was built with it (or with none)."""
-        built = self.store.manifest.encoder
-        if built.name is not None and encoder.name != built.name:
-            raise errors.InvalidInputError("the store was built with another encoder", got=encoder.name, expected=built.name)
+        check_same_encoder(encoder, self.store.manifest.encoder.name)
 
     def coarse_tier(self, what: str) -> Tier:
         """Raises InvalidInputError where there is none, naming who wants it."""
