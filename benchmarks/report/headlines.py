@@ -57,8 +57,8 @@ def decoding(rows: Sequence[Row]) -> Line | None:
 
 def searching(rows: Sequence[Row]) -> Line | None:
     """An exact search beside memory-mapped records, where memory is short."""
-    limits = {row.params.get("memory_bytes") for row in rows if row.case == "retrieval" and row.params["show"] == "table"} - {None}
-    for limit in sorted(limits):
+    limits = [row.params.get("memory_bytes") for row in rows if row.case == "retrieval" and row.params["show"] == "table"]
+    for limit in sorted({limit for limit in limits if isinstance(limit, int)}):
         found = _systems(rows, show="table", memory_bytes=limit, rerank=None, batch=1)
         if {"espnx", "mmap-1", "mmap-willneed"} <= found.keys():
             times = {name: f"{1e3 * (row.median_s or 0):.0f} ms" for name, row in found.items()}

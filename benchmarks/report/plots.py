@@ -72,7 +72,7 @@ def fill(text: str, results: Mapping[Path, Mapping[str, Any]], folder: str) -> s
             raise InvalidInputError("a marked block names an unknown plot", got=unknown[0], expected=", ".join(PLOTS))
         drawn = [(name, PLOTS[name]) for name in names if PLOTS[name].rows(results)]
         lines = [f'<img src="{folder}/{name}.svg" alt="{plot.alt}" width="{plot.width}">' for name, plot in drawn]
-        return match[1] + "\n".join(["", *lines, "", ""] if lines else []) + match[3]
+        return match[1] + (f"\n{' '.join(lines)}\n\n" if lines else "") + match[3]
 
     return BLOCK.sub(images, text)
 
