@@ -18,6 +18,7 @@ Importing this package loads neither torch nor anything else heavy: names are re
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from . import errors
@@ -102,6 +103,11 @@ __all__ = [
     "open_engine",
     "train",
 ]
+
+if os.environ.get("ESPNX_LOG"):
+    from .log import from_environment
+
+    from_environment()
 
 if not TYPE_CHECKING:  # a type checker that saw it would take any misspelt name for one
 

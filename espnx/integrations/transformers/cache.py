@@ -7,6 +7,7 @@ layers that hold little stay the framework's own, in memory.
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -36,6 +37,8 @@ from .passes import ForwardPass, PassGuard
 from .projections import LayerInput, Rotations, Source
 from .schedule import schedule
 from .summary import summary
+
+log = logging.getLogger(__name__)
 
 
 class KVCache(Cache):
@@ -116,6 +119,7 @@ class KVCache(Cache):
             raise errors.InvalidInputError(
                 "a kept cache", got="layers that are not full attention", expected="full attention in every layer", fix="name=None"
             )
+        log.debug("%d layers go to %s, %d stay in memory (windows or states)", len(self._stored), storage, len(self._in_memory))
         if not self._stored:
             warnings.warn(
                 "no layer of this model is full attention alone: nothing of this cache goes to SSD, all of it stays in memory", stacklevel=2
@@ -201,6 +205,7 @@ class KVCache(Cache):
             numbers = [layer.number for layer in self._stored]
             self.decision = None if ids is None else schedule(model, ids, self.store, numbers, self._threads)
         self.store.x_rows = self.decision.x_rows if self.decision else self._x_rows or 0
+        log.debug("%d sequences keep X instead of K and V: %s", self.store.x_rows, self.decision.why if self.decision else "as asked")
         self._is_unconfirmed = self._x_rows is None and self.store.x_rows > 0
 
     def _check_model(self, model: PreTrainedModel, sequences: int | None) -> None:
