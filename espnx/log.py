@@ -1,7 +1,8 @@
 """``ESPNX_LOG=debug`` shows on standard error what was decided, and why: which path bytes take, what computes, what is prefetched.
 
 Every module writes to a logger of its own name below ``espnx``, by Python's `logging`; a program that sets logging up itself needs no
-variable. Debug is what was decided; warnings are those of `warnings`, which this does not change.
+variable, nor this module, a file of its own that is imported where the variable is set. Debug is what was decided; warnings are those of
+`warnings`, which this does not change.
 """
 
 from __future__ import annotations
