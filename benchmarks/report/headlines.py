@@ -41,6 +41,17 @@ def _systems(rows: Sequence[Row], **params: Any) -> dict[str, Row]:
     return {row.system: row for row in reversed(found) if row.params == found[0].params}
 
 
+def resuming(rows: Sequence[Row]) -> Line | None:
+    """The first token about a context that was read before: the longest that was measured."""
+    contexts = [row.params["context"] for row in rows if row.case == "kv" and row.params.get("show") == "resume"]
+    found = _systems(rows, show="resume", context=max(contexts, default=None))
+    ours, anew = found.get("espnx-kept"), found.get("recomputed")
+    if ours is None or anew is None:
+        return None
+    what = f"the first token of an answer about {ours.params['context']:,} tokens read before, {ours.params['model']}"
+    return what, f"{ours.median_s:.2f} s", f"{anew.median_s:.1f} s, reading them again"
+
+
 def decoding(rows: Sequence[Row]) -> Line | None:
     """A step beside FlexGen's, on a disk at its own speed."""
     found = _systems([row for row in rows if row.case == "kv"], show="decode", throttle_bytes_per_s=None)
@@ -78,4 +89,4 @@ def holding(rows: Sequence[Row]) -> Line | None:
 
 
 #: In the order of the page.
-ALL: tuple[Callable[[Sequence[Row]], Line | None], ...] = (decoding, searching, holding)
+ALL: tuple[Callable[[Sequence[Row]], Line | None], ...] = (resuming, decoding, searching, holding)

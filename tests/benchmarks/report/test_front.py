@@ -62,6 +62,18 @@ def test_headlines_come_from_rows() -> None:
     assert "1,000,000 documents, 1 GiB" in found[1][0]
 
 
+def test_a_kept_cache_comes_first() -> None:
+    def first_token(system: str, context: int, seconds: float) -> Any:
+        return row(case="kv", params={"show": "resume", "model": "m", "context": context}, system=system, median_s=seconds)
+
+    times = [("recomputed", 1000, 3.0), ("espnx-kept", 1000, 0.5), ("espnx-kept", 4000, 0.83), ("recomputed", 4000, 15.6)]
+    results = files(a=[decode("espnx", 2.13), decode("flexgen-disk", 5.5)], b=[first_token(*each) for each in times], c=[INDEX])
+    found = lines(results)
+    assert [line[3] for line in found] == ["`b.json`", "`a.json`", "`c.json`"]
+    assert found[0][:2] == ["the first token of an answer about 4,000 tokens read before, m", "0.83 s"]
+    assert found[0][2].startswith("15.6 s")
+
+
 def test_wrong_or_missing_rows_make_no_headline() -> None:
     wrong = decode("espnx", 2.0, n=0, correct=False, ratio={})
     assert lines(files(a=[wrong, decode("flexgen-disk", 5.5), search("espnx", 0.01)])) == []
