@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_check_steps import KernelTimes, Rows, _kernel_row, copy_bytes_per_s, kernel_times, row
+from gpu_timing import KernelTimes, Rows, copy_bytes_per_s, kernel_row, kernel_times, row
 
 _NEW_TOKENS = 24
 
@@ -26,7 +26,7 @@ def check_attention(work: Path, rows: Rows, failures: list[str]) -> None:
     for fmt, heads, group, n in (("fp16", 8, 4, 131072), ("bf16", 32, 1, 32768), ("int8", 8, 4, 131072), ("fp32", 8, 4, 65536)):
         times, data_bytes = _time_attention(fmt, heads, group, n) if correct else (None, 0)
         params = {"format": fmt, "heads": heads, "group": group, "d": 128, "rows": n}
-        rows.append(_kernel_row("attention", params, times, data_bytes, ceiling, correct))
+        rows.append(kernel_row("attention", params, times, data_bytes, ceiling, correct))
 
 
 def attention_error(fmt: str, heads: int, group: int, d: int, dv: int, n: int, device: str) -> float:

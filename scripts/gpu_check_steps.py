@@ -1,123 +1,28 @@
 """What scripts/gpu_check.py runs, one function ``check_NAME(work, rows, failures)`` a check. Needs a CUDA device.
 
 A check appends rows (schema of `benchmarks.harness.result`) and failures (sentences). Results are verified before anything is timed, on
-fresh random data. A kernel's own time is that of the device (events around many launches); what a call costs with its checks and tables
-stands beside it. Several input sets take turns, since one might fit in the cache.
+fresh random data.
 """
 
 from __future__ import annotations
 
-import importlib
 import re
 import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_check_kv import check_attention, check_kv  # noqa: F401  # checks, too
+from gpu_timing import KernelTimes, Rows, copy_bytes_per_s, kernel_row, kernel_times, row, wall_s
 
 ROOT = Path(__file__).resolve().parent.parent
-Rows = list[dict[str, Any]]
 MIB = 1 << 20
-SETS = 3  # of inputs
 TEST_FILE_LIMIT_S = 60
-#: Long enough that the host has queued everything that is timed before the device gets there.
-_HEAD_START_CYCLES = 5_000_000
-_LAUNCHES = 12
-
-
-def row(case: str, params: dict[str, Any], system: str, times_s: Sequence[float], **fields: Any) -> dict[str, Any]:
-    """A row of `benchmarks.harness.result` from the times of its runs."""
-    ordered = sorted(times_s)
-    quarters = statistics.quantiles(ordered, n=4) if len(ordered) > 1 else [0.0, 0.0, 0.0]
-    made: dict[str, Any] = {
-        "case": case,
-        "params": params,
-        "system": system,
-        "kind": "measured",
-        "requested_path": "none",
-        "effective_path": "none",
-        "cache": "warm",
-        "n": len(ordered),
-        "median_s": statistics.median(ordered) if ordered else None,
-        "p99_s": ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))] if ordered else None,
-        "iqr_s": quarters[2] - quarters[0] if ordered else None,
-        "bytes_asked": 0,
-        "bytes_moved": 0,
-        "correct": True,
-        "metrics": {},
-        "ratio": {},
-    }
-    return {**made, **fields}
-
-
-def device_times_s(call: Callable[[int], Any], runs: int = 30) -> list[float]:
-    """Times of ``call(i)`` on the device, from events around many of them, after a round to warm up.
-
-    The device is busy with something else until all of them are queued, so that the host's time is not in it. ``call`` must not wait for
-    the device.
-    """
-    for i in range(SETS):
-        call(i)
-    times = []
-    for _ in range(runs):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(_HEAD_START_CYCLES)
-        begin.record()
-        for i in range(_LAUNCHES):
-            call(i % SETS)
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3 / _LAUNCHES)
-    return times
-
-
-@dataclass(frozen=True)
-class KernelTimes:
-    """Of one op: `kernel_s` of the bare kernel on the device, `call_s` of whole calls, from the arguments to the result that is there."""
-
-    kernel_s: list[float]
-    call_s: list[float]
-
-
-def bare_launch(name: str, call: Callable[[], Any]) -> Callable[[], Any]:
-    """The launch of ``espnx.kernels.NAME.NAME_kernel`` that ``call`` makes, to be repeated without what the op does around it."""
-    module = importlib.import_module(f"espnx.kernels.{name}")
-    kernel, seen = getattr(module, f"{name}_kernel"), list[Callable[[], Any]]()
-
-    class Recording:
-        def __getitem__(self, grid: Any) -> Callable[..., Any]:
-            def launch(*args: Any, **constants: Any) -> Any:
-                seen.append(lambda: kernel[grid](*args, **constants))
-                return seen[-1]()
-
-            return launch
-
-    setattr(module, f"{name}_kernel", Recording())
-    try:
-        call()
-    finally:
-        setattr(module, f"{name}_kernel", kernel)
-    return seen[-1]
-
-
-def kernel_times(name: str, call: Callable[[int], Any]) -> KernelTimes:
-    """Times an op: ``call(i)`` runs it on input set i, with its tables on the CPU, as callers have them."""
-    launches = [bare_launch(name, lambda i=i: call(i)) for i in range(SETS)]
-    whole = [_wall_s(lambda i=i: call(i % SETS)) for i in range(23)][3:]
-    return KernelTimes(device_times_s(lambda i: launches[i]()), whole)
-
-
-def copy_bytes_per_s() -> float:
-    """The memory's ceiling: a large copy within the device, bytes read plus bytes written."""
-    source = torch.randint(0, 256, (1 << 30,), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / statistics.median(device_times_s(lambda i: target.copy_(source), 10))
 
 
 def check_tests(work: Path, rows: Rows, failures: list[str]) -> None:
@@ -225,8 +130,8 @@ def _read_point(point: str, engine: Any, file: Any, native: Any, plans: Any, gap
     plain_plan = type(ours)(ours.file, ours.offset_bytes, ours.size_bytes)
     direct, through_host = [], []
     for _ in range(0 if wrong else 7):
-        direct.append(_wall_s(lambda: engine.read(plain_plan, gap_bytes=gap).wait()))
-        through_host.append(_wall_s(lambda: native.read(theirs, gap_bytes=gap).wait().pin_memory().to("cuda", non_blocking=True)))
+        direct.append(wall_s(lambda: engine.read(plain_plan, gap_bytes=gap).wait()))
+        through_host.append(wall_s(lambda: native.read(theirs, gap_bytes=gap).wait().pin_memory().to("cuda", non_blocking=True)))
     ratio = {"uring+copy": statistics.median(b / a for a, b in zip(direct, through_host, strict=True))} if direct else {}
     common = {"bytes_asked": sum(sizes), "bytes_moved": moved, "correct": not wrong}
     made = []
@@ -251,14 +156,6 @@ def _read_point(point: str, engine: Any, file: Any, native: Any, plans: Any, gap
             )
         )
     return made
-
-
-def _wall_s(call: Callable[[], Any]) -> float:
-    torch.cuda.synchronize()
-    begun = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - begun
 
 
 def _records(counts: torch.Tensor, d: int, fmt: str, *, spread: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -295,7 +192,7 @@ def check_maxsim(work: Path, rows: Rows, failures: list[str]) -> None:
     ceiling = copy_bytes_per_s() if correct else 0.0
     for fmt, n_query, d, n in (("fp16", 32, 128, 20_000), ("fp16", 32, 384, 8000), ("fp32", 32, 128, 8000)):
         times, data_bytes = _time_maxsim(fmt, n_query, d, n) if correct else (None, 0)
-        rows.append(_kernel_row("maxsim", {"format": fmt, "Lq": n_query, "d": d, "documents": n}, times, data_bytes, ceiling, correct))
+        rows.append(kernel_row("maxsim", {"format": fmt, "Lq": n_query, "d": d, "documents": n}, times, data_bytes, ceiling, correct))
 
 
 def _maxsim_error(query: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor, found: torch.Tensor) -> float:
@@ -347,37 +244,7 @@ def check_crc32c(work: Path, rows: Rows, failures: list[str]) -> None:
         sets = [torch.randint(0, 256, (size_bytes * n,), dtype=torch.uint8, device="cuda") for _ in range(3)]
         offsets, sizes = torch.arange(n) * size_bytes, torch.full((n,), size_bytes)
         times = kernel_times("crc32c", lambda i, s=sets, o=offsets, z=sizes: crc32c_ranges(s[i], o, z)) if correct else None
-        rows.append(_kernel_row("crc32c", {"bytes": size_bytes, "ranges": n}, times, size_bytes * n, ceiling, correct))
-
-
-def _kernel_row(
-    case: str, params: dict[str, Any], times: KernelTimes | None, data_bytes: int, ceiling: float, correct: bool
-) -> dict[str, Any]:
-    metrics, kernel_s = {}, times.kernel_s if times else []
-    if times:
-        rate = data_bytes / statistics.median(kernel_s)
-        metrics = {
-            "call_s": statistics.median(times.call_s),
-            "bytes_per_s": rate,
-            "copy_bytes_per_s": ceiling,
-            "roofline_s": data_bytes / ceiling,
-            "share_of_roofline": rate / ceiling,
-        }
-    return row(case, params, "espnx-triton", kernel_s, bytes_asked=data_bytes, bytes_moved=data_bytes, correct=correct, metrics=metrics)
-
-
-def check_attention(work: Path, rows: Rows, failures: list[str]) -> None:
-    """See gpu_check_kv.py."""
-    import gpu_check_kv
-
-    gpu_check_kv.check_attention(work, rows, failures)
-
-
-def check_kv(work: Path, rows: Rows, failures: list[str]) -> None:
-    """See gpu_check_kv.py."""
-    import gpu_check_kv
-
-    gpu_check_kv.check_kv(work, rows, failures)
+        rows.append(kernel_row("crc32c", {"bytes": size_bytes, "ranges": n}, times, size_bytes * n, ceiling, correct))
 
 
 def check_search(work: Path, rows: Rows, failures: list[str]) -> None:

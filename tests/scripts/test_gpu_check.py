@@ -23,6 +23,7 @@ sys.path.append(str(ROOT / "scripts"))
 
 import gpu_check  # noqa: E402
 import gpu_check_steps  # noqa: E402
+import gpu_timing  # noqa: E402
 
 MACHINE = dict.fromkeys(("cpu", "cores", "memory_bytes", "kernel", "disk", "fs", "fio", "python", "torch"))
 
@@ -80,7 +81,7 @@ def test_a_hanging_check_takes_its_children_with_it(tmp_path: Path) -> None:
 
 def test_a_check_that_raises_keeps_the_rows_it_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def check_maxsim(work: Path, rows: list[dict[str, object]], failures: list[str]) -> None:
-        rows.append(gpu_check_steps.row("case", {}, "espnx", [0.1, 0.2, 0.3]))
+        rows.append(gpu_timing.row("case", {}, "espnx", [0.1, 0.2, 0.3]))
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(gpu_check_steps, "check_maxsim", check_maxsim)
@@ -99,12 +100,10 @@ def test_rows_fit_the_schema() -> None:
     rows = [
         gpu_check.check_row("gds", 1.5, []),
         gpu_check.check_row("gds", 1.5, ["bad"]),
-        gpu_check_steps.row(
-            "gds-read", {"point": "end"}, "espnx-gds", [0.5], requested_path="gds", effective_path="gds-compat", bytes_asked=5
-        ),
-        gpu_check_steps.row("gds-read", {"refused": "no"}, "espnx-gds", []),
-        gpu_check_steps._kernel_row("maxsim", {}, gpu_check_steps.KernelTimes([0.1, 0.2], [0.3]), 1000, 4e12, True),
-        gpu_check_steps._kernel_row("maxsim", {}, None, 1000, 4e12, False),
+        gpu_timing.row("gds-read", {"point": "end"}, "espnx-gds", [0.5], requested_path="gds", effective_path="gds-compat", bytes_asked=5),
+        gpu_timing.row("gds-read", {"refused": "no"}, "espnx-gds", []),
+        gpu_timing.kernel_row("maxsim", {}, gpu_timing.KernelTimes([0.1, 0.2], [0.3]), 1000, 4e12, True),
+        gpu_timing.kernel_row("maxsim", {}, None, 1000, 4e12, False),
     ]
     made = document(rows)
     assert json.loads(json.dumps(made)) == made
@@ -147,7 +146,7 @@ def test_kernels_are_timed_without_the_host(monkeypatch: pytest.MonkeyPatch) -> 
         done.append("host")
         module.crc32c_kernel[(7,)](i, LANES=128)
 
-    times = gpu_check_steps.kernel_times("crc32c", call)
+    times = gpu_timing.kernel_times("crc32c", call)
     assert isinstance(module.crc32c_kernel, Kernel)
     assert set(times.kernel_s) == {24e-3 / 12}
     assert len(times.call_s) == 20
