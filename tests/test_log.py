@@ -93,10 +93,10 @@ def test_a_search_says_what_it_decided(tmp_path: Path, caplog: pytest.LogCapture
     assert "reads cost (given, or supposed for a small store)" in said
     assert "coarse records in memory" in said
     plans = [message for message in caplog.messages if "prefetch after" in message]
-    assert plans[0] == "1 queries, 20 candidates, 20 scored; prefetch after no step: the first search of its kind"
+    assert plans[0] == "queries: 1, candidates: 20, scored: 20, prefetch after no step: the first search of its kind"
     assert re.search(r"prefetch after .*: \d+\.\d\d ms predicted$", plans[1])
-    assert plans[2] == "1 queries, 20 candidates, 5 scored; prefetch after (0.3,): as asked"
-    assert plans[3].startswith("2 queries, 20 candidates, 20 scored; prefetch after no step: the first stages of a batch")
+    assert plans[2] == "queries: 1, candidates: 20, scored: 5, prefetch after (0.3,): as asked"
+    assert plans[3].startswith("queries: 2, candidates: 20, scored: 20, prefetch after no step: the first stages of a batch")
 
 
 def test_a_kv_cache_says_where_its_layers_go(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -99,7 +99,7 @@ def import_index(
     Raises:
         InvalidInputError: not an index, texts or ids that are not its own, or options that do not fit.
         FormatError: the index is damaged, incomplete or contradicts itself. What was built is kept as an unfinished build.
-        Whatever `build` raises.
+        DiskFullError, WriteError, StoreBusyError: as `espnx.build`.
     """
     index, makes = open_index(Path(folder)), encoder_of(encoder)
     if makes is not None and (makes.d_cls, makes.dim) != (0, index.dim):

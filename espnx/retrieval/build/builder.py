@@ -494,7 +494,7 @@ def train(
         documents, encoder, dims, engine, restart, progress: as of `build`; documents are spooled below `path` meanwhile.
 
     Raises:
-        what `build` raises; InvalidInputError for a sample without documents. An interrupted call is gone on with, as a build is.
+        InvalidInputError: a sample without documents. The others are those of `build`; an interrupted call is gone on with, as a build is.
     """
     given = given_options(
         format=format, coarse=coarse, pca=pca, pooling=pooling, first_stage_kind=first_stage_kind, first_stage_code=first_stage_code,

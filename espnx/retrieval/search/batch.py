@@ -114,7 +114,8 @@ def _plan(version: OpenVersion, queries: list[QueryVectors], options: SearchOpti
         steps, predicted_s = version.prefetch.choose(plan.kind)
         plan = replace(plan, steps=steps, predicted_s=predicted_s or 0.0)
         why = "the first search of its kind" if predicted_s is None else f"{1e3 * predicted_s:.2f} ms predicted"
-    log.debug("%d queries, %d candidates, %d scored; prefetch after %s: %s", len(queries), candidates, depth, plan.steps or "no step", why)
+    asked = (len(queries), candidates, min(depth, candidates))
+    log.debug("queries: %d, candidates: %d, scored: %d, prefetch after %s: %s", *asked, plan.steps or "no step", why)
     return plan
 
 

@@ -72,7 +72,9 @@ class Index:
             None: the plain SSD, read by `engine` and scored on `compute`.
 
     Raises:
-        what `EmbeddingStore` raises; InvalidInputError for another encoder or a bad option; PathUnavailableError.
+        InvalidInputError: another encoder than the store's, or an option that is out of range.
+        PathUnavailableError: the engine that was named cannot be had here.
+        StoreNotFoundError, FormatError, ForeignFileError, TruncatedFileError, ChecksumError: nothing damaged is opened.
     """
 
     def __init__(
