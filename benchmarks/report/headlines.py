@@ -85,7 +85,7 @@ def holding(rows: Sequence[Row]) -> Line | None:
         return None
     resident = found.metrics["rss_growth_bytes"] + found.metrics["metadata_bytes"]
     what = f"memory to search {found.params['documents']:,} documents"
-    return what, f"{resident / 1e9:.2f} GB", f"{found.metrics['record_bytes'] / 1e9:.1f} GB of records in memory beside that"
+    return what, f"{resident / 1e9:.2f} GB", f"{found.metrics['record_bytes'] / 1e9:.1f} GB more with the records in memory"
 
 
 #: In the order of the page.
