@@ -18,7 +18,6 @@ Importing this package loads neither torch nor anything else heavy: names are re
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from . import errors
@@ -30,11 +29,10 @@ if TYPE_CHECKING:
     from .integrations.transformers.cache import KVCache
     from .integrations.transformers.enable import enable_kv_cache
     from .kv.schedule import Decision
-    from .retrieval.build.builder import build, train
-    from .retrieval.build.changes import add, compact, delete
-    from .retrieval.build.detach import detach
+    from .retrieval.build.builder import BuildReport, build, train
+    from .retrieval.build.changes import CompactReport, add, compact, delete
+    from .retrieval.build.detach import DetachReport, detach
     from .retrieval.build.documents import Document
-    from .retrieval.build.reports import AddReport, BuildReport, CompactReport, DetachReport
     from .retrieval.build.trained import Trained
     from .retrieval.encoder import Encoded, Encoder, FunctionEncoder
     from .retrieval.evaluate import evaluate
@@ -51,11 +49,10 @@ _HOME = {
     "integrations.transformers.cache": ["KVCache"],
     "integrations.transformers.enable": ["enable_kv_cache"],
     "kv.schedule": ["Decision"],
-    "retrieval.build.builder": ["build", "train"],
-    "retrieval.build.changes": ["add", "compact", "delete"],
-    "retrieval.build.detach": ["detach"],
+    "retrieval.build.builder": ["BuildReport", "build", "train"],
+    "retrieval.build.changes": ["CompactReport", "add", "compact", "delete"],
+    "retrieval.build.detach": ["DetachReport", "detach"],
     "retrieval.build.documents": ["Document"],
-    "retrieval.build.reports": ["AddReport", "BuildReport", "CompactReport", "DetachReport"],
     "retrieval.build.trained": ["Trained"],
     "retrieval.encoder": ["Encoded", "Encoder", "FunctionEncoder"],
     "retrieval.evaluate": ["evaluate"],
@@ -66,7 +63,6 @@ _HOME = {
 }
 
 __all__ = [
-    "AddReport",
     "BuildReport",
     "CompactReport",
     "Decision",
@@ -103,11 +99,6 @@ __all__ = [
     "open_engine",
     "train",
 ]
-
-if os.environ.get("ESPNX_LOG"):
-    from .log import from_environment
-
-    from_environment()
 
 if not TYPE_CHECKING:  # a type checker that saw it would take any misspelt name for one
 

@@ -19,11 +19,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import docstrings
 
 import espnx
+from espnx.cli.output import render_table
 from espnx.cli.progress import ProgressLine
+from espnx.cli.search import render
 from espnx.ops.quantise import load_faiss
 from espnx.retrieval.reference import InMemoryReference
 from espnx.sizes import format_size
-from espnx.tables import render_table
 
 QUERIES = (
     "read a csv file into rows",
@@ -65,7 +66,7 @@ def build(directory: Path, documents: list[dict[str, str]], encoder: object) -> 
 
 def search(index: espnx.Index) -> None:
     for query in QUERIES:
-        print(f"{query}\n{index.search(query, k=3)}\n")
+        print(render(query, index.search(query, k=3)) + "\n")
 
 
 def compare(index: espnx.Index, documents: list[dict[str, str]]) -> bool:

@@ -28,7 +28,7 @@ RANK = {
     "cli": 8,  # `espnx bench` runs the registered benchmarks
 }
 # Modules directly under espnx/ that know nothing of the rest.
-BASE_MODULES = {"errors", "_version", "sizes", "checks", "log", "tables"}
+BASE_MODULES = {"errors", "_version", "sizes", "checks"}
 # The package's front page and `python -m espnx` only pass on what is below.
 FACADES = {"", "__main__"}
 NATIVE_USERS = {"storage", "ops", "device", "cli"}

@@ -17,8 +17,6 @@ over ours (above 1: ours is faster). A turn begins with nothing read ahead.
   espnx bench kv --path /mnt/nvme --quick                                        does everything work here?
   espnx bench kv --path /mnt/nvme --model opt-1.3b --batch 4 --context 3840 --baseline dynamic,memmap,flexgen-disk,fio --throttle 800MB/s
   espnx bench kv --path /mnt/nvme --show context,batch --model llama-small       sweeps up to --context and --batch
-  espnx bench kv --path /mnt/nvme --show context --model llama-small --context 131072 --memory 3GiB   where memory ends; caches in memory
-                                                                                  take part as long as they fit
   espnx bench kv --path /mnt/nvme --show spill --model opt-125m                  spill intervals: requests, bytes, time
   espnx bench kv --show attend                                                   attention from memory, GB/s of one thread
   espnx bench kv --show x --model opt-1.3b                                       X rows absorbed, and K and V recomputed from them

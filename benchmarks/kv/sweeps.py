@@ -5,11 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from espnx.sizes import format_size
-
 from ..harness.registry import Say
 from ..harness.result import Row
-from ..machine.memory import available_bytes
 from .attend import show_attend
 from .fleet import Spec
 from .measure import measure
@@ -18,7 +15,6 @@ from .rss import show_growth, show_rss
 from .x_rows import show_x
 
 _LEAST_CONTEXT = 512
-_PROCESS_BYTES = 1 << 30  # Python, PyTorch, weights and activations of a small model
 _SPILL_TOKENS, _QUICK_SPILL_TOKENS, _SPILL_TURNS = 512, 32, 4
 
 
@@ -50,31 +46,12 @@ def show_decode(options: Options, say: Say) -> list[Row]:
 def show_context(options: Options, say: Say) -> list[Row]:
     """Contexts that double, up to `--context`."""
     contexts = sweep(min(_LEAST_CONTEXT, options.context), options.context)
-    return [
-        row
-        for context in contexts
-        for row in _point(_with_what_fits(options, options.batch, context, say), "context", options.batch, context, say)
-    ]
+    return [row for context in contexts for row in _point(options, "context", options.batch, context, say)]
 
 
 def show_batch(options: Options, say: Say) -> list[Row]:
     """Batches that double, up to `--batch`."""
-    return [
-        row
-        for batch in sweep(1, options.batch)
-        for row in _point(_with_what_fits(options, batch, options.context, say), "batch", batch, options.context, say)
-    ]
-
-
-def _with_what_fits(options: Options, batch: int, context: int, say: Say) -> Options:
-    """Without the caches in memory that would need more of it than `--memory` allows, or than there is: K and V, an eighth for what is
-    copied when they grow, and the process itself."""
-    room = options.limit.size_bytes or available_bytes()
-    need = options.task(options.plan(), batch=batch, context=context).kv_bytes(context) * 9 // 8 + _PROCESS_BYTES
-    left_out = [spec.name for spec in options.baselines if spec.in_memory] if need > room else []
-    if left_out:
-        say(f"{', '.join(left_out)} left out at {batch} x {context} tokens: {format_size(need)} of memory, there are {format_size(room)}")
-    return dataclasses.replace(options, baselines=[spec for spec in options.baselines if spec.name not in left_out])
+    return [row for batch in sweep(1, options.batch) for row in _point(options, "batch", batch, options.context, say)]
 
 
 def show_x_sweep(options: Options, say: Say) -> list[Row]:

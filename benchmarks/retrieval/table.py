@@ -98,20 +98,6 @@ def by_memory(rows: Sequence[Row]) -> Table:
     return ["corpus", "what", "system", *(f"{limit}, ms" for limit in limits)], lines
 
 
-def by_size(rows: Sequence[Row]) -> Table:
-    """A line for each size of the records, a column for each system: median milliseconds."""
-    systems = list(dict.fromkeys(row.system for row in rows))
-    points: dict[tuple[str, int, str], list[Row]] = {}
-    for row in rows:
-        points.setdefault((row.params["corpus"], row.params["documents"], _memory(row)), []).append(row)
-    lines = []
-    for (corpus, documents, memory), here in points.items():
-        size = here[0].metrics.get("record_bytes")
-        times = {row.system: number(row.median_s, 1e-3) if row.correct else "WRONG" for row in here}
-        lines.append([corpus, f"{documents:,}", number(size, 1e9), memory, *(times.get(system, ABSENT) for system in systems)])
-    return ["corpus", "documents", "records, GB", "memory", *(f"{system}, ms" for system in systems)], lines
-
-
 def _milliseconds(row: Row | None, everyone: Sequence[Row]) -> str:
     if row is None or row.median_s is None:
         return ABSENT if row is None or row.correct else "WRONG"

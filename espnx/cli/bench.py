@@ -14,10 +14,9 @@ from typing import Any
 from ..benchmarks.harness.registry import cases
 from ..benchmarks.harness.result import make_document
 from ..errors import MissingDependencyError
-from ..tables import render_table
 from . import host
 from .env import git_state, package_root
-from .output import add_json_option, emit
+from .output import add_json_option, emit, render_table
 
 MISSING = 3
 QUICK_PAIRS = 3

@@ -7,8 +7,7 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from ..tables import render_table
-from .output import add_json_option, emit, json_document
+from .output import add_json_option, emit, json_document, render_table
 
 if TYPE_CHECKING:
     from ..kv.kept.library import Entry

@@ -7,10 +7,9 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
 from ..errors import InvalidInputError
-from ..tables import render_table
 from . import host
 from .checks import FAIL, PASS, WARN, Check, disk, gpu, run_checks, software
-from .output import add_json_option, emit, json_document
+from .output import add_json_option, emit, json_document, render_table
 
 DESCRIPTION = """First a table: the mount, its file system and device, whether O_DIRECT holds, which engine `auto` becomes there, and the
 alignment of reads. Then one line per check: PASS, INFO, WARN (works, slower or with less), FAIL, N-A (no such hardware).

@@ -7,8 +7,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..tables import render_table
-from .output import add_json_option, emit, json_document
+from .output import add_json_option, emit, json_document, render_table
 
 if TYPE_CHECKING:
     from ..integrations.generate.generate import Report
@@ -99,12 +98,33 @@ def run(args: argparse.Namespace) -> int:
             generate_options=generate_options, progress=lambda done, total: progress.update("prompts", done, total),
         )  # fmt: skip
     document = json_document("generate", out=out, prompts=report.prompts, skipped=report.skipped, batches=report.stats)
-    emit(args, _text(report, out), document)
+    emit(args, _text(report, out, args.x_rows is not None), document)
     return 0
 
 
-def _text(report: Report, out: str) -> str:
-    from ..integrations.transformers.summary import work
-
+def _text(report: Report, out: str, is_asked: bool) -> str:
     rows: list[tuple[str, object]] = [("results", out), ("prompts", f"{report.prompts} now, {report.skipped} before")]
-    return render_table(("", ""), rows + (work(report.stats) if report.stats else []))
+    if report.stats:
+        last = report.stats[-1]
+        for name in ("prefill", "decode"):
+            tokens, seconds = report.total(f"{name}_tokens"), report.total(f"{name}_s")
+            rows.append((name, f"{tokens:,.0f} tokens, {tokens / seconds:,.1f} tokens/s" if seconds else f"{tokens:,.0f} tokens"))
+        written, asked, moved = (report.total(f"bytes_{name}") / 2**20 for name in ("written", "asked", "moved"))
+        rows += [
+            ("bytes", f"{written:,.1f} MiB written, {asked:,.1f} MiB asked, {moved:,.1f} MiB moved"),
+            ("effective path", last["effective_path"]),
+            ("waited for the disk", f"{report.total('waiting_s'):.1f} s"),
+            ("a decode step", "-" if last["step_s"] is None else f"{last['step_s']:.3f} s measured{_predicted(last)}"),
+            ("sequences kept as X", f"{last['x_rows']}, as asked" if is_asked else _decision(last)),
+        ]
+    return render_table(("", ""), rows)
+
+
+def _predicted(stats: dict[str, Any]) -> str:
+    decision = stats["decision"]
+    return f", {decision['predicted_s'][decision['x_rows']]:.3f} s predicted" if decision and decision["predicted_s"] else ""
+
+
+def _decision(stats: dict[str, Any]) -> str:
+    decision = stats["decision"]
+    return f"{stats['x_rows']} ({decision['why'] if decision else 'nothing to decide'})"

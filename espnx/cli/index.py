@@ -11,12 +11,14 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from io import BufferedReader
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import InvalidInputError
-from ..tables import render_table
-from .output import add_json_option, emit, json_document
+from .output import add_json_option, emit, json_document, render_table, stage_in_words
 from .progress import ProgressLine
+
+if TYPE_CHECKING:
+    from ..retrieval.store.manifest import Manifest
 
 _EXPECTED = "a JSON object with id (or _id), text and perhaps title"
 
@@ -107,6 +109,7 @@ def run_build(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from .. import build, load_encoder
+    from ..sizes import format_size
 
     encoder = load_encoder(args.encoder)
     with ProgressLine() as progress, warnings.catch_warnings():
@@ -130,14 +133,29 @@ def run_build(args: argparse.Namespace) -> int:
             restart=args.restart,
             progress=progress.update,
         )
-    emit(args, report.summary(), json_document("index build", report=asdict(report)))
+    rows = [
+        (
+            "documents",
+            f"{report.documents:,}" + (f" ({report.resumed_documents:,} from the interrupted build)" if report.resumed_documents else ""),
+        ),
+        ("token vectors", f"{report.tokens:,}"),
+        ("records on disk", format_size(report.record_bytes)),
+        ("resident metadata", f"{report.resident_bytes_per_document:.3f} bytes a document"),
+        ("first stage", stage_in_words(report.first_stage)),
+        *([("began anew", report.restarted_because)] if report.restarted_because else []),
+        ("time", f"{report.spool_s:.1f} s encode and spool, {report.arrange_s:.1f} s arrange, {report.write_s:.1f} s write"),
+    ]
+    text = render_table(("", ""), rows)
+    if not report.documents:
+        text += f"\n{args.corpus} holds no document: the store is empty; the first addition trains its lists"
+    emit(args, text, json_document("index build", report=asdict(report)))
     return 0
 
 
 def configure_add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", help="directory of the store")
     parser.add_argument("--corpus", required=True, metavar="FILE", help="JSON lines with id (or _id), text and optionally title")
-    parser.add_argument("--encoder", default="auto", help="the one that the store was built with (default: as the store remembers)")
+    parser.add_argument("--encoder", default="minilm", help="the one the store was built with (default: %(default)s)")
     parser.add_argument("--replace", action="store_true", help="documents whose ids are in the store take the others' places")
     parser.add_argument("--memory", metavar="SIZE", help="what the process may use (default: 1GiB)")
     add_json_option(parser)
@@ -146,18 +164,21 @@ def configure_add(parser: argparse.ArgumentParser) -> None:
 def run_add(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from .. import add
+    from .. import add, load_encoder
 
     with ProgressLine() as progress:
         report = add(
             args.store,
             read_corpus(args.corpus),
-            args.encoder,
+            load_encoder(args.encoder),
             replace=args.replace,
             memory=args.memory,
             progress=progress.update,
         )
-    emit(args, report.summary(), json_document("index add", report=asdict(report)))
+    text = f"{args.store}: {report.documents:,} documents added, generation {report.generation}, {report.parts} parts"
+    if report.compacting_pays:
+        text += "; `espnx index compact` pays now"
+    emit(args, text, json_document("index add", report=asdict(report)))
     return 0
 
 
@@ -200,10 +221,13 @@ def run_compact(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from .. import compact
+    from ..sizes import format_size
 
     with ProgressLine() as progress:
         report = compact(args.store, memory=args.memory, progress=progress.update)
-    emit(args, report.summary(), json_document("index compact", report=asdict(report)))
+    sizes = f"{format_size(report.size_bytes_before)} to {format_size(report.size_bytes)}"
+    text = f"{args.store}: {report.documents:,} documents in one part ({report.parts} before), {report.dropped:,} dropped, {sizes}"
+    emit(args, text, json_document("index compact", report=asdict(report)))
     return 0
 
 
@@ -218,9 +242,11 @@ def run_detach(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from .. import detach
+    from ..sizes import format_size
 
     report = detach(args.store, directories=args.directory, adopt=args.adopt)
-    emit(args, report.summary(), json_document("index detach", report=asdict(report)))
+    done = "the data directories are its own" if args.adopt else f"{report.files} data files copied, {format_size(report.size_bytes)}"
+    emit(args, f"{args.store}: {done}", json_document("index detach", report=asdict(report)))
     return 0
 
 
@@ -245,26 +271,52 @@ def configure_info(parser: argparse.ArgumentParser) -> None:
     add_json_option(parser)
 
 
+def _parts_in_words(manifest: Manifest) -> str:
+    text = f"{len(manifest.parts)}; {manifest.added_share:.1%} of the records added since the base, {manifest.dead_share:.1%} deleted"
+    return text + ("; `espnx index compact` pays" if manifest.compacting_pays else "")
+
+
 def run_info(args: argparse.Namespace) -> int:
+    from ..retrieval.first_stage.registry import described
     from ..retrieval.store.store import EmbeddingStore
+    from ..sizes import format_size
     from ..storage import NativeEngine
 
     with NativeEngine() as engine, EmbeddingStore(args.store, engine) as store:
-        manifest = store.manifest
-        text = render_table(("", ""), store.facts())
+        manifest, schema, encoder = store.manifest, store.manifest.schema, store.manifest.encoder
+        data_bytes = sum(segment.size_bytes for segment in store.segments)
+        stage_bytes = store.first_stage_bytes
+        coarse = "none" if store.coarse is None else f"{store.coarse.schema.format}, {format_size(store.coarse.size_bytes)}"
+        deleted = sum(part.count for part in store.parts) - store.count
+        per_document = store.resident_bytes / max(1, store.count)
+        rows = [
+            ("documents", f"{manifest.count:,}" + (f" ({deleted:,} deleted ones wait for compact)" if deleted else "")),
+            ("token vectors", f"{manifest.tokens:,} x {schema.dim} {schema.format}"),
+            ("CLS vectors", f"{schema.d_cls} dimensions, weight {manifest.cls_weight}" if schema.d_cls else "none"),
+            ("encoder", encoder.name or "none: documents brought their vectors"),
+            ("projection", f"{encoder.dim} to {schema.dim} dimensions" if store.projection else "none"),
+            ("first stage", stage_in_words(described(manifest.first_stage))),
+            ("on disk", f"{format_size(data_bytes)} in {len(store.segments)} data files, path {store.effective_path}"),
+            ("in memory: metadata", f"{format_size(store.resident_bytes)}, {per_document:.3f} bytes a document"),
+            ("in memory: first stage", format_size(stage_bytes)),
+            ("coarse tier", coarse),
+            ("generation", str(manifest.generation)),
+            ("parts", _parts_in_words(manifest)),
+            *(("shares data", f"{home}: `espnx index detach` before it can be changed") for home in store.shared_homes),
+        ]
         document = json_document(
             "index info",
             manifest=manifest.fields(),
             shared_homes=store.shared_homes,
-            data_bytes=sum(segment.size_bytes for segment in store.segments),
+            data_bytes=data_bytes,
             resident_bytes=store.resident_bytes,
-            resident_bytes_per_document=store.resident_bytes / max(1, store.count),
-            first_stage_bytes=store.first_stage_bytes,
+            resident_bytes_per_document=per_document,
+            first_stage_bytes=stage_bytes,
             parts=len(store.parts),
             added_share=manifest.added_share,
             dead_share=manifest.dead_share,
             compacting_pays=manifest.compacting_pays,
             effective_path=store.effective_path,
         )
-    emit(args, text, document)
+    emit(args, render_table(("", ""), rows), document)
     return 0

@@ -15,8 +15,7 @@ from .registry import COMMANDS, GROUPS, Command
 OK, FAILED, USAGE, MISSING_HARDWARE, INTERRUPTED = 0, 1, 2, 3, 130
 
 _EPILOG = """exit codes: 0 ok, 1 a check failed or an error, 2 wrong usage, 3 missing hardware
-Tables go to standard output, progress and messages to standard error. ESPNX_LOG=debug says which paths were taken, and why;
-ESPNX_DEBUG=1 shows tracebacks."""
+Tables go to standard output, progress and messages to standard error. ESPNX_DEBUG=1 shows tracebacks."""
 
 
 def build_parser(chosen: str | None = None, commands: dict[str, Command] | None = None) -> argparse.ArgumentParser:

@@ -7,8 +7,7 @@ from typing import Any
 
 from ..errors import InvalidInputError
 from ..sizes import format_size, parse_size
-from ..tables import render_table
-from .output import add_json_option, emit, json_document
+from .output import add_json_option, emit, json_document, render_table
 
 DESCRIPTION = """Sizes come from the configuration and the headers of the weights; nothing of the model is loaded. With --storage the
 disk is measured (a temporary file of at most 256 MiB, read past the page cache), and memory and matrix products for a moment each; the

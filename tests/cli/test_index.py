@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import espnx
 from espnx.cli.main import main
 
 pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
@@ -27,7 +28,7 @@ WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "
 
 @pytest.fixture(autouse=True)
 def encoders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("espnx.encoders.load_encoder", lambda name, **options: toy_encoder())
+    monkeypatch.setattr(espnx, "load_encoder", lambda name, **options: toy_encoder(), raising=False)
 
 
 def write_corpus(path: Path, count: int = 50) -> Path:

@@ -16,10 +16,9 @@ import pytest
 from espnx import errors
 from espnx._version import __version__
 from espnx.cli import main as cli
-from espnx.cli.output import emit, json_document, write_json
+from espnx.cli.output import emit, json_document, render_table, write_json
 from espnx.cli.registry import COMMANDS, GROUPS, Command
 from espnx.sizes import format_size, parse_size
-from espnx.tables import render_table
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -53,7 +53,7 @@ def queries(count: int, *, d_cls: int = D_CLS, dim: int = DIM, seed: int = 77) -
     return [document.vectors for document in corpus(count, d_cls=d_cls, dim=dim, tokens=(1, 6), seed=seed) if document.vectors]
 
 
-def build(path: Path | str, documents: Iterable[Any], **options: Any) -> espnx.BuildReport:
+def build(path: Path | str, documents: Iterable[Any], **options: Any) -> espnx.retrieval.build.builder.BuildReport:
     """`espnx.build` with the dimensions of this file and exact lists, unless told otherwise."""
     return espnx.build(path, documents, **{"dims": (D_CLS, DIM), "first_stage_code": "flat", "nlist": 4, **options})
 

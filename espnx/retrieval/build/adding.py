@@ -15,7 +15,7 @@ import torch
 from ... import errors
 from ...device.record_layout import RecordSchema
 from ...ops.maxsim import Codebook
-from ..encoder import Encoder, remembered_encoder
+from ..encoder import Encoder
 from ..first_stage.interface import FirstStage
 from ..store.part_file import FileWriter
 from ..store.record import check_document, pack
@@ -98,7 +98,7 @@ class Batch:
 
 @dataclass
 class Addition:
-    """One call of `add`, under way. `remembers`: where `encoder` is None, the one that the store remembers is loaded when it is wanted."""
+    """One call of `add`, under way."""
 
     version: Version
     draft: Draft
@@ -106,7 +106,6 @@ class Addition:
     replace: bool
     budget: MemoryBudget
     progress: Progress
-    remembers: bool
     tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -123,10 +122,7 @@ class Addition:
         batch, seen = self._new_batch(), 0
         for some in batches(documents, _DOCUMENTS_AT_ONCE, limit, self._schema.dim):
             self._check_new(some, batch)
-            decoded = decode_rows(some, self._targets["full"].schema.format, self._schema.dim, None)
-            if self.encoder is None and self.remembers and any(document.vectors is None for document in decoded):
-                self.encoder = remembered_encoder(self.version.manifest.encoder.name)
-            batch.append(decoded, self.encoder)
+            batch.append(decode_rows(some, self._targets["full"].schema.format, self._schema.dim, None), self.encoder)
             seen += len(some)
             self.progress("add", seen, None)
             if batch.size_bytes > limit // 2:

@@ -12,10 +12,10 @@ import itertools
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from ...storage.files import crc32c, make_directory, read_file, write_file
 from ...storage.lock import DirectoryLock
 from ...storage.native import free_bytes
 from ...storage.parse import Fields
-from ..encoder import Encoder, EncoderLike, encoder_of
+from ..encoder import Encoder
 from ..first_stage.interface import FirstStage
 from ..first_stage.registry import described, parse_stage
 from ..store.manifest import EncoderEntry, Manifest, score_space
@@ -49,19 +49,40 @@ from . import arrange, under_way
 from .budget import MemoryBudget
 from .codebooks import codebook_sum
 from .documents import Document, batches, check_documents, decode_rows, encode
-from .options import BuildOptions, checked_dims, given_options
-from .reports import BuildReport
+from .options import BuildKeywords, BuildOptions, build_options, checked_dims
 from .resuming import confirm
 from .spool import DISCARD, Spool, SpoolWriter, cut, digests, spool_salt, trim
 from .state import Arranged, BuildSettings, BuildState, SpoolFile, in_words, write_state
 from .trained import Trained
-from .training import Recipe, check_trained, options_of, train_recipe
+from .training import TRAINED_OPTIONS, Recipe, check_trained, options_of, train_recipe
 
 CHECKPOINT_S = 5.0
 BATCH_DOCUMENTS = 256  # encoded together, at most
 
 #: Called with (phase, done, total or None): ``spool``, ``arrange``, ``write``.
 Progress = Callable[[str, int, int | None], None]
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What a build did. Sizes in bytes, times in seconds.
+
+    `first_stage`: its kind and `describe()`, as the manifest has them. `resumed_documents`: taken from an interrupted build.
+    `restarted_because`: why not all that it had was taken; None where all was.
+    """
+
+    path: str
+    documents: int
+    tokens: int
+    generation: int
+    resumed_documents: int
+    record_bytes: int
+    resident_bytes_per_document: float
+    first_stage: Mapping[str, Any]
+    spool_s: float
+    arrange_s: float
+    write_s: float
+    restarted_because: str | None = None
 
 
 def segment_bytes(total_bytes: int, devices: int) -> int:
@@ -150,18 +171,15 @@ class Builder:
         for directory in (self.path, *self.options.directories):
             self.engine.sync_directory(directory)
         publish(self.engine, self.path, self._manifest(entry, arranged, model), published)
-        written, count = time.perf_counter(), writers[0].count
-        held_bytes, trained_bytes = resident_bytes(writers, model)
+        written = time.perf_counter()
         return BuildReport(
             path=self.path,
-            documents=count,
+            documents=writers[0].count,
             tokens=writers[0].layout.tokens,
-            without_tokens=sum(int((counts == 0).sum()) for counts in writers[0].layout.n_tokens),
             generation=self.state.generation,
             resumed_documents=resumed,
             record_bytes=sum(segment.size_bytes for each in writers for segment in each.segments),
-            resident_bytes_per_document=held_bytes / max(count, 1),
-            trained_bytes=trained_bytes,
+            resident_bytes_per_document=resident_bytes(writers, model) / max(writers[0].count, 1),
             first_stage=arranged.first_stage,
             spool_s=spooled - begun,
             arrange_s=arranged_at - spooled,
@@ -406,19 +424,8 @@ class Builder:
 def build(
     path: str | os.PathLike[str],
     documents: Iterable[Any],
-    encoder: EncoderLike | None = None,
+    encoder: Encoder | None = None,
     *,
-    format: str | None = None,  # noqa: A002 - what it is called wherever records are stored
-    coarse: str | None = None,
-    pca: int | None = None,
-    pooling: str | None = None,
-    first_stage_kind: str | None = None,
-    first_stage_code: str | None = None,
-    nlist: int | None = None,
-    centroids: int | None = None,
-    cls_weight: float | None = None,
-    memory: int | str | None = None,
-    directories: Sequence[str] | None = None,
     dims: tuple[int, int] | None = None,
     engine: NativeEngine | None = None,
     codebook: Codebook | None = None,
@@ -426,16 +433,14 @@ def build(
     restart: bool = False,
     replace: bool = False,
     progress: Progress = lambda phase, done, total: None,
+    **options: Unpack[BuildKeywords],
 ) -> BuildReport:
     """Builds and publishes a store of the documents' vectors and texts.
 
     Args:
         path: the store's directory; made if need be.
         documents: an iterable, read once: ``(id, text)`` pairs, mappings with ``id`` and ``text``, or `Document`. Only a batch is held.
-        encoder: turns texts into vectors, or a description of one as `espnx.load_encoder` takes it; needed unless every document brings
-            its own vectors.
-        format, coarse, pca, pooling, first_stage_kind, first_stage_code, nlist, centroids, cls_weight, memory, directories: see
-            `BuildOptions`; None: its default, or what `trained` was trained with.
+        encoder: turns texts into vectors; needed unless every document brings its own.
         dims: (d_cls, dim) of vectors that documents bring; an encoder knows its own.
         engine: a native engine to use; default ``auto``.
         codebook: of the token rows that documents bring already in a residual format (`Document.rows`); they are kept bit for bit.
@@ -444,6 +449,8 @@ def build(
         restart: discards an interrupted build instead of going on with it.
         replace: publishes over the store that is there. It stays readable until the new one is complete.
         progress: called often, from this thread.
+        **options: fields of `BuildOptions`: format, first_stage_code, nlist, pca, cls_weight, memory, directories,
+            coarse, pooling, centroids.
 
     Raises:
         InvalidInputError: documents, vectors or options that do not fit; a store is there and `replace` is not set.
@@ -451,61 +458,48 @@ def build(
         DiskFullError, WriteError, ReadError, ...: what was spooled is kept; the same call resumes. A WriteError that says "published":
             the store is there, and only the last flush failed.
     """
-    given = given_options(
-        format=format, coarse=coarse, pca=pca, pooling=pooling, first_stage_kind=first_stage_kind, first_stage_code=first_stage_code,
-        nlist=nlist, centroids=centroids, cls_weight=cls_weight, memory=memory, directories=directories,
-    )  # fmt: skip
-    chosen = BuildOptions(**given) if trained is None else options_of(trained, given)
+    chosen = build_options({**options}) if trained is None else options_of(trained, {**options})
+    checked = _checked_dims(encoder, dims, trained)
     check_documents(documents)
-    makes = encoder_of(encoder)
-    checked = _checked_dims(makes, dims, trained)
     stage = None if trained is None else trained.first_stage
-    recipe = Recipe.of(chosen, checked, makes.name if makes else None, codebook=codebook, stage=stage)
+    recipe = Recipe.of(chosen, checked, encoder.name if encoder else None, codebook=codebook, stage=stage)
     if trained is not None:
         check_trained(trained, recipe)
     with _locked(path, engine) as (where, owned):
-        return Builder(where, makes, chosen, owned, recipe, progress, trained=trained).run(documents, restart, replace)
+        return Builder(where, encoder, chosen, owned, recipe, progress, trained=trained).run(documents, restart, replace)
 
 
 def train(
     path: str | os.PathLike[str],
     documents: Iterable[Any],
-    encoder: EncoderLike | None = None,
+    encoder: Encoder | None = None,
     *,
-    format: str | None = None,  # noqa: A002 - as of `build`
-    coarse: str | None = None,
-    pca: int | None = None,
-    pooling: str | None = None,
-    first_stage_kind: str | None = None,
-    first_stage_code: str | None = None,
-    nlist: int | None = None,
-    centroids: int | None = None,
-    memory: int | str | None = None,
     dims: tuple[int, int] | None = None,
     engine: NativeEngine | None = None,
     restart: bool = False,
     progress: Progress = lambda phase, done, total: None,
+    **options: Unpack[BuildKeywords],
 ) -> Trained:
     """Trains first stage, projection and codebooks on a sample of documents, once for any number of stores.
 
     Args:
         path: a new or empty directory, where it is kept; `Trained.load` reads it back.
-        format, coarse, pca, pooling, first_stage_kind, first_stage_code, nlist, centroids, memory: see `BuildOptions`; None: its default.
         documents, encoder, dims, engine, restart, progress: as of `build`; documents are spooled below `path` meanwhile.
+        **options: fields of `BuildOptions`: those of `TRAINED_OPTIONS`, and memory.
 
     Raises:
-        InvalidInputError: a sample without documents. The others are those of `build`; an interrupted call is gone on with, as a build is.
+        what `build` raises; InvalidInputError for a sample without documents. An interrupted call is gone on with, as a build is.
     """
-    given = given_options(
-        format=format, coarse=coarse, pca=pca, pooling=pooling, first_stage_kind=first_stage_kind, first_stage_code=first_stage_code,
-        nlist=nlist, centroids=centroids, memory=memory,
-    )  # fmt: skip
-    chosen = BuildOptions(**given)
+    for name in options:
+        if name not in (*TRAINED_OPTIONS, "memory"):
+            raise errors.InvalidInputError(
+                f"train: option {name!r}", expected=", ".join((*TRAINED_OPTIONS, "memory")), fix="give it to build"
+            )
+    chosen, checked = build_options({**options}), _checked_dims(encoder, dims, None)
     check_documents(documents)
-    makes = encoder_of(encoder)
-    recipe = Recipe.of(chosen, _checked_dims(makes, dims, None), makes.name if makes else None, codebook=None)
+    recipe = Recipe.of(chosen, checked, encoder.name if encoder else None, codebook=None)
     with _locked(path, engine) as (where, owned):
-        trained = Builder(where, makes, chosen, owned, recipe, progress, kind="train").train(documents, restart)
+        trained = Builder(where, encoder, chosen, owned, recipe, progress, kind="train").train(documents, restart)
         trained.save(where, engine=owned)
         return trained
 

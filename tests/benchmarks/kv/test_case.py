@@ -20,7 +20,6 @@ from espnx.benchmarks.io.work import Work
 from espnx.benchmarks.kv import attend as kv_attend
 from espnx.benchmarks.kv import fleet as kv_fleet
 from espnx.benchmarks.kv import measure as kv_measure
-from espnx.benchmarks.kv import sweeps as kv_sweeps
 from espnx.benchmarks.kv import table as kv_table
 from espnx.benchmarks.kv import x_rows as kv_xrows
 from espnx.benchmarks.kv.fleet import Fleet, Limit, Spec
@@ -205,23 +204,6 @@ def test_sweeps_have_rows_for_each_point(tmp_path: Path) -> None:
     assert [(row.system, row.params["batch"]) for row in rows_of(load(result))] == [
         ("espnx", 1), ("static", 1), ("espnx", 2), ("static", 2),
     ]  # fmt: skip
-
-
-@pytest.mark.usefixtures("here")
-def test_what_would_not_fit_in_memory_takes_no_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A token of the tiny model takes 512 bytes: 40 of them fit, 80 do not."""
-    result = tmp_path / "r.json"
-    monkeypatch.setattr(kv_sweeps, "_PROCESS_BYTES", 0)
-    monkeypatch.setattr(kv_sweeps, "available_bytes", lambda: 80 * 512)
-    monkeypatch.setattr(kv_sweeps, "_LEAST_CONTEXT", 40)
-    words = ["--show", "context", "--pairs", "1", "--context", "80", "--batch", "1", "--baseline", "static,host", "--json", str(result)]
-    assert bench(tmp_path, *words) == 0
-    assert [(row.system, row.params["context"]) for row in rows_of(load(result))] == [
-        ("espnx", 40), ("static", 40), ("host", 40), ("espnx", 80), ("host", 80),
-    ]  # fmt: skip
-    assert "static left out at 1 x 80 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("here")
