@@ -13,7 +13,8 @@ help: ## list the targets
 setup: ## .venv with pinned packages and the compiled extension (a second run takes seconds)
 	@bash scripts/setup.sh
 
-demo: setup ## index the installed libraries' documentation on SSD, search it, show where the bytes went
+demo: ## index the installed libraries' documentation on SSD, search it, let a model answer from it and go on in a new process
+	@bash scripts/setup.sh demo
 	@$(PYTHON_VENV) scripts/demo.py
 
 check: lint ## before a commit: the linters, style and layers, and tests that go through every room once (tests/smoke.txt)

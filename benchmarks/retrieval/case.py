@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from pathlib import Path
 
 from ..harness.registry import Case, Say
 from ..harness.result import Row
@@ -72,6 +73,14 @@ def run(args: Namespace, say: Say) -> list[Row]:
     return measure_shows(read_options(args), say)
 
 
+def leaves(directory: Path) -> list[Path]:
+    """Corpora, stores of datasets, and the passages that corpus A is made of."""
+    corpora = [note.parent for note in directory.glob("*/CORPUS.json")]
+    datasets = [manifest.parent for manifest in directory.glob("dataset-*/MANIFEST.json")]
+    bases = [*directory.glob("base-*-slices*.safetensors")]
+    return [*corpora, *datasets, *bases, *(directory.glob("docstrings.jsonl") if bases else ())]
+
+
 CASE = Case(
     "retrieval",
     "multi-vector search from SSD, beside memory, mmap and no prefetch",
@@ -79,4 +88,5 @@ CASE = Case(
     run,
     table,
     views={"by-memory": by_memory, "by-size": by_size},
+    leaves=leaves,
 )

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gzip
-import json
 import os
-import sys
-import zlib
-from collections.abc import Iterable, Iterator
-from io import BufferedReader
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInputError
 from ..tables import render_table
 from .output import add_json_option, emit, json_document
 from .progress import ProgressLine
 
-_EXPECTED = "a JSON object with id (or _id), text and perhaps title"
+if TYPE_CHECKING:
+    from ..importers.corpus import Corpus
 
 
 def configure_build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", help="directory to build in; an interrupted build in it is resumed")
-    parser.add_argument(
-        "--corpus",
-        required=True,
-        metavar="FILE",
-        help="JSON lines with id (or _id), text and optionally title; also .gz; -: standard input",
-    )
+    _add_corpus_options(parser)
     parser.add_argument("--encoder", default="minilm", help="minilm, or the folder of a Hugging Face encoder (default: %(default)s)")
     parser.add_argument(
         "--format", default="fp16", metavar="F",
@@ -54,42 +43,25 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
     add_json_option(parser)
 
 
-def read_corpus(path: str) -> Iterator[dict[str, Any]]:
-    """Documents of a JSON-lines file, compressed by gzip or not; ``-``: of standard input. Raises InvalidInputError naming the line."""
-    name = "standard input" if path == "-" else path
-    try:
-        with contextlib.nullcontext(cast(BufferedReader, sys.stdin.buffer)) if path == "-" else open(path, "rb") as file:
-            is_gzip = file.peek(2)[:2] == b"\x1f\x8b"
-            yield from _parse(name, gzip.GzipFile(fileobj=file) if is_gzip else file)
-    except (OSError, EOFError, zlib.error) as error:  # also gzip's own, for a file that is cut short or damaged
-        got = getattr(error, "strerror", None) or str(error)
-        raise InvalidInputError(f"cannot read corpus {name}", got=got, expected="a readable file") from error
+def _add_corpus_options(parser: argparse.ArgumentParser) -> None:
+    """Those of `_corpus`."""
+    parser.add_argument(
+        "--corpus", required=True, metavar="PATH",
+        help="documents with id (or _id), text and perhaps title: JSON lines, .csv, .tsv (also .gz), .parquet, .arrow, or a folder of "
+        "texts; -: JSON lines on standard input",
+    )  # fmt: skip
+    parser.add_argument("--corpus-format", metavar="F", help="jsonl, csv, tsv, parquet, arrow or folder (default: as the name says)")
+    parser.add_argument("--columns", metavar="FIELD=NAME,...", help="what the corpus calls id, text and title, such as text=body,id=key")
 
 
-def _parse(path: str, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            item = json.loads(line.decode("utf-8-sig"))
-        except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
-            raise InvalidInputError(f"line {number} of {path}", got=str(error), expected="a JSON object") from error
-        if not isinstance(item, dict):
-            raise InvalidInputError(f"line {number} of {path}", got=type(item).__name__, expected=_EXPECTED)
-        _check_line(f"line {number} of {path}", item)
-        yield item
+def _corpus(args: argparse.Namespace) -> Corpus:
+    """The corpus of a command, opened."""
+    from ..importers.corpus import read_corpus
 
-
-def _check_line(where: str, item: dict[str, Any]) -> None:
-    """Raises InvalidInputError where a line has not the keys of a document, or other values than one may have."""
-    identifier = item.get("id", item.get("_id"))
-    if identifier is None or "text" not in item:
-        found = ", ".join(list(item)[:8]) or "no key"
-        raise InvalidInputError(where, got=f"an object with {found}", expected=_EXPECTED)
-    if not isinstance(item["text"], str):
-        raise InvalidInputError(f"{where}: text", got=type(item["text"]).__name__, expected="text")
-    if not isinstance(identifier, str) and (not isinstance(identifier, int) or isinstance(identifier, bool)):
-        raise InvalidInputError(f"{where}: id", got=repr(identifier), expected="text or a whole number")
+    pairs = [word.partition("=") for word in args.columns.split(",")] if args.columns else []
+    if any(not separator or not name for _, separator, name in pairs):
+        raise InvalidInputError("--columns", got=args.columns, expected="FIELD=NAME, such as text=body,id=key")
+    return read_corpus(args.corpus, format=args.corpus_format, columns={field.strip(): name.strip() for field, _, name in pairs})
 
 
 def _disk_need(fmt: str, coarse: str | None, pca: int | None, encoder: Any) -> str:
@@ -106,16 +78,18 @@ def run_build(args: argparse.Namespace) -> int:
     import warnings
     from dataclasses import asdict
 
-    from .. import build, load_encoder
-
-    encoder = load_encoder(args.encoder)
     with ProgressLine() as progress, warnings.catch_warnings():
+        with progress.loading(f"encoder {args.encoder}"):
+            from .. import build, load_encoder
+
+            corpus = _corpus(args)  # what is wrong with it shows before anything else takes time
+            encoder = load_encoder(args.encoder)
         warnings.simplefilter("default")
         warnings.showwarning = lambda message, *_: progress.say(str(message))
         progress.say(f"building {args.store} from {args.corpus}; {_disk_need(args.format, args.coarse, args.pca, encoder)}")
         report = build(
             args.store,
-            read_corpus(args.corpus),
+            corpus,
             encoder,
             format=args.format,
             pca=args.pca,
@@ -136,7 +110,7 @@ def run_build(args: argparse.Namespace) -> int:
 
 def configure_add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", help="directory of the store")
-    parser.add_argument("--corpus", required=True, metavar="FILE", help="JSON lines with id (or _id), text and optionally title")
+    _add_corpus_options(parser)
     parser.add_argument("--encoder", default="auto", help="the one that the store was built with (default: as the store remembers)")
     parser.add_argument("--replace", action="store_true", help="documents whose ids are in the store take the others' places")
     parser.add_argument("--memory", metavar="SIZE", help="what the process may use (default: 1GiB)")
@@ -146,12 +120,14 @@ def configure_add(parser: argparse.ArgumentParser) -> None:
 def run_add(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from .. import add
-
     with ProgressLine() as progress:
+        with progress.loading("PyTorch, and an encoder where one is wanted"):
+            from .. import add
+
+            corpus = _corpus(args)
         report = add(
             args.store,
-            read_corpus(args.corpus),
+            corpus,
             args.encoder,
             replace=args.replace,
             memory=args.memory,

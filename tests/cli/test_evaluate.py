@@ -10,7 +10,8 @@ import espnx
 
 pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
 
-from tests.cli.test_index import run, strict_json
+from tests.cli.documents import strict_json
+from tests.cli.test_index import run
 from tests.cli.test_search import TEXTS
 from tests.retrieval.common import build, toy_encoder
 

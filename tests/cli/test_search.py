@@ -12,7 +12,8 @@ from espnx.retrieval.search.result import Hit, SearchResult
 
 pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
 
-from tests.cli.test_index import run, strict_json
+from tests.cli.documents import strict_json
+from tests.cli.test_index import run
 from tests.retrieval.common import build, toy_encoder
 
 TEXTS = [("a", "red green blue"), ("b", "one two three"), (3, "red and one"), ("empty", ""), ("other", "nothing of that kind")]

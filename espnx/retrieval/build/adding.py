@@ -28,7 +28,7 @@ from ..versions.segments import NO_LIMIT, Layout, pieces
 from .arrange import checked_order
 from .budget import MemoryBudget
 from .builder import Progress
-from .documents import Document, batches, decode_rows, encode
+from .documents import Document, batches, count_hint, decode_rows, encode
 
 _DOCUMENTS_AT_ONCE = 256
 
@@ -120,7 +120,7 @@ class Addition:
     def run(self, documents: Iterable[Any]) -> None:
         """Writes parts of the documents, and merges what has to be merged. Raises InvalidInputError, ..."""
         limit = self.budget.encoded_bytes()
-        batch, seen = self._new_batch(), 0
+        batch, seen, total = self._new_batch(), 0, count_hint(documents)
         for some in batches(documents, _DOCUMENTS_AT_ONCE, limit, self._schema.dim):
             self._check_new(some, batch)
             decoded = decode_rows(some, self._targets["full"].schema.format, self._schema.dim, None)
@@ -128,7 +128,7 @@ class Addition:
                 self.encoder = remembered_encoder(self.version.manifest.encoder.name)
             batch.append(decoded, self.encoder)
             seen += len(some)
-            self.progress("add", seen, None)
+            self.progress("add", seen, total)
             if batch.size_bytes > limit // 2:
                 self._write(batch)
                 batch = self._new_batch()

@@ -12,8 +12,8 @@ import itertools
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -23,10 +23,11 @@ from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
 from ... import errors
+from ...checks import check_path
 from ...ops.maxsim import Codebook
 from ...storage import NativeEngine
-from ...storage.files import crc32c, make_directory, read_file, write_file
-from ...storage.lock import DirectoryLock
+from ...storage.files import check_given_directory, crc32c, make_directory, read_file, write_file
+from ...storage.lock import LOCK_NAME, DirectoryLock
 from ...storage.native import free_bytes
 from ...storage.parse import Fields
 from ..encoder import Encoder, EncoderLike, encoder_of
@@ -48,7 +49,7 @@ from ..versions.segments import NO_LIMIT, SegmentWriter, pieces, resident_bytes
 from . import arrange, under_way
 from .budget import MemoryBudget
 from .codebooks import codebook_sum
-from .documents import Document, batches, check_documents, decode_rows, encode
+from .documents import Document, batches, check_documents, count_hint, decode_rows, encode
 from .options import BuildOptions, checked_dims, given_options
 from .reports import BuildReport
 from .resuming import confirm
@@ -60,7 +61,8 @@ from .training import Recipe, check_trained, options_of, train_recipe
 CHECKPOINT_S = 5.0
 BATCH_DOCUMENTS = 256  # encoded together, at most
 
-#: Called with (phase, done, total or None): ``spool``, ``arrange``, ``write``.
+#: Called with (phase, done, total or None): ``confirm`` (documents of an interrupted build, compared with the corpus), ``spool``,
+#: ``arrange``, ``write``.
 Progress = Callable[[str, int, int | None], None]
 
 
@@ -134,6 +136,14 @@ class Builder:
         self.state, changed = under_way.begin(self.engine, self.path, self._settings(), published, restart, store_id)
         if changed:
             self._restarted(changed)
+        try:
+            return self._passes(documents, published)
+        except BaseException as error:
+            if self.state.documents and os.path.lexists(os.path.join(self.building, STATE)):
+                error.add_note(f"{self.state.documents:,} documents are kept in {self.building}: the same build goes on with them")
+            raise
+
+    def _passes(self, documents: Iterable[Any], published: Manifest | None) -> BuildReport:
         begun = time.perf_counter()
         resumed = self._spool(documents, published)
         spooled = time.perf_counter()
@@ -171,15 +181,18 @@ class Builder:
 
     def _spool(self, documents: Iterable[Any], published: Manifest | None) -> int:
         """Returns how many documents are an interrupted build's. An error in the documents leaves nothing to resume."""
-        total = len(documents) if isinstance(documents, Sized) else None
-        stream = batches(documents, BATCH_DOCUMENTS, self.budget.encoded_bytes(), self.recipe.spooled.dim)
+        total = count_hint(documents)
         try:
+            stream = batches(documents, BATCH_DOCUMENTS, self.budget.encoded_bytes(), self.recipe.spooled.dim)
             first, resumed = self._confirm(stream, total, published)
             if first or self.state.phase == "spool":
                 self._append(itertools.chain([first] if first else [], stream), total)
-        except Exception as error:
+        except BaseException as error:
             if isinstance(error, errors.InvalidInputError) or self._encoder_failed:
                 under_way.discard(self.engine, self.path, published)
+            elif not self.state.documents:  # nothing is on disk that could be gone on with
+                with suppress(errors.EspnxError, OSError):
+                    under_way.discard(self.engine, self.path, published)
             raise
         return resumed
 
@@ -189,7 +202,7 @@ class Builder:
         if not kept and phase == "spool":
             return [], 0
         trim(self.engine, self.building, self.state)
-        same, other = confirm(stream, digests(self.engine, self.building, self.state), lambda done: self.progress("spool", done, total))
+        same, other = confirm(stream, digests(self.engine, self.building, self.state), lambda done: self.progress("confirm", done, kept))
         if same < kept:
             got = f"document {same} ({other[0].id!r}) is another one" if other else f"the corpus ends after {same} documents"
             self._restarted(f"{got}; {kept} were spooled")
@@ -210,6 +223,7 @@ class Builder:
         """Spools what the interrupted build had not."""
         spool = SpoolWriter(self.engine, self.building, self.recipe.spooled, self.state, self.recipe.stage, self.options.format)
         try:
+            self.progress("spool", spool.count, total)
             last = time.monotonic()
             for batch in stream:
                 decoded = decode_rows(batch, self.recipe.schema.format, self.recipe.spooled.dim, self.recipe.codebook)
@@ -463,7 +477,7 @@ def build(
     recipe = Recipe.of(chosen, checked, makes.name if makes else None, codebook=codebook, stage=stage)
     if trained is not None:
         check_trained(trained, recipe)
-    with _locked(path, engine) as (where, owned):
+    with _locked(path, engine, chosen.directories) as (where, owned):
         return Builder(where, makes, chosen, owned, recipe, progress, trained=trained).run(documents, restart, replace)
 
 
@@ -521,14 +535,29 @@ def _checked_dims(encoder: Encoder | None, dims: tuple[int, int] | None, trained
 
 
 @contextmanager
-def _locked(path: str | os.PathLike[str], engine: NativeEngine | None) -> Iterator[tuple[str, NativeEngine]]:
-    """A directory that this process alone writes to, made if need be, and an engine."""
-    where = os.fspath(path)
+def _locked(
+    path: str | os.PathLike[str], engine: NativeEngine | None, directories: Sequence[str] = ()
+) -> Iterator[tuple[str, NativeEngine]]:
+    """A directory that this process alone writes to, made if need be, and an engine. A call that fails and has nothing to go on with
+    leaves nothing, neither there nor in the directories of data."""
+    where = check_path("path of a store", path)
+    for directory in (where, *directories):
+        check_given_directory(directory)
+    made = [directory for directory in (where, *directories) if not os.path.lexists(directory)]
     make_directory(where)
     owned = NativeEngine(pool_bytes=64 << 20) if engine is None else engine
     try:
         with DirectoryLock(where):
-            yield where, owned
+            try:
+                yield where, owned
+            except BaseException:
+                with suppress(OSError):
+                    if os.listdir(where) == [LOCK_NAME]:
+                        os.unlink(os.path.join(where, LOCK_NAME))
+                for directory in reversed(made):
+                    with suppress(OSError):  # it holds what the next call goes on with
+                        os.rmdir(directory)
+                raise
     finally:
         if engine is None:
             owned.close()

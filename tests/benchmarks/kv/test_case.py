@@ -26,13 +26,12 @@ from espnx.benchmarks.kv import x_rows as kv_xrows
 from espnx.benchmarks.kv.fleet import Fleet, Limit, Spec
 from espnx.benchmarks.kv.measure import Plan, Verdict, judged
 from espnx.benchmarks.kv.models import Task
-from espnx.benchmarks.kv.session import Session
 from espnx.benchmarks.kv.sweeps import sweep
 from espnx.benchmarks.kv.table import table
 from espnx.benchmarks.machine.cgroup import MemoryGroup
 from espnx.cli.main import main
 from espnx.kv import schedule
-from tests.benchmarks.common import row
+from tests.benchmarks.common import HereWorker, row
 
 CONFIG = {
     "model_type": "opt", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 256, "word_embed_proj_dim": 64,
@@ -40,27 +39,9 @@ CONFIG = {
 }  # fmt: skip
 
 
-class HereWorker:
-    """Stands for a process, in this one: the commands and answers are the same."""
-
-    def __init__(self, session: str, name: str, group: None = None):
-        self.name, self.group, self._session = name, group, Session()
-
-    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        command = json.loads(json.dumps({"do": do, **arguments}))
-        answer: dict[str, Any] = json.loads(json.dumps(self._session.handle(command)))
-        return answer
-
-    def __enter__(self) -> HereWorker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._session.close()
-
-
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starting Python and importing transformers once for each system would take most of a minute on a busy machine."""
+    """Without processes."""
     monkeypatch.setattr(kv_fleet, "Worker", HereWorker)
     monkeypatch.setattr(kv_attend, "Worker", HereWorker)
     monkeypatch.setattr(kv_xrows, "Worker", HereWorker)

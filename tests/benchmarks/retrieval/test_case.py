@@ -12,9 +12,10 @@ import pytest
 
 from espnx.benchmarks.harness.result import load, make_document, rows_of
 from espnx.benchmarks.report.render import render_all, result_files
+from espnx.benchmarks.retrieval import fleet
 from espnx.benchmarks.retrieval.table import by_memory, by_size, table
 from espnx.cli.main import main
-from tests.benchmarks.common import MACHINE, row
+from tests.benchmarks.common import MACHINE, HereWorker, row
 
 TOY = ["--quick", "--docs", "2000", "--queries", "3", "--candidates", "100", "--coarse", "none"]
 
@@ -23,10 +24,17 @@ def bench(path: Path, *words: str) -> int:
     return main(["bench", "retrieval", "--path", str(path), *TOY, *words])
 
 
-def test_a_quick_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The corpus is made by the first test that asks for it."""
+    return tmp_path_factory.mktemp("corpora")
+
+
+def test_a_quick_table(corpora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a process for each system."""
     result = tmp_path / "r.json"
     words = ["--baseline", "memory,mmap-2", "--prefetch-step", "0.3,auto", "--rerank", "16", "--json", str(result)]
-    assert bench(tmp_path, *words) == 0
+    assert bench(corpora, *words) == 0
     rows = rows_of(load(result))
     assert [row.system for row in rows] == ["memory", "espnx-30%", "espnx", "mmap-2"]
     for found in rows:
@@ -43,9 +51,10 @@ def test_a_quick_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "vs mmap-2" in out
 
 
-def test_hit_rates_and_layout(tmp_path: Path) -> None:
+def test_hit_rates_and_layout(corpora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "Worker", HereWorker)
     result = tmp_path / "r.json"
-    assert bench(tmp_path, "--show", "hit-rate,layout", "--rerank", "all", "--json", str(result)) == 0
+    assert bench(corpora, "--show", "hit-rate,layout", "--rerank", "all", "--json", str(result)) == 0
     rows = rows_of(load(result))
     rates = [row for row in rows if row.params["show"] == "hit-rate"]
     assert len(rates) == 12

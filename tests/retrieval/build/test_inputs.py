@@ -125,7 +125,6 @@ def test_an_index_that_is_closed(store: Path) -> None:
         ({"nlist": "4"}, "nlist"),
         ({"nlist": True}, "nlist"),
         ({"centroids": 1.5}, "centroids"),
-        ({"first_stage_code": None}, "first-stage code"),
         ({"memory": 1.5}, "memory"),
         ({"cls_weight": "x"}, "cls_weight"),
         ({"cls_weight": 1e300}, "cls_weight"),
