@@ -1,0 +1,15 @@
+"""The CPU version of the CRC32C op: makes the result's memory and calls the extension, which checks every argument."""
+
+from __future__ import annotations
+
+import torch
+
+from .._native import load_extension
+
+
+def crc32c_cpu(buffer: torch.Tensor, offset_bytes: torch.Tensor, size_bytes: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """`espnx.ops.crc32c_ranges` of tensors on the CPU."""
+    offsets = offset_bytes.contiguous()
+    crcs = torch.empty_like(offsets)
+    load_extension().crc32c_ranges(buffer, offsets, size_bytes.contiguous(), seed, crcs)
+    return crcs
