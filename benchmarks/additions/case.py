@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from pathlib import Path
 
 from ..harness.registry import Case, Say
 from ..harness.result import Row
@@ -55,4 +56,9 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-CASE = Case("additions", "many additions of one document: processor time, bytes written, open files", configure, run, table)
+def leaves(directory: Path) -> list[Path]:
+    """The store that is added to."""
+    return [directory / "additions"] if (directory / "additions" / "MANIFEST.json").is_file() else []
+
+
+CASE = Case("additions", "many additions of one document: processor time, bytes written, open files", configure, run, table, leaves=leaves)

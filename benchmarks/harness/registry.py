@@ -25,6 +25,7 @@ class Case:
         table: headers and cells of a table of rows of this case, for the terminal and for documents.
         views: further tables by name, for documents: a block names one as ``bench:CASE:VIEW``.
         standalone: what to do instead of measuring, or None: returns the text to print (the options decide, as with ``--tune``).
+        leaves: what its runs have left in a directory to be used again, and `espnx bench clean` removes: files, or folders of stores.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Case:
     table: Callable[[Sequence[Row]], tuple[list[str], list[list[str]]]]
     standalone: Callable[[Namespace, Say], str | None] = lambda args, say: None
     views: Mapping[str, Callable[[Sequence[Row]], tuple[list[str], list[list[str]]]]] = field(default_factory=dict)
+    leaves: Callable[[Path], Sequence[Path]] = lambda directory: ()
 
 
 def cases() -> dict[str, Case]:

@@ -56,8 +56,10 @@ class Row:
     ratio: Mapping[str, float] = field(default_factory=dict)
 
 
-def make_document(command: str, commit: str | None, dirty: bool | None, machine: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
-    """A result file's content, validated."""
+def make_document(
+    command: str, commit: str | None, dirty: bool | None, machine: Mapping[str, Any], rows: Sequence[Row], *, note: str | None = None
+) -> dict[str, Any]:
+    """A result file's content, validated. `note`: what somebody had to say about the run."""
     document = {
         "schema_version": SCHEMA_VERSION,
         "command": command,
@@ -65,6 +67,7 @@ def make_document(command: str, commit: str | None, dirty: bool | None, machine:
         "dirty": dirty,
         "machine": dict(machine),
         "rows": [asdict(row) for row in rows],
+        **({} if note is None else {"note": note}),
     }
     validate(document)
     return document
@@ -96,8 +99,10 @@ def _document_problem(document: Any) -> str | None:
         return f"a {type(document).__name__} instead of an object"
     if document.get("schema_version") != SCHEMA_VERSION:
         return f"schema_version {document.get('schema_version')!r}"
-    if problem := _keys_problem(document, TOP_LEVEL):
+    if problem := _keys_problem(document, [*TOP_LEVEL, "note"] if "note" in document else TOP_LEVEL):
         return problem
+    if not isinstance(document.get("note", ""), str):
+        return "note must be a string"
     if not isinstance(document["command"], str) or not isinstance(document["rows"], list):
         return "command must be a string and rows a list"
     if not isinstance(document["commit"], str | None) or not isinstance(document["dirty"], bool | None):

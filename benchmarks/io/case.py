@@ -14,6 +14,7 @@ from espnx.errors import InvalidInputError
 from espnx.sizes import parse_size
 
 from ..harness.arguments import choices
+from ..harness.doubts import without_doubtful
 from ..harness.registry import Case, Say
 from ..harness.result import Row
 from .table import table
@@ -32,6 +33,7 @@ FILE_NAME = "espnx-bench-io.data"
 # The throttle grants in slices of 0.1 s: a run that follows another at once inherits part of a slice, 2 % of a run of 4 s.
 THROTTLE_SETTLE_S = 0.5
 SCRATCH_NAME = "espnx-bench-io-write.data"
+STAMP_SUFFIX = ".stamp.json"
 
 DESCRIPTION = """The engine reads (or writes) blocks of a file with known content, and what it reads is compared with that first. Then the
 engine and the baselines take turns, shuffled, --pairs times; a ratio is the median over the pairs of the baseline's time over ours
@@ -135,7 +137,7 @@ def run(args: Namespace, say: Say) -> list[Row]:
     for number, point in enumerate(options.points, 1):
         say(f"[{number}/{len(options.points)}] {point}")
         found = measure_point(point, files[point.op], options, say)
-        for row in found:
+        for row in without_doubtful(found):
             if row.ratio:
                 say("    " + row.system + ": " + ", ".join(f"{value:.2f}x {name}" for name, value in row.ratio.items()))
         rows += found
@@ -233,4 +235,10 @@ def standalone(args: Namespace, say: Say) -> str | None:
     return tune(_data_file(options, "read", say), options.engines, quick=args.quick, seed=args.seed, say=say)
 
 
-CASE = Case("io", "reads and writes of the storage engine, beside fio and mmap", configure, run, table, standalone)
+def leaves(directory: Path) -> list[Path]:
+    """The data files, and what is noted of their contents beside them."""
+    names = [name for data in (FILE_NAME, SCRATCH_NAME) for name in (data, f"{data}{STAMP_SUFFIX}")]
+    return [directory / name for name in names if (directory / name).is_file()]
+
+
+CASE = Case("io", "reads and writes of the storage engine, beside fio and mmap", configure, run, table, standalone, leaves=leaves)

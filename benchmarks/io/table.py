@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from espnx.sizes import format_size
 
-from ..harness.cells import number
+from ..harness.cells import baselines_of, number, ratio
 from ..harness.result import Row
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Headers and cells, one line per row."""
-    baselines = sorted({name for row in rows for name in row.ratio}, key=lambda name: ("-" in name, name))
+    baselines = sorted(baselines_of(rows), key=lambda name: ("-" in name, name))
     shown = [name for name in baselines if "-" not in name]
     headers = ["what", "system", "path", "cache", "MB/s", "k items/s", "run ms (IQR)", "CPU us/item", "moved/asked", "n", "correct"]
     return headers + [f"vs {name} [IQR]" for name in shown], [_cells(row, shown) for row in rows]
@@ -35,9 +35,7 @@ def _cells(row: Row, baselines: Sequence[str]) -> list[str]:
         str(row.n),
         "yes" if row.correct else "NO",
     ]
-    for name in baselines:
-        cells.append(f"{row.ratio[name]:.2f}x [{metrics[f'ratio_iqr_{name}']:.2f}]" if name in row.ratio else "-")
-    return cells
+    return cells + [ratio(row, name) for name in baselines]
 
 
 def what(row: Row) -> str:

@@ -99,8 +99,8 @@ class Fleet(Workers):
         self.facts: dict[str, dict[str, Any]] = {}
         self.ids: dict[str, list[list[int]]] = {spec.name: [] for spec in specs}
         with ExitStack() as stack:
-            scratch = Path(stack.enter_context(_folder(_scratch_parent(path))))
-            stored = Path(stack.enter_context(_folder(path)))
+            scratch = Path(stack.enter_context(folder_in(scratch_parent(path))))
+            stored = Path(stack.enter_context(folder_in(path)))
             self.logits = scratch / "logits"
             write_weights(task, scratch / "weights")
             for spec in specs:  # they start side by side: most of that time is Python's imports
@@ -150,11 +150,12 @@ class Fleet(Workers):
         return self._workers[name].ask(do, **arguments)
 
 
-def _folder(parent: Path) -> tempfile.TemporaryDirectory[str]:
+def folder_in(parent: Path) -> tempfile.TemporaryDirectory[str]:
+    """Of this benchmark's own; it goes at the end."""
     return tempfile.TemporaryDirectory(prefix="espnx-bench-kv-", dir=parent, ignore_cleanup_errors=True)
 
 
-def _scratch_parent(path: Path) -> Path:
+def scratch_parent(path: Path) -> Path:
     """Weights that all processes map lie in memory, not on the disk that is measured; where there is no room, there they lie."""
     if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK) and shutil.disk_usage(_SHARED_MEMORY).free > 8 << 30:
         return _SHARED_MEMORY

@@ -76,27 +76,42 @@ class Verdict:
 
 def judge(fleet: Fleet, spec: Spec, reference: str) -> Verdict:
     """Compares what a system has decoded so far with what the reference has."""
-    tolerance, worst, same = logit_tolerance(fleet.task, spec.lossy), None, list[bool]()
+    verdict = Verdict(None, None, 0.0)
+    judged_steps = list[float]()
     for step in fleet.keep:
-        expected_at = fleet.logits / reference / f"{step}.npy"
+        expected_at, found_at = (fleet.logits / name / f"{step}.npy" for name in (reference, spec.name))
         if step >= len(fleet.ids[spec.name]) or not expected_at.exists():
             continue
-        expected = np.load(expected_at)
-        deviation, ids = float(expected.std()), np.array(fleet.ids[spec.name][step])
-        same += (expected.argmax(-1) == ids).tolist()
-        below = float((expected.max(-1) - expected[np.arange(len(ids)), ids]).max()) / deviation
-        # Its own logit may be too high and the best one's too low, each by the tolerance.
-        if not below <= 2 * tolerance:
-            what = f"step {step}: a token {below:.3g} deviations below the best, allowed are {2 * tolerance:.3g}"
-            return Verdict(what, worst, float(np.mean(same)))
-        found_at = fleet.logits / spec.name / f"{step}.npy"
-        if found_at.exists():
-            error = float(np.abs(np.load(found_at) - expected).max()) / deviation
-            worst = error if worst is None else max(worst, error)
-            if not error <= tolerance:
-                what = f"step {step}: a logit is off by {error:.3g} deviations, allowed are {tolerance:.3g}"
-                return Verdict(what, worst, float(np.mean(same)))
-    return Verdict(None, worst, float(np.mean(same)) if same else 0.0)
+        found = np.load(found_at) if found_at.exists() else None
+        one = judge_step(np.load(expected_at), np.array(fleet.ids[spec.name][step]), found, logit_tolerance(fleet.task, spec.lossy))
+        judged_steps.append(one.same)
+        error = max((known for known in (verdict.error, one.error) if known is not None), default=None)
+        verdict = Verdict(None if one.problem is None else f"step {step}: {one.problem}", error, float(np.mean(judged_steps)))
+        if verdict.problem:
+            break
+    return verdict
+
+
+def judge_step(expected: np.ndarray, ids: np.ndarray, found: np.ndarray | None, tolerance: float) -> Verdict:
+    """One step of a system beside the reference's.
+
+    Args:
+        expected: the reference's logits, [sequences, vocabulary].
+        ids: the tokens that the system chose, int64 [sequences].
+        found: its logits; None: it shows none.
+        tolerance: how far a logit may be off, in standard deviations of the reference's. Where the best two are closer than twice that,
+            either token is right.
+    """
+    deviation, rows = float(expected.std()), np.arange(len(ids))
+    same = float(np.mean(expected.argmax(-1) == ids))
+    error = None if found is None else float(np.abs(found - expected).max()) / deviation
+    below = float((expected.max(-1) - expected[rows, ids]).max()) / deviation
+    # Its own logit may be too high and the best one's too low, each by the tolerance.
+    if not below <= 2 * tolerance:
+        return Verdict(f"a token {below:.3g} deviations below the best, allowed are {2 * tolerance:.3g}", error, same)
+    if error is not None and not error <= tolerance:
+        return Verdict(f"a logit is off by {error:.3g} deviations, allowed are {tolerance:.3g}", error, same)
+    return Verdict(None, error, same)
 
 
 class KVSystem:

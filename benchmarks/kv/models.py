@@ -13,6 +13,8 @@ import torch
 
 from espnx.errors import FormatError, InvalidInputError
 
+from . import smollm2
+
 _VOCABULARY = {"vocab_size": 50272}
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "opt-125m": {"model_type": "opt", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "ffn_dim": 3072,
@@ -25,6 +27,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
                   "num_key_value_heads": 16, "intermediate_size": 5504, "vocab_size": 32000},
     "llama-rows": {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8,
                    "head_dim": 128, "intermediate_size": 96, "vocab_size": 97},  # many bytes of K and V, and little else to compute
+    smollm2.KEY: smollm2.CONFIG,  # the only one with weights that mean something
 }  # fmt: skip
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
@@ -172,10 +175,13 @@ def read_config(name: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def write_weights(task: Task, folder: Path) -> None:
-    """Random weights, the same for the same seed, as a transformers folder."""
+    """Weights as a transformers folder: SmolLM2's own, else random ones, the same for the same seed. Raises MissingDependencyError."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
+    if (task.name, task.config) == (smollm2.KEY, smollm2.CONFIG):
+        _silently(lambda: smollm2.write_folder(folder, DTYPES[task.dtype]))
+        return
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(task.hf_config(), dtype=DTYPES[task.dtype])
     generator = torch.Generator().manual_seed(task.seed)
@@ -211,13 +217,29 @@ def _silently(work: Any) -> Any:
 
 
 def logit_tolerance(task: Task, lossy: str | None) -> float:
-    """How far two right results may lie apart, in standard deviations of the logits.
+    """How far two right results may lie apart, in standard deviations of the logits (see `rounding`).
 
-    A layer rounds about twelve times on the way into the residual stream (norms, projections, scores, weights, sums), each by up to one
-    unit roundoff and independent of the others: sqrt(12 x layers) of them. Five deviations hold for the largest of a million logits.
     int8 rows add an error of about 1.5 % to an attention's output (a row's largest value, 3.3 deviations, over 127 steps, K and V).
     """
     roundoff = ROUNDOFF[task.dtype]
-    if lossy == "int8":
-        roundoff = max(roundoff, 2.0**-6)
-    return 5 * roundoff * math.sqrt(12 * KVShape.of(task.hf_config()).layers)
+    return rounding(KVShape.of(task.hf_config()).layers, max(roundoff, 2.0**-6) if lossy == "int8" else roundoff)
+
+
+def rounding(layers: int, roundoff: float, summed: int = 0) -> float:
+    """How far the logits of one token may lie apart in two right computations, in standard deviations of all logits of that token.
+
+    A layer rounds about twelve times on the way into the residual stream (norms, projections, scores, weights, sums), each by up to one
+    unit roundoff and independent of the others: sqrt(12 x layers) of them. Five deviations hold for the largest of a million logits.
+
+    Args:
+        summed: terms in the sums of a layer's matrix products, where the two add them in different orders, as products of other shapes
+            do: each term rounds once more, in fp32 whatever the dtype.
+    """
+    return 5 * math.sqrt(layers * (12 * roundoff**2 + summed * ROUNDOFF["fp32"] ** 2))
+
+
+def tolerance_of_other_shapes(config: Any, dtype: str) -> float:
+    """`rounding` between a prompt that was computed at once and one that was computed in two parts: each layer sums over the hidden size
+    in its projections to Q, K and V, from attention, and into the feed-forward part, and over that part's width on the way back."""
+    wide = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", None) or 4 * config.hidden_size
+    return rounding(config.num_hidden_layers, ROUNDOFF[dtype], 3 * config.hidden_size + wide)

@@ -17,10 +17,11 @@ from espnx.sizes import parse_size
 from ..harness.arguments import choices, positive, words
 from ..harness.registry import Say
 from ..machine.throttle import parse_rate
+from . import smollm2
 from .fleet import Limit, Spec
 from .measure import Plan
 from .models import KVShape, Task, read_config
-from .names import BASELINES, SHOWS
+from .names import ALONE, BASELINES, SHOWS
 
 QUICK_BATCH, QUICK_CONTEXT, QUICK_SPILL = 2, 512, (1, 16)
 DEFAULT_BASELINES = "dynamic,memmap,fio"
@@ -92,12 +93,14 @@ def read_options(args: Namespace, say: Say) -> Options:
     path = Path(args.path)
     if not path.is_dir():
         raise InvalidInputError("bench kv needs a directory", got=repr(args.path), expected="an existing one", fix="--path DIR")
-    quick, name_config = args.quick, read_config(args.model)
-    baselines = choices(args.baseline or DEFAULT_BASELINES, BASELINES, "baseline")
+    quick, name_config, shows = args.quick, read_config(args.model), choices(args.show, SHOWS, "--show")
+    if name_config[1] == smollm2.CONFIG:
+        smollm2.require()
+    baselines = choices(args.baseline or DEFAULT_BASELINES, BASELINES, "baseline") if set(shows) - set(ALONE) else []
     cache = _cache_options(args)
     options = Options(
         path=path.resolve(),
-        shows=choices(args.show, SHOWS, "--show"),
+        shows=shows,
         name=name_config[0],
         config=name_config[1],
         batch=positive("batch", min(args.batch, QUICK_BATCH) if quick else args.batch),

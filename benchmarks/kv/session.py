@@ -22,6 +22,7 @@ from ..machine.counters import read_counters
 from ..machine.memory import status_bytes
 from .attend import AttendWork
 from .models import Task
+from .resume import ResumeWork
 from .rss import reset_peak, resident_bytes
 from .systems import Decoder, HFDecoder, open_decoder
 from .x_rows import XWork
@@ -160,6 +161,21 @@ class Session:
 
     def do_attend_run(self, name: str) -> Answer:
         return {"seconds": self._attend.run(name), "bytes_asked": self._attend.bytes_asked}
+
+    # --- time to first token ---
+
+    def do_resume_open(self, **words: Any) -> Answer:
+        self._resume = ResumeWork(**words)
+        return {"is_text": self._resume.is_text}
+
+    def do_resume_fill(self, context: int) -> Answer:
+        return self._resume.fill(context)
+
+    def do_resume_run(self, name: str, turn: int) -> Answer:
+        return self._resume.run(name, turn)
+
+    def do_resume_verdict(self, name: str) -> Answer:
+        return self._resume.verdict(name)
 
     def close(self) -> None:
         if self._decoder is not None:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from espnx.sizes import format_size
+
+from ..harness.doubts import without_doubtful
 from ..harness.registry import Say
 from ..harness.result import Row
+from ..machine.memory import available_bytes
 from .attend import show_attend
 from .fleet import Spec
 from .measure import measure
 from .options import Options
+from .resume import show_resume
 from .rss import show_growth, show_rss
 from .x_rows import show_x
 
-_LEAST_CONTEXT = 512
+_LEAST_CONTEXT, _LEAST_RESUMED = 512, 1024
+_PROCESS_BYTES = 1 << 30  # Python, PyTorch, weights and activations of a small model
 _SPILL_TOKENS, _QUICK_SPILL_TOKENS, _SPILL_TURNS = 512, 32, 4
 
 
@@ -30,8 +36,9 @@ def measure_shows(options: Options, say: Say) -> list[Row]:
         "x-sweep": show_x_sweep,
         "rss": show_rss,
         "growth": show_growth,
+        "resume": show_resumed,
     }
-    if set(options.shows) - {"attend", "x"}:
+    if set(options.shows) - {"attend", "x", "resume"}:
         say("No prefill: every system starts from the same seeded random K and V; all are fed the same tokens.")
     rows: list[Row] = []
     for show in options.shows:
@@ -46,18 +53,42 @@ def show_decode(options: Options, say: Say) -> list[Row]:
 def show_context(options: Options, say: Say) -> list[Row]:
     """Contexts that double, up to `--context`."""
     contexts = sweep(min(_LEAST_CONTEXT, options.context), options.context)
-    return [row for context in contexts for row in _point(options, "context", options.batch, context, say)]
+    return [
+        row
+        for context in contexts
+        for row in _point(_with_what_fits(options, options.batch, context, say), "context", options.batch, context, say)
+    ]
 
 
 def show_batch(options: Options, say: Say) -> list[Row]:
     """Batches that double, up to `--batch`."""
-    return [row for batch in sweep(1, options.batch) for row in _point(options, "batch", batch, options.context, say)]
+    return [
+        row
+        for batch in sweep(1, options.batch)
+        for row in _point(_with_what_fits(options, batch, options.context, say), "batch", batch, options.context, say)
+    ]
+
+
+def _with_what_fits(options: Options, batch: int, context: int, say: Say) -> Options:
+    """Without the caches in memory that would need more of it than `--memory` allows, or than there is: K and V, an eighth for what is
+    copied when they grow, and the process itself."""
+    room = options.limit.size_bytes or available_bytes()
+    need = options.task(options.plan(), batch=batch, context=context).kv_bytes(context) * 9 // 8 + _PROCESS_BYTES
+    left_out = [spec.name for spec in options.baselines if spec.in_memory] if need > room else []
+    if left_out:
+        say(f"{', '.join(left_out)} left out at {batch} x {context} tokens: {format_size(need)} of memory, there are {format_size(room)}")
+    return dataclasses.replace(options, baselines=[spec for spec in options.baselines if spec.name not in left_out])
 
 
 def show_x_sweep(options: Options, say: Say) -> list[Row]:
     """Every number of sequences that keep X, and what the scheduler takes."""
     every = dataclasses.replace(options, x_rows=[*range(options.batch + 1), None])
     return _point(every, "x-sweep", options.batch, options.context, say)
+
+
+def show_resumed(options: Options, say: Say) -> list[Row]:
+    """Contexts that double, up to `--context`."""
+    return show_resume(options, sweep(min(_LEAST_RESUMED, options.context), options.context), say)
 
 
 def sweep(least: int, most: int) -> list[int]:
@@ -74,7 +105,7 @@ def _point(options: Options, show: str, batch: int, context: int, say: Say) -> l
     task = options.task(plan, batch=batch, context=context)
     say(f"{show}: {task.name}, {batch} x {context} tokens")
     rows = measure(task, options.ours(), options.baselines, plan, options.params(show, task), say)
-    for row in rows:
+    for row in without_doubtful(rows):
         if row.ratio:
             shown = {name: value for name, value in row.ratio.items() if not name.startswith("fio-")}
             say("    " + row.system + ": " + ", ".join(f"{value:.2f}x {name}" for name, value in shown.items()))

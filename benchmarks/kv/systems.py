@@ -137,10 +137,10 @@ class EspnxDecoder(HFDecoder):
     def seed(self) -> None:
         # A prefill, but for the attention of its tokens over one another, which takes long and is nobody's subject.
         prompt = self.task.prompt()
-        self.cache.begin_pass(self.model, prompt, len(prompt))
+        self.cache._begin_pass(self.model, prompt, len(prompt))
         with mock.patch("espnx.kv.cache.chunk_attention", _no_attention):
             super().seed()
-        self.cache.end_pass(self.model, failed=False)
+        self.cache._end_pass(self.model, failed=False)
         self.cache.store.striped.flush()
 
     def seed_layer(self, number: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from espnx.sizes import format_size
 
-from ..harness.cells import ABSENT, metric, number
+from ..harness.cells import ABSENT, baselines_of, metric, number, ratio
 from ..harness.result import Row
 
 Table = Callable[[Sequence[Row]], tuple[list[str], list[list[str]]]]
@@ -23,7 +23,15 @@ def what(row: Row) -> str:
     return text
 
 
+def _first_token_s(row: Row) -> str:
+    if "first_token_s" not in row.metrics or row.median_s is None or row.iqr_s is None:
+        return ABSENT
+    return f"{row.median_s:.3f} ({row.iqr_s:.3f})"
+
+
 def _step_ms(row: Row) -> str:
+    if "first_token_s" in row.metrics:
+        return ABSENT
     if "step_s" not in row.metrics or row.iqr_s is None or not row.median_s:
         return number(row.median_s, 1e-3)
     return f"{row.metrics['step_s'] * 1e3:.2f} ({row.iqr_s / row.median_s * row.metrics['step_s'] * 1e3:.2f})"
@@ -62,12 +70,17 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("system", lambda row: row.system),
     ("cache", lambda row: row.cache),
     ("ms/step (IQR)", _step_ms),
+    ("first token s (IQR)", _first_token_s),
+    ("tokens computed", metric("computed_tokens", 1, 0)),
+    ("MB of K and V", metric("kv_bytes", 1e6, 1)),
     ("tokens/s", metric("tokens_per_s", 1, 1)),
     ("MB asked", _asked),
     ("MB read", _moved),
     ("wait ms", metric("waiting_s_per_step", 1e-3)),
     ("compute ms", metric("computing_s_per_step", 1e-3)),
     ("x fio", metric("over_fio")),
+    ("MB/s read", metric("read_bytes_per_s", 1e6, 1)),
+    ("break-even MB/s", metric("break_even_bytes_per_s", 1e6, 1)),
     ("bound", _bound),
     ("X rows (* chosen)", _x_rows),
     ("predicted ms", metric("predicted_s", 1e-3)),
@@ -93,12 +106,12 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     columns = [(name, [cell(row) for row in rows]) for name, cell in _COLUMNS]
     columns = [(name, cells) for name, cells in columns if set(cells) != {ABSENT}]
     for name in _rivals(rows):
-        columns.append((f"vs {name} [IQR]", [_ratio(row, name) for row in rows]))
+        columns.append((f"vs {name} [IQR]", [ratio(row, name) for row in rows]))
     return [name for name, _ in columns], [list(line) for line in zip(*(cells for _, cells in columns), strict=True)]
 
 
 def _rivals(rows: Sequence[Row]) -> list[str]:
-    return sorted({name for row in rows for name in row.ratio if not name.startswith("fio-")})
+    return sorted(name for name in baselines_of(rows) if not name.startswith("fio-"))
 
 
 def _view(*names: str) -> Table:
@@ -113,16 +126,14 @@ def _view(*names: str) -> Table:
     return show
 
 
+_RESUMED = ("first token s (IQR)", "tokens computed", "MB of K and V", "MB read", "MB/s read", "break-even MB/s")
 #: For documents, by name.
 VIEWS: Mapping[str, Table] = {
     "decode": _view("what", "system", "ms/step (IQR)", "MB read", "x fio", "bound"),
     "x": _view("what", "system", "X rows (* chosen)", "ms/step (IQR)", "predicted ms", "MB read", "bound"),
     "ops": _view("what", "system", "ms/step (IQR)", "GB/s", "GFLOP", "GFLOP/s"),
     "spill": _view("what", "system", "ms/step (IQR)", "write requests", "MB written", "write amplification"),
+    "resume": _view("what", "system", *_RESUMED, "same tokens"),
     "growth": _view("what", "system", "stored", "memory after"),
     "rss": _view("what", "system", "peak memory", "stored", "memory/stored"),
 }
-
-
-def _ratio(row: Row, name: str) -> str:
-    return f"{row.ratio[name]:.2f}x [{row.metrics.get(f'ratio_iqr_{name}', 0.0):.2f}]" if name in row.ratio else ABSENT

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from espnx.errors import InvalidInputError
 
 from ..harness.arguments import choices, words
+from ..harness.cells import baselines_of, ratio
+from ..harness.doubts import without_doubtful
 from ..harness.registry import Case, Say
 from ..harness.result import Row
 
@@ -106,7 +108,7 @@ def run(args: Namespace, say: Say) -> list[Row]:
     for number, (d, threads) in enumerate(points, 1):
         say(f"[{number}/{len(points)}] d = {d}, {threads} thread(s)")
         found = measure_point(d, threads, options, say)
-        for row in found:
+        for row in without_doubtful(found):
             if row.ratio:
                 say("    " + row.system + ": " + ", ".join(f"{value:.2f}x {name}" for name, value in row.ratio.items()))
         rows += found
@@ -167,7 +169,7 @@ def _beside_fp16(rows: Sequence[Row]) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Headers and cells, one line per row."""
-    shown = [name for name in BASELINES if any(name in row.ratio for row in rows)]
+    shown = [name for name in BASELINES if name in baselines_of(rows)]
     headers = ["d", "threads", "documents", "system", "B/document", "ms", "(IQR)", "documents/s", "vs fp16", "n", "correct"]
     return headers + [f"vs {name} [IQR]" for name in shown], [_cells(row, shown) for row in rows]
 
@@ -188,9 +190,7 @@ def _cells(row: Row, baselines: Sequence[str]) -> list[str]:
         str(row.n),
         "yes" if row.correct else "NO",
     ]
-    for name in baselines:
-        cells.append(f"{row.ratio[name]:.2f}x [{metrics[f'ratio_iqr_{name}']:.2f}]" if name in row.ratio else "-")
-    return cells
+    return cells + [ratio(row, name) for name in baselines]
 
 
 CASE = Case("maxsim", "MaxSim on the CPU from records in place, beside maxsim-cpu and torch", configure, run, table)

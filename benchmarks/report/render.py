@@ -1,26 +1,62 @@
 """Tables in documents, rendered from result files: what stands between ``<!-- bench:CASE -->`` and ``<!-- /bench -->`` is never typed.
 
 ``<!-- bench:CASE:VIEW show=table corpus=B -->`` takes another table of the case (`Case.views`), and only rows with those parameters (or
-that ``system``); several values of one are joined by ``|``. ``<!-- training -->`` takes the record of the demo's model (training.py).
+that ``system``); several values of one are joined by ``|``. ``<!-- machine -->`` says once a page what its tables were measured on,
+``<!-- plots:NAME,... -->`` shows plots that results have rows for (plots.py), ``<!-- headlines -->`` the few numbers that the front page
+leads with (headlines.py), ``<!-- training -->`` the record of the demo's model (training.py).
 """
 
 from __future__ import annotations
 
+import os
 import re
+import string
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from espnx.errors import InvalidInputError
 
-from ..harness.registry import Case, cases
+from ..harness.registry import cases
 from ..harness.result import KINDS, Row, load, rows_of
-from . import training
+from . import headlines, plots, training
 
 BLOCK = re.compile(
     r"(<!-- bench:(?P<case>[\w-]+)(?::(?P<view>[\w-]+))?(?P<filters>(?: [\w-]+=[^\s>]+)*) -->\n).*?(<!-- /bench -->)", re.DOTALL
 )
+MACHINE = re.compile(r"(<!-- machine -->\n).*?(<!-- /machine -->)", re.DOTALL)
 RESULTS = "benchmarks/results"
+LETTERS = string.ascii_uppercase
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a page shows of a result file: rows of one kind."""
+
+    path: Path
+    document: Mapping[str, Any]
+    kind: str
+    rows: Sequence[Row]
+    headers: Sequence[str]
+    cells: Sequence[Sequence[str]]
+
+    def markdown(self, machines: Sequence[str]) -> str:
+        """`machines`: those of the page; the caption names one where there are several."""
+        lines = ["", _line(self.headers), "|" + " --- |" * len(self.headers), *map(_line, self.cells), "", self._caption(machines)]
+        return "\n".join(lines)
+
+    def _caption(self, machines: Sequence[str]) -> str:
+        commit = self.document["commit"]
+        version = f"commit {commit[:10]}{' with changes' if self.document['dirty'] else ''}" if commit else "unknown commit"
+        runs = sorted({row.n for row in self.rows})
+        count = f"{runs[0]}" if len(runs) == 1 else f"{runs[0]} to {runs[-1]}"
+        place = f" on machine {LETTERS[machines.index(describe(self.document['machine']))]}" if len(machines) > 1 else ""
+        return f"({self.kind.capitalize()}{place}; {count} runs each; `{self.document['command']}`, {version}; file `{self.path.name}`.)"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
 
 
 def source_root() -> Path:
@@ -35,7 +71,8 @@ def documents(root: Path) -> list[Path]:
     """README.md and the Markdown files below docs/ that hold marked blocks."""
     candidates = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     found = [path for path in candidates if path.is_file()]
-    return [path for path in found if any(block.search(path.read_text(encoding="utf-8")) for block in (BLOCK, training.BLOCK))]
+    blocks = (BLOCK, headlines.BLOCK, plots.BLOCK, training.BLOCK)
+    return [path for path in found if any(block.search(path.read_text(encoding="utf-8")) for block in blocks)]
 
 
 def result_files(root: Path) -> list[Path]:
@@ -61,7 +98,7 @@ def render_all(root: Path, files: Sequence[Path], *, write: bool) -> list[Path]:
     stale = []
     for path in documents(root):
         text = path.read_text(encoding="utf-8")
-        fresh = training.fill(render_text(text, results), root)
+        fresh = training.fill(plots.fill(render_text(text, results), results, os.path.relpath(root / plots.FOLDER, path.parent)), root)
         if fresh != text:
             stale.append(path)
             if write:
@@ -70,35 +107,35 @@ def render_all(root: Path, files: Sequence[Path], *, write: bool) -> list[Path]:
 
 
 def render_text(text: str, results: Mapping[Path, Mapping[str, Any]]) -> str:
-    """The text with its marked blocks filled."""
+    """The text with its tables filled."""
+    tables = {match.start(): tables_of(match, results) for match in BLOCK.finditer(text)}
+    machines = list(dict.fromkeys(describe(table.document["machine"]) for found in tables.values() for table in found))
+    if machines and not MACHINE.search(text):
+        raise InvalidInputError("a page of tables does not say what they were measured on", fix="<!-- machine --> and <!-- /machine -->")
+    text = BLOCK.sub(lambda match: f"{match[1]}{_joined(table.markdown(machines) for table in tables[match.start()])}{match[5]}", text)
+    text = MACHINE.sub(lambda match: f"{match[1]}{_joined(_machine_lines(machines))}{match[2]}", text)
+    return headlines.fill(text, results)
+
+
+def tables_of(match: re.Match[str], results: Mapping[Path, Mapping[str, Any]]) -> list[Table]:
+    """The tables of a marked block: one for each result file and kind that has rows for it, for measured and modelled numbers never share
+    a column. Raises InvalidInputError for a case or a view that nobody knows."""
     known = cases()
-
-    def fill(match: re.Match[str]) -> str:
-        case = known.get(match["case"])
-        if case is None:
-            raise InvalidInputError("a marked block names an unknown benchmark", got=match["case"], expected=", ".join(known))
-        view = match["view"]
-        if view is not None and view not in case.views:
-            raise InvalidInputError("a marked block names an unknown table", got=match[0].splitlines()[0], expected=", ".join(case.views))
-        filters = dict(word.split("=", 1) for word in match["filters"].split())
-        return f"{match[1]}{render_case(case, results, view, filters)}{match[5]}"
-
-    return BLOCK.sub(fill, text)
-
-
-def render_case(
-    case: Case, results: Mapping[Path, Mapping[str, Any]], view: str | None = None, filters: Mapping[str, str] | None = None
-) -> str:
-    """Markdown of all rows of a case that pass the filters: one table per result file and kind, for measured and modelled numbers never
-    share a column. Nothing where there are no results."""
-    parts = []
-    table = case.table if view is None else case.views[view]
+    case = known.get(match["case"])
+    if case is None:
+        raise InvalidInputError("a marked block names an unknown benchmark", got=match["case"], expected=", ".join(known))
+    view = match["view"]
+    if view is not None and view not in case.views:
+        raise InvalidInputError("a marked block names an unknown table", got=match[0].splitlines()[0], expected=", ".join(case.views))
+    filters = dict(word.split("=", 1) for word in match["filters"].split())
+    make = case.table if view is None else case.views[view]
+    found = []
     for path, document in results.items():
-        rows = [row for row in rows_of(document) if row.case == case.name and passes(row, filters or {})]
+        rows = [row for row in rows_of(document) if row.case == case.name and passes(row, filters)]
         for kind in KINDS:
             if chosen := [row for row in rows if row.kind == kind]:
-                parts += ["", *_table(table(chosen)), "", _caption(path, document, kind, chosen)]
-    return "\n".join([*parts, "", ""]) if parts else ""
+                found.append(Table(path, document, kind, chosen, *make(chosen)))
+    return found
 
 
 def passes(row: Row, filters: Mapping[str, str]) -> bool:
@@ -107,29 +144,30 @@ def passes(row: Row, filters: Mapping[str, str]) -> bool:
     return all(str(found.get(name)) in wanted.split("|") for name, wanted in filters.items())
 
 
-def _table(made: tuple[list[str], list[list[str]]]) -> Iterable[str]:
-    headers, cells = made
-    yield "| " + " | ".join(headers) + " |"
-    yield "|" + " --- |" * len(headers)
-    for line in cells:
-        yield "| " + " | ".join(line) + " |"
+def describe(machine: Mapping[str, Any]) -> str:
+    """A machine in a line."""
+    memory = f"{machine['memory_bytes'] / 2**30:.0f} GiB of memory"
+    fio = str(machine["fio"]).removeprefix("fio-")
+    disk = f"{machine['fs']} on {disk_kind(machine['disk'])}"
+    return f"{machine['cpu']}, {machine['cores']} cores, {memory}, Linux {machine['kernel']}, {disk}, fio {fio}"
 
 
-def _caption(path: Path, document: Mapping[str, Any], kind: str, rows: Sequence[Row]) -> str:
-    machine, commit = document["machine"], document["commit"]
-    version = f"commit {commit[:10]}{' with changes' if document['dirty'] else ''}" if commit else "unknown commit"
-    memory = f"{machine['memory_bytes'] / 2**30:.0f} GiB"
-    place = ", ".join(
-        [
-            machine["cpu"],
-            f"{machine['cores']} cores",
-            memory,
-            f"Linux {machine['kernel']}",
-            machine["disk"],
-            machine["fs"],
-            f"fio {machine['fio']}",
-        ]
-    )
-    runs = sorted({row.n for row in rows})
-    count = f"{runs[0]}" if len(runs) == 1 else f"{runs[0]} to {runs[-1]}"
-    return f"({kind.capitalize()}; {count} runs each; `{document['command']}`, {version}; {place}; file `{path.name}`.)"
+def disk_kind(text: str) -> str:
+    """What a disk is, by the name that the kernel gives it: ``vda (scheduler ...)`` is a virtual one."""
+    name = text.split(" ", 1)[0]
+    kinds = {"vd": "a virtual disk (virtio", "xvd": "a virtual disk (Xen", "nvme": "an NVMe drive (", "sd": "a SCSI or SATA disk ("}
+    kind = next((words for prefix, words in kinds.items() if re.fullmatch(rf"{prefix}[a-z0-9]+", name)), None)
+    return text if kind is None else f"{kind}{'' if kind.endswith('(') else ', '}`{name}`)"
+
+
+def _machine_lines(machines: Sequence[str]) -> list[str]:
+    if len(machines) == 1:
+        return ["", f"Measured on: {machines[0]}."]
+    lines = [f"- machine {letter}: {line}." for letter, line in zip(LETTERS, machines, strict=False)]
+    return ["", "Measured on:", "", *lines] if lines else []
+
+
+def _joined(parts: Iterable[str]) -> str:
+    """Lines, and an empty one after them, or nothing."""
+    lines = list(parts)
+    return "\n".join([*lines, "", ""]) if lines else ""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from pathlib import Path
 
 from ..harness.registry import Case, Say
 from ..harness.result import Row
 from .names import SHOWS
-from .table import by_memory, table
+from .table import by_memory, by_size, table
 
 DESCRIPTION = """Searches a corpus by espnx and by baselines that share its first stage, its MaxSim kernel and its cores; each runs in a
 process of its own. Rankings are compared with plain PyTorch first. Then all take turns, query by query, in shuffled order; a ratio is
@@ -16,6 +17,8 @@ the median over the queries of the baseline's time over ours (above 1: ours is f
   espnx bench retrieval --path /mnt/nvme --quick                            20,000 documents: does everything work here?
   espnx bench retrieval --path /mnt/nvme --corpus A,B,C --memory ample,1GiB  the table: exact, and 64 re-ranked
   espnx bench retrieval --path /mnt/nvme --show batches,hit-rate --corpus B
+  espnx bench retrieval --path /mnt/nvme --show sizes --docs 62500,125000,250000,500000,1000000,2000000 --memory 1GiB
+                                                                            below, at and above the size that memory holds
   espnx bench retrieval --path /mnt/nvme --show formats --dataset DIR       nDCG@10, MRR@10, recall@100 by format
 
 Corpora are made once, below --path, a few minutes for each million documents: A, copies of real passages (docstrings, encoded here);
@@ -29,7 +32,7 @@ def configure(parser: ArgumentParser) -> None:
     add("--path", metavar="DIR", default=".", help="a directory on the disk to measure; corpora are kept there (default: the current one)")
     add("--show", metavar="S,...", default="table", help=f"what to measure: {', '.join(SHOWS)} (default: table)")
     add("--corpus", metavar="C,...", default="B", help="A, B, C, or the folder of a store that is there (default: B)")
-    add("--docs", type=int, default=1_000_000, metavar="N", help="documents of A, B, C (default: 1000000)")
+    add("--docs", metavar="N,...", default="1000000", help="documents of A, B, C; all but sizes take the first number (default: 1000000)")
     add("--base", type=int, default=60_000, metavar="N", help="real documents that A is made of (default: 60000)")
     add("--dataset", metavar="DIR", help="a labelled collection: corpus.jsonl, queries.jsonl, qrels.tsv (formats, cascade)")
     add("--encoder", default="minilm", metavar="E", help="of the dataset: minilm, or the folder of a model (default: minilm)")
@@ -70,6 +73,20 @@ def run(args: Namespace, say: Say) -> list[Row]:
     return measure_shows(read_options(args), say)
 
 
+def leaves(directory: Path) -> list[Path]:
+    """Corpora, stores of datasets, and the passages that corpus A is made of."""
+    corpora = [note.parent for note in directory.glob("*/CORPUS.json")]
+    datasets = [manifest.parent for manifest in directory.glob("dataset-*/MANIFEST.json")]
+    bases = [*directory.glob("base-*-slices*.safetensors")]
+    return [*corpora, *datasets, *bases, *(directory.glob("docstrings.jsonl") if bases else ())]
+
+
 CASE = Case(
-    "retrieval", "multi-vector search from SSD, beside memory, mmap and no prefetch", configure, run, table, views={"by-memory": by_memory}
+    "retrieval",
+    "multi-vector search from SSD, beside memory, mmap and no prefetch",
+    configure,
+    run,
+    table,
+    views={"by-memory": by_memory, "by-size": by_size},
+    leaves=leaves,
 )

@@ -13,6 +13,7 @@ import numpy as np
 
 from espnx.errors import InvalidInputError
 
+from ..harness.doubts import without_doubtful
 from ..harness.registry import Say
 from ..harness.result import Row
 from .fleet import Fleet, System
@@ -237,7 +238,7 @@ def _row(show: str, point: Point, measured: Measured, everyone: dict[str, Measur
 
 def report(rows: list[Row], say: Say) -> list[Row]:
     """Says what was measured; returns the rows."""
-    for row in rows:
+    for row in without_doubtful(rows):
         if row.median_s is not None:
             ratios = ", ".join(f"{value:.2f}x {name}" for name, value in row.ratio.items())
             say(f"    {row.system}: {1e3 * row.median_s:.2f} ms" + (f" ({ratios})" if ratios else ""))

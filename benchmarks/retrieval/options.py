@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Options:
     shows: list[str]
     corpora: list[str]
     documents: int
+    sizes: list[int]
     base: int
     dataset: Path | None
     limits: list[int | None]
@@ -70,6 +71,10 @@ class Options:
             return Mixture(name, self.documents, MIXTURES[name])
         return Expanded(ensure_base(self.path, self.base, say), self.documents) if name == "A" else None
 
+    def of_sizes(self, name: str) -> list[Options]:
+        """The same with each number of documents; once for the folder of a store, which has as many as it has."""
+        return [replace(self, documents=size) for size in self.sizes] if name in ("A", *MIXTURES) else [self]
+
     def prepare(self, name: str, say: Say, **more: Any) -> Prepared:
         """The store of a corpus, built if need be. `more`: build options."""
         corpus = self.corpus(name, say)
@@ -92,6 +97,8 @@ def read_options(args: Namespace) -> Options:
     for limit in limits:
         if limit is not None:
             check_limit_possible(limit)
+    sizes = [positive("docs", word) for word in words(args.docs) or [args.docs]]
+    sizes = list(dict.fromkeys(min(size, QUICK_DOCUMENTS) if quick else size for size in sizes))
     queries = min(args.queries, QUICK_QUERIES) if quick else args.queries
     if not 1 <= queries <= QUERIES // 2:
         raise InvalidInputError("queries", got=queries, expected=f"1 to {QUERIES // 2}")
@@ -99,7 +106,8 @@ def read_options(args: Namespace) -> Options:
         path=path.resolve(),
         shows=shows,
         corpora=corpora,
-        documents=positive("docs", min(args.docs, QUICK_DOCUMENTS) if quick else args.docs),
+        documents=sizes[0],
+        sizes=sizes,
         base=positive("base", min(args.base, QUICK_BASE) if quick else args.base),
         dataset=Path(args.dataset) if args.dataset else None,
         limits=limits,

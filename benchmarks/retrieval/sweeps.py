@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ def measure_shows(options: Options, say: Say) -> list[Row]:
         for show in wanted:
             say(f"{show} of corpus {prepared.name}")
             rows += of_corpora[show](options, prepared, say)
+    rows += show_sizes(options, say) if "sizes" in options.shows else []
     return rows + (show_formats(options, say) if "formats" in options.shows else [])
 
 
@@ -132,4 +134,22 @@ def show_cascade(options: Options, prepared: Prepared, say: Say) -> list[Row]:
             point = Point(prepared, limit, nprobe, options.candidates, None, 1, options.threads)
             say(str(point))
             rows += report(rows_of("cascade", point, measure(point, fleet, [], queries, warm, options.seed, say)), say)
+    return rows
+
+
+def show_sizes(options: Options, say: Say) -> list[Row]:
+    """An exact search and a cascade in corpora of every number of documents, with the bytes of their records: what happens where those no
+    longer fit a memory limit. ``memory`` has no limit."""
+    rows: list[Row] = []
+    queries, warm = split_queries(options.queries)
+    cascades = cascade_systems(options.cascades) if options.coarse else []
+    resident, cached = split_systems(options.baselines, [AUTO, *cascades])
+    for prepared in (sized.prepare(name, say) for name in options.corpora for sized in options.of_sizes(name)):
+        for limit in options.limits:
+            with Fleet(prepared, resident, limit, options.threads, options.engine) as fleet:
+                point = Point(prepared, limit, resolve_nprobe(options, fleet, warm), options.candidates, None, 1, options.threads)
+                say(f"{prepared.documents:,} documents: {point}")
+                found = rows_of("sizes", point, measure(point, fleet, cached, queries, warm, options.seed, say))
+                size = {"record_bytes": float(fleet.facts(AUTO)["record_bytes"])}
+                rows += report([replace(row, metrics={**row.metrics, **size}) for row in found], say)
     return rows

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from espnx.sizes import format_size
 
-from ..harness.cells import ABSENT, metric, number
+from ..harness.cells import ABSENT, baselines_of, metric, number, ratio
 from ..harness.result import Row
 
 Table = tuple[list[str], list[list[str]]]
@@ -51,7 +51,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("IQR", lambda row: number(row.iqr_s, 1e-3)),
     ("p95 ms", lambda row: number(row.metrics.get("p95_s"), 1e-3) if row.params.get("show") == "callers" else ABSENT),
     ("queries/s", metric("queries_per_s", 1, 0)),
-    ("x memory", lambda row: number(1 / row.ratio["memory"]) if "memory" in row.ratio else ABSENT),
+    ("x memory", lambda row: number(1 / row.ratio["memory"]) if "memory" in row.ratio else ratio(row, "memory")),
     ("x bound", metric("over_bound")),
     ("hit rate", _hit_rate),
     ("of FAISS", metric("hit_rate_faiss", 1, 4)),
@@ -77,8 +77,8 @@ def table(rows: Sequence[Row]) -> Table:
     cells = [[cell(row) for _, cell in _COLUMNS] for row in rows]
     shown = [i for i in range(len(_COLUMNS)) if any(line[i] != ABSENT for line in cells)]
     baselines = [name for name in dict.fromkeys(row.system for row in rows) if name.startswith(_COMPARED)]
-    baselines = [name for name in baselines if any(name in row.ratio for row in rows)]
-    versus = [[f"{row.ratio[name]:.2f}x" if name in row.ratio else ABSENT for name in baselines] for row in rows]
+    baselines = [name for name in baselines if name in baselines_of(rows)]
+    versus = [[ratio(row, name).split(" [")[0] for name in baselines] for row in rows]
     headers = [_COLUMNS[i][0] for i in shown] + [f"vs {name}" for name in baselines]
     return headers, [[line[i] for i in shown] + extra for line, extra in zip(cells, versus, strict=True)]
 
@@ -96,6 +96,20 @@ def by_memory(rows: Sequence[Row]) -> Table:
             found = {_memory(row): row for row in here if row.system == system}
             lines.append([corpus, what(here[0]), system, *(_milliseconds(found.get(limit), here) for limit in limits)])
     return ["corpus", "what", "system", *(f"{limit}, ms" for limit in limits)], lines
+
+
+def by_size(rows: Sequence[Row]) -> Table:
+    """A line for each size of the records, a column for each system: median milliseconds."""
+    systems = list(dict.fromkeys(row.system for row in rows))
+    points: dict[tuple[str, int, str], list[Row]] = {}
+    for row in rows:
+        points.setdefault((row.params["corpus"], row.params["documents"], _memory(row)), []).append(row)
+    lines = []
+    for (corpus, documents, memory), here in points.items():
+        size = here[0].metrics.get("record_bytes")
+        times = {row.system: number(row.median_s, 1e-3) if row.correct else "WRONG" for row in here}
+        lines.append([corpus, f"{documents:,}", number(size, 1e9), memory, *(times.get(system, ABSENT) for system in systems)])
+    return ["corpus", "documents", "records, GB", "memory", *(f"{system}, ms" for system in systems)], lines
 
 
 def _milliseconds(row: Row | None, everyone: Sequence[Row]) -> str:

@@ -6,19 +6,22 @@ import platform
 import shlex
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ..benchmarks.harness.registry import cases
-from ..benchmarks.harness.result import make_document
-from ..errors import MissingDependencyError
+from ..benchmarks.harness.doubts import doubtful, without_doubtful
+from ..benchmarks.harness.registry import Case, cases
+from ..benchmarks.harness.result import Row, make_document
+from ..errors import InvalidInputError, MissingDependencyError
+from ..sizes import format_size
+from ..tables import render_table
 from . import host
 from .env import git_state, package_root
-from .output import add_json_option, emit, render_table
+from .failures import MISSING_HARDWARE, report
+from .output import add_json_option, emit, json_document
 
-MISSING = 3
 QUICK_PAIRS = 3
 
 DESCRIPTION = """Runs a benchmark beside its baselines. Results are verified first; a wrong result has no ratio and makes the exit code 1.
@@ -43,25 +46,70 @@ def configure(parser: ArgumentParser) -> None:
         sub.add_argument("--pairs", type=int, metavar="N", help="runs of each system (default: 15; with --quick 3)")
         sub.add_argument("--seed", type=int, default=1, help="of data and order (default: 1)")
         sub.add_argument("--quick", action="store_true", help="tiny runs: everything is tried, nothing worth quoting is measured")
+        sub.add_argument("--note", metavar="TEXT", help="kept in the result file: what was special about this run")
         sub.add_argument(
             "--render", dest="render_after", action="store_true", help="then fill the documents' tables from benchmarks/results"
         )
         add_json_option(sub)
+        sub.set_defaults(parser=sub)
+    _configure_others(commands)
+
+
+def _configure_others(commands: Any) -> None:
+    """Words that stand where a case would."""
+    ls = commands.add_parser("ls", help="list the cases", description="The cases, a line each.")
+    clean = commands.add_parser(
+        "clean",
+        help="remove what benchmarks left in a directory to be used again",
+        description="Data files and corpora: listed, and removed.",
+    )
+    clean.add_argument("--path", metavar="DIR", default=".", help="as it was given to the benchmarks (default: the current directory)")
+    clean.add_argument("--dry-run", action="store_true", help="list them, and remove nothing")
+    for sub, run_it in ((ls, _list), (clean, _clean)):
+        add_json_option(sub)
+        sub.set_defaults(parser=sub, other=run_it)
 
 
 def run(args: Namespace) -> int:
     if args.render is not None and args.case is None:
         return render(args.render, check=args.check)
     if args.case is None:
-        print(render_table(["CASE", ""], [[case.name, case.summary] for case in cases().values()]))
+        print(_cases_table())
         return 0
+    if hasattr(args, "other"):
+        other: Callable[[Namespace], int] = args.other
+        return other(args)
     if args.pairs is None:
         args.pairs = QUICK_PAIRS if args.quick else 15
     try:
         return run_case(args)
     except MissingDependencyError as error:  # a baseline's program is missing, like hardware that is missing
-        print(f"espnx: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return MISSING
+        return report(error, command=f"bench {args.case}", json=args.json, code=MISSING_HARDWARE)
+
+
+def _cases_table() -> str:
+    return render_table(["CASE", ""], [[case.name, case.summary] for case in cases().values()])
+
+
+def _list(args: Namespace) -> int:
+    emit(args, _cases_table(), json_document("bench ls", cases={case.name: case.summary for case in cases().values()}))
+    return 0
+
+
+def _clean(args: Namespace) -> int:
+    from ..benchmarks.harness.leftovers import found, remove, size_bytes
+
+    directory = Path(args.path)
+    if not directory.is_dir():
+        raise InvalidInputError("bench clean", got=repr(args.path), expected="an existing directory", fix="--path DIR")
+    left = [(path, size_bytes(path)) for path in found(directory, cases())]
+    gone = {path: not args.dry_run and remove(path) for path, _ in left}
+    rows = [
+        (path, format_size(size), "removed" if gone[path] else "kept" if args.dry_run else "holds other files, too") for path, size in left
+    ]
+    document = json_document("bench clean", removed=[{"path": str(path), "size_bytes": size} for path, size in left if gone[path]])
+    emit(args, render_table(("", "", ""), rows) if rows else f"nothing of a benchmark in {directory}", document)
+    return 0
 
 
 def run_case(args: Namespace) -> int:
@@ -72,13 +120,29 @@ def run_case(args: Namespace) -> int:
         return 0
     command = command_line(sys.argv[1:])
     before = git_state(package_root())  # a result file written into the tree must not make it dirty
-    rows = case.run(args, say)
-    document = make_document(command, before.get("commit"), before.get("dirty"), machine(args), rows)
+    rows = without_doubtful(case.run(args, say))
+    document = make_document(command, before.get("commit"), before.get("dirty"), machine(args), rows, note=args.note)
     headers, cells = case.table(rows)
     emit(args, render_table(headers, cells, right=headers[4:10]), document)
+    _tell_doubts(rows)
+    _tell_leftovers(case, args)
     if args.render_after:
         render([], check=False)
     return 0 if all(row.correct for row in rows) else 1
+
+
+def _tell_doubts(rows: Sequence[Row]) -> None:
+    """Why there are fewer ratios than were measured."""
+    if any(doubtful(row) for row in rows):
+        say("some ratios are withheld: their spread is above half of them (unsteady), or more threads made the baseline slower, so that "
+            "something else had the cores. Measure again on an idle machine, with more --pairs")  # fmt: skip
+
+
+def _tell_leftovers(case: Case, args: Namespace) -> None:
+    directory = Path(getattr(args, "path", "."))
+    if left := case.leaves(directory):
+        shown = ", ".join(str(path) for path in left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+        say(f"kept for the next run: {shown}; `espnx bench clean --path {directory}` removes it")
 
 
 def say(text: str) -> None:

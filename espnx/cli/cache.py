@@ -7,14 +7,22 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from .output import add_json_option, emit, json_document, render_table
+from ..tables import render_table
+from .output import add_json_option, emit, json_document
 
 if TYPE_CHECKING:
     from ..kv.kept.library import Entry
 
 
 def _storage(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--storage", required=True, action="append", metavar="DIR", help="as given to KVCache; may be repeated")
+    parser.add_argument("storage", metavar="DIR", help="the directory of kept caches, as given to KVCache")
+    parser.add_argument(
+        "--storage", dest="further", action="append", default=[], metavar="DIR", help="the others, where caches are spread; may be repeated"
+    )
+
+
+def _directories(args: argparse.Namespace) -> list[str]:
+    return [args.storage, *args.further]
 
 
 def configure_ls(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +33,7 @@ def configure_ls(parser: argparse.ArgumentParser) -> None:
 def run_ls(args: argparse.Namespace) -> int:
     from ..kv.kept.library import entries
 
-    found = entries(args.storage)
+    found = entries(_directories(args))
     rows = [_row(entry) for entry in found]
     headers = ("name", "model", "sequences", "tokens", "MiB", "last used", "open")
     emit(args, render_table(headers, rows, right=headers[2:5]), json_document("cache ls", caches=[asdict(entry) for entry in found]))
@@ -39,8 +47,8 @@ def _row(entry: Entry) -> tuple[object, ...]:
 
 
 def configure_verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="+", help="names of caches")
     _storage(parser)
+    parser.add_argument("name", nargs="+", help="names of caches")
     add_json_option(parser)
 
 
@@ -51,7 +59,7 @@ def run_verify(args: argparse.Namespace) -> int:
     lines, found = list[str](), list[dict[str, object]]()
     for name in args.name:  # all of them: one that is damaged says nothing about the next
         try:
-            seen_bytes = verify(args.storage, name)
+            seen_bytes = verify(_directories(args), name)
             lines.append(f"{name}: {seen_bytes / 2**20:,.1f} MiB of rows, every checksum right")
             found.append({"name": name, "is_sound": True, "bytes": seen_bytes})
         except StorageError as error:
@@ -62,8 +70,8 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def configure_rm(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="*", help="names of caches")
     _storage(parser)
+    parser.add_argument("name", nargs="*", help="names of caches")
     parser.add_argument("--keep", metavar="SIZE", help="remove the least recently used caches until the rest takes at most so much")
     add_json_option(parser)
 
@@ -75,11 +83,11 @@ def run_rm(args: argparse.Namespace) -> int:
 
     limit_bytes = None if args.keep is None else parse_size(args.keep)
     if not args.name and limit_bytes is None:
-        raise InvalidInputError("espnx cache rm", got="nothing to remove", expected="names, or --keep SIZE")
+        raise InvalidInputError("espnx cache rm", got="nothing to remove", expected="names after the directory, or --keep SIZE")
     gone = list(dict.fromkeys(args.name))
     for name in gone:
-        remove(args.storage, name)
+        remove(_directories(args), name)
     if limit_bytes is not None:
-        gone += evict(args.storage, limit_bytes)
+        gone += evict(_directories(args), limit_bytes)
     emit(args, "removed " + ", ".join(gone) if gone else "nothing removed", json_document("cache rm", removed=gone))
     return 0

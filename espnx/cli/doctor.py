@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
-from ..errors import InvalidInputError
+from ..errors import EspnxError, InvalidInputError
+from ..tables import render_table
 from . import host
-from .checks import FAIL, PASS, WARN, Check, disk, gpu, run_checks, software
-from .output import add_json_option, emit, json_document, render_table
+from .checks import FAIL, PASS, WARN, Check, disk, gpu, run_checks, software, speed
+from .output import add_json_option, emit, json_document
 
-DESCRIPTION = """First a table: the mount, its file system and device, whether O_DIRECT holds, which engine `auto` becomes there, and the
-alignment of reads. Then one line per check: PASS, INFO, WARN (works, slower or with less), FAIL, N-A (no such hardware).
+_SPEEDS = {"read_bytes_per_s": 1e6, "reads_4k_per_s": 1.0}
 
-  espnx doctor --path /mnt/nvme       is that disk usable, and how
-  espnx doctor --json report.json     the same, for programs"""
+DESCRIPTION = """First a table: the mount, its file system and device, whether O_DIRECT holds, which engine `auto` becomes there, the
+alignment of reads, and how fast they are (measured for half a second, on a file of 64 MiB that is removed). Then one line per check:
+PASS, INFO, WARN (works, slower or with less), FAIL, N-A (no such hardware)."""
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -29,7 +31,14 @@ def run(args: Namespace) -> int:
         raise InvalidInputError("doctor looks at a directory", got=repr(args.path), expected="an existing directory", fix="--path DIR")
     directory = os.path.abspath(args.path)
     glance = at_a_glance(directory)
-    found = run_checks([*software.CHECKS, *disk.checks(directory), *gpu.CHECKS])
+    found = run_checks(
+        [
+            *software.CHECKS,
+            *disk.checks(directory),
+            functools.update_wrapper(functools.partial(speed.speed, directory), speed.speed),
+            *gpu.CHECKS,
+        ]
+    )
     counts = {status: sum(check.status == status for check in found) for status in (PASS, WARN, FAIL)}
     document = json_document(
         "doctor",
@@ -46,9 +55,13 @@ def run(args: Namespace) -> int:
 
 
 def at_a_glance(directory: str) -> dict[str, object]:
-    """The mount and what ``auto`` becomes on it."""
+    """The mount, what ``auto`` becomes on it, and how fast that is."""
     mount = host.mount_of(directory)
     facts = disk.effective_path(directory)
+    try:
+        measured = speed.measure(directory)
+    except (EspnxError, OSError, ImportError):
+        measured = None  # the check says why
     direct = facts["direct"]
     if direct is None:
         direct = host.o_direct_support(directory)[0]
@@ -60,6 +73,8 @@ def at_a_glance(directory: str) -> dict[str, object]:
         "requested": "auto",
         "effective": facts["engine"],
         "alignment_bytes": facts["alignment_bytes"],
+        "read_bytes_per_s": None if measured is None else round(measured.read_bytes_per_s),
+        "reads_4k_per_s": None if measured is None else round(measured.reads_4k_per_s),
         "reason": facts["reason"],
     }
 
@@ -67,7 +82,9 @@ def at_a_glance(directory: str) -> dict[str, object]:
 def glance_table(glance: dict[str, object]) -> str:
     direct = {True: "yes", False: "no", None: "unknown"}[glance["o_direct"]]  # type: ignore[index]
     row = [glance["mount"], glance["file_system"], glance["device"], direct, glance["requested"], glance["effective"] or "none"]
-    table = render_table(["MOUNT", "FS", "DEVICE", "O_DIRECT", "REQUESTED", "EFFECTIVE", "ALIGN"], [[*row, glance["alignment_bytes"]]])
+    fast = [None if glance[name] is None else f"{float(str(glance[name])) / unit:,.0f}" for name, unit in _SPEEDS.items()]
+    headers = ["MOUNT", "FS", "DEVICE", "O_DIRECT", "REQUESTED", "EFFECTIVE", "ALIGN", "READ MB/s", "4K READS/s"]
+    table = render_table(headers, [[*row, glance["alignment_bytes"], *fast]])
     return f"{table}\n(auto: {glance['reason']})" if glance["reason"] else table
 
 

@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from .output import add_json_option, emit, json_document, render_table
+from ..tables import render_table
+from .output import add_json_option, emit, json_document
 from .queries import read_queries
 from .search import add_index_options, add_search_options, open_index, search_options
 

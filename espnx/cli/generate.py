@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .output import add_json_option, emit, json_document, render_table
+from ..errors import InvalidInputError
+from ..tables import render_table
+from .output import add_json_option, emit, json_document
 
 if TYPE_CHECKING:
     from ..integrations.generate.generate import Report
+    from .progress import ProgressLine
 
 
 def _whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -39,11 +43,16 @@ def _temperature(text: str) -> float:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="DIR", help="folder of a Hugging Face model with its tokenizer")
-    parser.add_argument("--prompts", required=True, metavar="FILE", help='a prompt a line, or .jsonl with {"id": ..., "prompt": ...}')
+    parser.add_argument("--prompts", metavar="FILE", help='a prompt a line, or .jsonl with {"id": ..., "prompt": ...}')
+    parser.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated. What follows it is printed"
+    )
     parser.add_argument("--storage", required=True, action="append", metavar="DIR", help="on the SSD; may be repeated, once for each SSD")
     parser.add_argument(
-        "--out", metavar="FILE", help="results, a JSON line each; a second run goes on after them (default: PROMPTS.out.jsonl)"
-    )
+        "--out", metavar="FILE",
+        help="results, a JSON line each, in the order of the prompts; a second run goes on after them (default: PROMPTS.out.jsonl; with "
+        "--prompt none)",
+    )  # fmt: skip
     parser.add_argument(
         "--batch", type=_whole_number(1), default=4, metavar="N", help="prompts at a time, of like length (default: %(default)s)"
     )
@@ -68,15 +77,41 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
-
-    from ..integrations.generate.generate import generate_file
-    from ..integrations.generate.model_folder import load_model, model_fingerprint
-    from ..integrations.generate.prompt_files import read_done, read_prompts
     from .progress import ProgressLine
 
-    prompts = read_prompts(args.prompts)
-    out = args.out or f"{args.prompts}.out.jsonl"
+    if bool(args.prompts) == bool(args.prompt):
+        raise InvalidInputError(
+            "espnx generate", got="both --prompts and --prompt" if args.prompts else "no prompt", expected="--prompts FILE or --prompt TEXT"
+        )
+    out = args.out or (f"{args.prompts}.out.jsonl" if args.prompts else None)
+    with ProgressLine() as progress:
+        try:
+            report = _generate(args, out, progress)
+        except BaseException as error:
+            if out is not None and os.path.exists(out):
+                error.add_note(f"the same command goes on after the results in {out}")
+            raise
+    document = json_document(
+        "generate", out=out, prompts=report.prompts, skipped=report.skipped, batches=report.stats, results=report.results
+    )
+    texts = [f"{args.prompt[int(line['id']) - 1]}\n{line['text']}\n" for line in report.results]
+    emit(args, "\n".join([*texts, _text(report, out)]), document)
+    return 0
+
+
+def _generate(args: argparse.Namespace, out: str | None, progress: ProgressLine) -> Report:
+    with progress.loading("PyTorch and transformers"):
+        import torch
+        from transformers.utils import logging
+
+        from ..integrations.generate.generate import generate_file
+        from ..integrations.generate.model_folder import load_model, model_fingerprint
+        from ..integrations.generate.prompt_files import Prompt, read_done, read_prompts
+        from ..storage.files import check_given_directory
+
+    prompts = read_prompts(args.prompts) if args.prompts else [Prompt(str(i), text) for i, text in enumerate(args.prompt, 1)]
+    for directory in args.storage:
+        check_given_directory(directory)
     torch.manual_seed(args.seed)
     generate_options: dict[str, Any] = {
         "max_new_tokens": args.max_new_tokens,
@@ -89,42 +124,22 @@ def run(args: argparse.Namespace) -> int:
         generate_options["prefill_chunk_size"] = args.prefill_chunk
     names = ("model", "max_new_tokens", "num_beams", "temperature", "seed", "format", "dtype")
     settings = {name: getattr(args, name) for name in names} | {"model_fingerprint": model_fingerprint(args.model)}
-    read_done(out, settings, prompts)  # what it refuses it refuses before a model is loaded
+    if out is not None:
+        read_done(out, settings, prompts)  # what it refuses it refuses before a model is loaded
     cache_options = {"x_rows": args.x_rows, "format": args.format, "capacity_tokens": args.capacity, "engine": args.engine}
-    model, tokenizer = load_model(args.model, args.memory, getattr(torch, args.dtype) if args.dtype else None)
-    with ProgressLine() as progress:
-        report = generate_file(
-            model, tokenizer, prompts, out, args.storage, batch_size=args.batch, settings=settings, cache_options=cache_options,
-            generate_options=generate_options, progress=lambda done, total: progress.update("prompts", done, total),
-        )  # fmt: skip
-    document = json_document("generate", out=out, prompts=report.prompts, skipped=report.skipped, batches=report.stats)
-    emit(args, _text(report, out, args.x_rows is not None), document)
-    return 0
+    logging.disable_progress_bar()  # ours says what is being loaded
+    with progress.loading(f"model {args.model}"):
+        model, tokenizer = load_model(args.model, args.memory, getattr(torch, args.dtype) if args.dtype else None)
+    return generate_file(
+        model, tokenizer, prompts, out, args.storage, batch_size=args.batch, settings=settings, cache_options=cache_options,
+        generate_options=generate_options, progress=lambda done, total: progress.update("prompts", done, total),
+    )  # fmt: skip
 
 
-def _text(report: Report, out: str, is_asked: bool) -> str:
-    rows: list[tuple[str, object]] = [("results", out), ("prompts", f"{report.prompts} now, {report.skipped} before")]
-    if report.stats:
-        last = report.stats[-1]
-        for name in ("prefill", "decode"):
-            tokens, seconds = report.total(f"{name}_tokens"), report.total(f"{name}_s")
-            rows.append((name, f"{tokens:,.0f} tokens, {tokens / seconds:,.1f} tokens/s" if seconds else f"{tokens:,.0f} tokens"))
-        written, asked, moved = (report.total(f"bytes_{name}") / 2**20 for name in ("written", "asked", "moved"))
-        rows += [
-            ("bytes", f"{written:,.1f} MiB written, {asked:,.1f} MiB asked, {moved:,.1f} MiB moved"),
-            ("effective path", last["effective_path"]),
-            ("waited for the disk", f"{report.total('waiting_s'):.1f} s"),
-            ("a decode step", "-" if last["step_s"] is None else f"{last['step_s']:.3f} s measured{_predicted(last)}"),
-            ("sequences kept as X", f"{last['x_rows']}, as asked" if is_asked else _decision(last)),
-        ]
-    return render_table(("", ""), rows)
+def _text(report: Report, out: str | None) -> str:
+    from ..integrations.transformers.summary import work
 
-
-def _predicted(stats: dict[str, Any]) -> str:
-    decision = stats["decision"]
-    return f", {decision['predicted_s'][decision['x_rows']]:.3f} s predicted" if decision and decision["predicted_s"] else ""
-
-
-def _decision(stats: dict[str, Any]) -> str:
-    decision = stats["decision"]
-    return f"{stats['x_rows']} ({decision['why'] if decision else 'nothing to decide'})"
+    rows: list[tuple[str, object]] = [("prompts", f"{report.prompts} now, {report.skipped} before")]
+    if out is not None:
+        rows.insert(0, ("results", out))
+    return render_table(("", ""), rows + (work(report.stats) if report.stats else []))

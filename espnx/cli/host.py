@@ -155,6 +155,13 @@ def cgroup_limits() -> dict[str, str | None]:
     return {name: next((text for file in choices if (text := read_text(top / file))), None) for name, choices in files.items()}
 
 
+def usable_memory_bytes() -> int | None:
+    """What programs may take now: memory that is available, and no more than the control group allows. None where nothing says so."""
+    limit = cgroup_limits()["memory"]
+    known = [memory_bytes().get("available"), int(limit) if limit is not None and limit.isdigit() else None]
+    return min((size for size in known if size is not None), default=None)
+
+
 def mapped_libraries(maps: str | None = None) -> list[str]:
     """Paths of the libraries of interest that are mapped into a process (this one, or the text of a /proc/PID/maps)."""
     text = (read_text("/proc/self/maps") if maps is None else maps) or ""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
 
-from .output import add_json_option, emit, json_document, render_table, stage_in_words
+from .output import add_json_option, emit, json_document
 from .progress import ProgressLine
 
 
@@ -38,34 +37,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from ..encoders import load_encoder
     from ..importers.convert import import_index, inspect_index
-    from ..sizes import format_size
 
     found = inspect_index(args.folder)
-    encoder = load_encoder(args.encoder) if args.encoder else None
-    options: dict[str, Any] = {"first_stage_code": args.first_stage_code, "nlist": args.nlist, "memory": args.memory}
-    if args.pooling:
-        options["pooling"] = args.pooling
     with ProgressLine() as progress:
         progress.say(f"importing {found.documents:,} documents of {args.folder} into {args.store}; it needs twice the store's size on disk")
         report = import_index(
             args.folder,
             args.store,
             texts=args.texts,
-            encoder=encoder,
+            encoder=args.encoder,
+            pooling=args.pooling,
+            first_stage_code=args.first_stage_code,
+            nlist=args.nlist,
+            memory=args.memory,
             directories=[os.path.abspath(directory) for directory in args.directory],
             replace=args.replace,
             restart=args.restart,
             progress=progress.update,
-            **options,
         )
-    rows = [
-        ("documents", f"{report.documents:,}"),
-        ("token vectors", f"{report.tokens:,} x {found.dim} {found.format}, {found.centroids:,} centroids"),
-        ("records on disk", format_size(report.record_bytes)),
-        ("first stage", stage_in_words(report.first_stage)),
-        ("time", f"{report.spool_s:.1f} s read and spool, {report.arrange_s:.1f} s arrange, {report.write_s:.1f} s write"),
-    ]
-    emit(args, render_table(("", ""), rows), json_document("index import", index=asdict(found), report=asdict(report)))
+    kept = f"kept as they were: {report.tokens:,} x {found.dim} {found.format}, {found.centroids:,} centroids"
+    emit(args, f"{report.summary()}\n{kept}", json_document("index import", index=asdict(found), report=asdict(report)))
     return 0

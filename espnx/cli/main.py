@@ -6,22 +6,20 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TextIO
 
 from .._version import __version__
-from ..errors import EspnxError, InvalidInputError, MissingDependencyError, PathUnavailableError
+from .failures import FAILED, USAGE, Parser, json_of, report
 from .registry import COMMANDS, GROUPS, Command
 
-OK, FAILED, USAGE, MISSING_HARDWARE, INTERRUPTED = 0, 1, 2, 3, 130
-
-_EPILOG = """exit codes: 0 ok, 1 a check failed or an error, 2 wrong usage, 3 missing hardware
-Tables go to standard output, progress and messages to standard error. ESPNX_DEBUG=1 shows tracebacks."""
+_EPILOG = """exit codes: 0 ok, 1 a check failed or an error, 2 wrong usage, 3 missing hardware, 130 interrupted
+Tables go to standard output, progress and messages to standard error; --json FILE writes the result, or the error, for programs
+(docs/json.md). ESPNX_LOG=debug says which paths were taken, and why; ESPNX_DEBUG=1 shows tracebacks."""
 
 
 def build_parser(chosen: str | None = None, commands: dict[str, Command] | None = None) -> argparse.ArgumentParser:
     """The parser of the whole command line. Only the command named `chosen` (a key of `commands`) is imported and has its options."""
     commands = COMMANDS if commands is None else commands
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="espnx",
         description="Inference larger than memory: KV caches and multi-vector retrieval served from SSD.",
         epilog=_EPILOG,
@@ -39,7 +37,10 @@ def build_parser(chosen: str | None = None, commands: dict[str, Command] | None 
                 group = top.add_parser(words[0], help=text, description=text)
                 groups[words[0]] = group.add_subparsers(dest="subcommand", metavar="COMMAND", title="commands", required=True)
             where = groups[words[0]]
-        sub = where.add_parser(name, help=command.help, description=command.help, formatter_class=argparse.RawDescriptionHelpFormatter)
+        sub = where.add_parser(
+            name, help=command.help, description=command.help, epilog=command.epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        sub.set_defaults(parser=sub)
         if key == chosen:
             configure, run = command.load()
             configure(sub)
@@ -66,38 +67,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output (head, less) has gone; Python would complain once more while it closes standard output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except KeyboardInterrupt:
-        print("espnx: interrupted; what was published before is intact", file=sys.stderr)
-        return INTERRUPTED
-    except Exception as error:
-        if os.environ.get("ESPNX_DEBUG"):
+    except (Exception, KeyboardInterrupt) as error:
+        if os.environ.get("ESPNX_DEBUG") and isinstance(error, Exception):
             raise
-        return report(error, sys.stderr)
+        return report(error, command=chosen_command(argv), json=json_of(argv))
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The words of a command line, read. Raises UsageError."""
+    args, unknown = build_parser(chosen_command(argv)).parse_known_args(argv)
+    if unknown:  # argparse would show the usage of the whole program
+        parser: argparse.ArgumentParser = args.parser if hasattr(args, "parser") else build_parser()
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
 
 
 def _run(argv: list[str]) -> int:
-    args = build_parser(chosen_command(argv)).parse_args(argv)
+    args = parse(argv)
     run: Callable[[argparse.Namespace], int] | None = getattr(args, "run", None)
     if run is None:
         build_parser().print_help(sys.stderr)
         return USAGE
     return run(args)
-
-
-def report(error: Exception, stream: TextIO) -> int:
-    """Writes one paragraph about a failure and returns the exit code that belongs to it."""
-    if isinstance(error, EspnxError):
-        print(f"espnx: error: {' '.join(str(error).split())}", file=stream)
-        if isinstance(error, InvalidInputError):
-            return USAGE
-        return MISSING_HARDWARE if isinstance(error, PathUnavailableError) else FAILED
-    if isinstance(error, ImportError) and not isinstance(error, MissingDependencyError):
-        missing = error.name or "a package"
-        print(f"espnx: error: {missing} cannot be imported: {error}. `espnx doctor` says what is missing and how to get it", file=stream)
-        return FAILED
-    if isinstance(error, OSError):
-        print(f"espnx: error: {error}", file=stream)
-        return FAILED
-    kind = type(error).__name__
-    print(f"espnx: error: unexpected {kind}: {error}. ESPNX_DEBUG=1 shows where; `espnx env` has what a report needs", file=stream)
-    return FAILED

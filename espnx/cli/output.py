@@ -1,4 +1,4 @@
-"""What all commands print with: aligned tables on standard output, JSON documents that appear whole or not at all."""
+"""What all commands end with: a text on standard output, and a JSON document that appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +19,6 @@ SCHEMA_VERSION = 1
 def add_json_option(parser: ArgumentParser) -> None:
     """Adds ``--json FILE``; ``-`` prints the document instead of the table."""
     parser.add_argument("--json", metavar="FILE", help="also write the result as JSON ('-': on standard output, instead of the table)")
-
-
-def stage_in_words(described: Mapping[str, Any]) -> str:
-    """A first stage as its manifest has it, on one line: its kind, and what can be said in a word."""
-    words = (f"{name} {value}" for name, value in described.items() if name != "kind" and isinstance(value, (str, int, float)))
-    return ", ".join([str(described["kind"]), *words])
-
-
-def render_table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()) -> str:
-    """Plain text columns, two spaces apart.
-
-    Args:
-        headers: one per column; empty strings give no header line.
-        rows: cells, printed by ``str``; None prints as ``-``.
-        right: headers of the columns to align on the right (numbers).
-    """
-    cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
-    widths = [max(len(line[i]) for line in [list(headers), *cells]) for i in range(len(headers))]
-    lines = [list(headers), *cells] if any(headers) else cells
-    aligned = []
-    for line in lines:
-        parts = (
-            cell.rjust(width) if header in right else cell.ljust(width) for cell, width, header in zip(line, widths, headers, strict=True)
-        )
-        aligned.append("  ".join(parts).rstrip())
-    return "\n".join(aligned)
 
 
 def json_document(command: str, **fields: Any) -> dict[str, Any]:

@@ -2,35 +2,49 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from typing import Any
 
 from ..errors import InvalidInputError
 from ..sizes import format_size, parse_size
-from .output import add_json_option, emit, json_document, render_table
+from ..tables import render_table
+from .host import usable_memory_bytes
+from .output import add_json_option, emit, json_document
+from .plan_index import FITS, configure_index, run_index
 
-DESCRIPTION = """Sizes come from the configuration and the headers of the weights; nothing of the model is loaded. With --storage the
-disk is measured (a temporary file of at most 256 MiB, read past the page cache), and memory and matrix products for a moment each; the
-time of a decoding step is modelled from that as a lower bound: every byte and operation once, all resources at work at a time.
+DESCRIPTION = """Of a model (--model): sizes come from the configuration and the headers of the weights; nothing of it is loaded. With
+--storage the disk is measured (a temporary file of at most 256 MiB, read past the page cache), and memory and matrix products for a
+moment each; the time of a decoding step is modelled from that as a lower bound: every byte and operation once, all resources at work at a
+time. So is the time to compute a prompt anew, and with it the bandwidth from which on reading its kept K and V is sooner (break-even).
 
-  espnx plan --model llama-8b --batch 4 --context 128000 --memory 8GiB --storage /mnt/nvme
-  espnx plan --model config.json --batch 1 --context 32768"""
+Of an index (--documents, --tokens, and --dim or --encoder): bytes on SSD and in memory, and with --storage what a build takes at least."""
 DTYPES = ("float32", "float16", "bfloat16")
 
 
 def configure(parser: ArgumentParser) -> None:
     parser.description = DESCRIPTION
-    parser.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face model's folder, or a config.json alone")
-    parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences (default: %(default)s)")
-    parser.add_argument("--context", type=int, required=True, metavar="S", help="tokens of each prompt")
-    parser.add_argument("--new", type=int, default=1, metavar="N", help="tokens to generate for each (default: %(default)s)")
-    parser.add_argument("--memory", metavar="SIZE", help="for weights, such as 8GiB (default: as much as they take)")
-    parser.add_argument("--storage", metavar="DIR", help="where K and V will lie; it is measured (default: no times)")
-    parser.add_argument("--dtype", choices=DTYPES, help="of weights, K and V (default: as stored, else as the config says)")
+    parser.formatter_class = RawDescriptionHelpFormatter
+    parser.add_argument("--storage", metavar="DIR", help="where K and V, or the index, will lie; it is measured (default: no times)")
     add_json_option(parser)
+    add = parser.add_argument_group("a model").add_argument
+    add("--model", metavar="DIR", help="a Hugging Face model's folder, or a config.json alone")
+    add("--batch", type=int, default=1, metavar="B", help="sequences (default: %(default)s)")
+    add("--context", type=int, metavar="S", help="tokens of each prompt")
+    add("--new", type=int, default=1, metavar="N", help="tokens to generate for each (default: %(default)s)")
+    add("--memory", metavar="SIZE", help="for weights, such as 8GiB (default: as much as they take)")
+    add("--dtype", choices=DTYPES, help="of weights, K and V (default: as stored, else as the config says)")
+    configure_index(parser)
 
 
 def run(args: Namespace) -> int:
+    if (args.model is None) == (args.documents is None):
+        raise InvalidInputError("plan", got="both --model and --documents" if args.model else "neither", expected="--model or --documents")
+    return run_index(args) if args.model is None else run_model(args)
+
+
+def run_model(args: Namespace) -> int:
+    if args.context is None:
+        raise InvalidInputError("plan --model", got="no --context", expected="the tokens of each prompt")
     from dataclasses import asdict
 
     try:
@@ -50,10 +64,12 @@ def run(args: Namespace) -> int:
     plan = plan_model(
         args.model, batch=args.batch, context=args.context, new=args.new, memory_bytes=memory, storage=args.storage, dtype=dtype
     )
-    rows = [*_sizes(asdict(plan), args), *_times(asdict(plan), plan.bound_by, args.batch)]
+    words = asdict(plan)
+    fit = _fit(words)
+    rows = [*_sizes(words, args), _says(words, fit), *_times(words, plan.bound_by, args.batch), *_resumed(words)]
     inputs = {"path": args.model, "batch": args.batch, "context": args.context, "new": args.new, "memory_bytes": memory}
     kinds = {"sizes": "computed", "speeds": "measured", "seconds": "modelled"}
-    document = json_document("plan", inputs=inputs | {"storage": args.storage}, kinds=kinds, bound_by=plan.bound_by, **asdict(plan))
+    document = json_document("plan", inputs=inputs | {"storage": args.storage}, kinds=kinds, bound_by=plan.bound_by, fit=fit, **words)
     emit(args, render_table(("", "", ""), rows), document)
     return 0
 
@@ -90,6 +106,39 @@ def _sizes(plan: dict[str, Any], args: Namespace) -> list[tuple[str, str, str]]:
     says = "X would take less than K and V" if ratio < 1 else "X would not save anything"
     rows.append(("X instead", format_size(kv["x_ssd_bytes"]), f"r = hidden / (2 n_kv d) = {ratio:.4g}: {says}"))
     return rows
+
+
+def _fit(plan: dict[str, Any]) -> dict[str, Any]:
+    """Whether weights, K and V fit into memory as it is now; `usable_bytes` is None where nothing says how much there is."""
+    needed, usable = plan["weights"]["total_bytes"] + plan["kv"]["total_bytes"], usable_memory_bytes()
+    fits = usable is not None and needed <= usable and not plan["weights"]["layers_streamed"]
+    return {"needed_bytes": needed, "usable_bytes": usable, "fits": fits}
+
+
+def _says(plan: dict[str, Any], fit: dict[str, Any]) -> tuple[str, str, str]:
+    free = "unknown" if fit["usable_bytes"] is None else format_size(fit["usable_bytes"])
+    if fit["fits"]:
+        verdict = FITS + (", but for keeping contexts (resume)" if plan["resume"] else "")
+    else:
+        verdict = "layers are streamed" if plan["weights"]["layers_streamed"] else "it does not fit in memory"
+    return ("all in memory", format_size(fit["needed_bytes"]), f"beside activations; free here: {free}; {verdict}")
+
+
+def _resumed(plan: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """A prompt that was read before: computed anew, or its K and V read."""
+    resume = plan["resume"]
+    if not resume:
+        return [("resume", "n/a", "layers that are not full attention: no cache can be kept")]
+    size = format_size(resume["kv_bytes"])
+    if "recompute_s" not in resume:
+        return [("resume", "n/a", f"needs --storage DIR; break-even: {size} x rate / {resume['operations']:.4g} operations")]
+    even, found = resume["break_even_bytes_per_s"], plan["speeds"]["storage_bytes_per_s"]
+    sooner = "reading" if found > even else "computing"
+    return [
+        ("resume", f"{resume['read_s']:.4g} s", f"to read K and V of {resume['tokens']:,} tokens, kept: {size} (modelled)"),
+        ("  recompute", f"{resume['recompute_s']:.4g} s", f"{resume['operations']:.4g} operations, at least (modelled)"),
+        ("  break-even", f"{format_size(int(even))}/s", f"from there on reading is sooner; here {format_size(found)}/s: {sooner} is"),
+    ]
 
 
 def _times(plan: dict[str, Any], bound_by: str | None, batch: int) -> list[tuple[str, str, str]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -16,27 +18,16 @@ class ProgressLine:
     def __init__(self) -> None:
         self._bar: Any = None
         self._task: Any = None
-        self._phase = ""
+        self._phase = self._line = self._printed = ""
         self._begun = self._last = time.monotonic()
         self._first_done = 0
 
     def __enter__(self) -> ProgressLine:
         if sys.stderr.isatty():
             try:
-                from rich.console import Console
-                from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+                self._bar = _make_bar()
             except ImportError:
                 return self
-            rate = TextColumn("{task.fields[rate]}")
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                rate,
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-            )
-            self._bar = Progress(*columns, console=Console(stderr=True))
             self._bar.start()
         return self
 
@@ -44,24 +35,95 @@ class ProgressLine:
         """A sentence beside the bar."""
         print(text, file=sys.stderr)
 
+    @contextmanager
+    def loading(self, what: str) -> Iterator[None]:
+        """Says what takes the time before there is anything to count."""
+        if self._bar is None:
+            print(f"loading {what} ...", file=sys.stderr, flush=True)
+            yield
+            return
+        task = self._bar.add_task(f"loading {what}", total=None, rate="")
+        try:
+            yield
+        finally:
+            self._bar.remove_task(task)
+
     def update(self, phase: str, done: int, total: int | None) -> None:
-        """`total` None: not known."""
+        """`total` None: not known. The first call of a phase says where it begins: what is done then counts in no rate."""
         now = time.monotonic()
+        if total is not None:
+            total = max(done, total)  # lines of a file were counted, and a document may have several
         if phase != self._phase:
+            self._end_phase()
             self._phase, self._begun, self._last, self._first_done = phase, now, now - _PLAIN_EVERY_S, done
             if self._bar is not None:
-                if self._task is not None:
-                    self._bar.stop_task(self._task)
                 self._task = self._bar.add_task(phase, total=total, rate="")
-        elapsed = max(now - self._begun, 1e-9)
-        rate = (done - self._first_done) / elapsed
+        rate = (done - self._first_done) / max(now - self._begun, 1e-9)
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=total, rate=f"{rate:,.0f}/s")
-        elif now - self._last >= _PLAIN_EVERY_S or done == total:
+            self._bar.update(self._task, completed=done, total=total, rate=_rate(rate))
+            return
+        left = f", {(total - done) / rate:,.0f} s left" if total and rate > 0 and done < total else ""
+        self._line = f"{phase}: {done:,}{f' of {total:,}' if total else ''}{', ' if rate > 0 else ''}{_rate(rate)}{left}"
+        if now - self._last >= _PLAIN_EVERY_S or done == total:
             self._last = now
-            left = f", {(total - done) / rate:,.0f} s left" if total and rate > 0 else ""
-            print(f"{phase}: {done:,}{f' of {total:,}' if total else ''}, {rate:,.0f}/s{left}", file=sys.stderr)
+            self._print_line()
+
+    def _end_phase(self) -> None:
+        """What was done in the end is said, even if that is not what was expected."""
+        if self._bar is None:
+            self._print_line()
+        elif self._task is not None:
+            self._bar.stop_task(self._task)
+
+    def _print_line(self) -> None:
+        if self._line != self._printed:
+            print(self._line, file=sys.stderr, flush=True)
+        self._printed = self._line
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._end_phase()
         if self._bar is not None:
             self._bar.stop()
+
+
+def _rate(rate: float) -> str:
+    return "" if rate <= 0 else f"{rate:,.0f}/s" if rate >= 10 else f"{rate:.2g}/s"
+
+
+def _make_bar() -> Any:
+    """Raises ImportError without rich."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        SpinnerColumn,
+        Task,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.text import Text
+
+    class Counted(ProgressColumn):
+        """Another column for tasks whose end is known; a full bar would say of the others that they are done."""
+
+        def __init__(self, column: ProgressColumn, otherwise: ProgressColumn | None = None):
+            super().__init__()
+            self._column, self._otherwise = column, otherwise
+
+        def render(self, task: Task) -> Any:
+            if task.total is not None:
+                return self._column.render(task)
+            return Text("") if self._otherwise is None else self._otherwise.render(task)
+
+    return Progress(
+        TextColumn("{task.description}"),
+        Counted(BarColumn(), SpinnerColumn("line")),
+        Counted(MofNCompleteColumn(), TextColumn("{task.completed:,.0f}")),
+        TextColumn("{task.fields[rate]}"),
+        TimeElapsedColumn(),
+        Counted(TimeRemainingColumn()),
+        console=Console(stderr=True),
+    )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from ..errors import MissingDependencyError
 
@@ -18,10 +18,22 @@ class Command:
         target: ``module`` with functions ``configure(parser)`` and ``run(args) -> int``, or ``module:name`` with ``configure_name`` and
             ``run_name`` (several commands of a group in one file).
         help: one line for the list of commands.
+        examples: command lines, without ``espnx``, and what each is for where it does not say so itself.
     """
 
     target: str
     help: str
+    examples: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def epilog(self) -> str | None:
+        """The examples, for its help."""
+        if not self.examples:
+            return None
+        lines = []
+        for line, what_for in self.examples.items():
+            lines += [f"  espnx {line}"] + ([f"      {what_for}"] if what_for else [])
+        return "\n".join(["examples:", *lines])
 
     def load(self) -> tuple[Callable[[ArgumentParser], None], Callable[[Namespace], int]]:
         """Imports the module and returns its two functions."""
@@ -38,23 +50,99 @@ class Command:
 
 #: A key of two words is a command of a group; the group's own line is in `GROUPS`.
 COMMANDS = {
-    "doctor": Command("espnx.cli.doctor", "check this machine and a directory: what works, what is slow, and what to do about it"),
-    "env": Command("espnx.cli.env", "everything a bug report needs to say about this machine"),
-    "index build": Command("espnx.cli.index:build", "build an index whose token embeddings live on SSD"),
-    "index add": Command("espnx.cli.index:add", "add documents to an index"),
-    "index delete": Command("espnx.cli.index:delete", "delete documents of an index by id"),
-    "index compact": Command("espnx.cli.index:compact", "write an index anew: without what was deleted, in list order"),
-    "index detach": Command("espnx.cli.index:detach", "give a copy of an index that shares data with the original data of its own"),
-    "index import": Command("espnx.cli.import_", "make a store of an index of ColBERT, fast-plaid or PyLate"),
-    "index verify": Command("espnx.cli.index:verify", "read a whole index and check every record's checksum"),
-    "index info": Command("espnx.cli.index:info", "show what an index holds, and its sizes on disk and in memory"),
-    "search": Command("espnx.cli.search", "search an index"),
-    "evaluate": Command("espnx.cli.evaluate", "retrieval quality of an index against judged queries"),
-    "generate": Command("espnx.cli.generate", "generate for a file of prompts, the KV cache on SSD"),
-    "cache ls": Command("espnx.cli.cache:ls", "list kept KV caches"),
-    "cache verify": Command("espnx.cli.cache:verify", "read a kept KV cache whole and check every block's checksum"),
-    "cache rm": Command("espnx.cli.cache:rm", "remove kept KV caches, by name or the least recently used"),
-    "plan": Command("espnx.cli.plan", "what a model needs on SSD and in memory, and what its decoding will wait for"),
-    "bench": Command("espnx.cli.bench", "measure, beside baselines, in the same run"),
-}
+    "doctor": Command(
+        "espnx.cli.doctor", "check this machine and a directory: what works, what is slow, and what to do about it",
+        {"doctor --path /mnt/nvme": "is that disk usable, how, and how fast", "doctor --json report.json": "the same, for programs"},
+    ),
+    "env": Command(
+        "espnx.cli.env", "everything a bug report needs to say about this machine", {"env > report.txt": "to be put into a report"}
+    ),
+    "index build": Command(
+        "espnx.cli.index:build", "build an index whose token embeddings live on SSD",
+        {
+            "index build my.index --corpus corpus.jsonl": "JSON lines with id and text, encoded by minilm",
+            "index build my.index --corpus corpus.parquet --columns text=body --encoder colbertv2.0 --format residual2": "",
+            "index build my.index --corpus notes/ --directory /mnt/a --directory /mnt/b": "a folder of texts, records on two SSDs",
+        },
+    ),
+    "index add": Command(
+        "espnx.cli.index:add", "add documents to an index",
+        {"index add my.index --corpus more.jsonl": "", "index add my.index --corpus changed.csv --replace": "in place of the same ids"},
+    ),
+    "index delete": Command(
+        "espnx.cli.index:delete", "delete documents of an index by id",
+        {
+            "index delete my.index a b": "", "index delete my.index 7 --int": "whose ids are numbers",
+            "index delete my.index --ids old.txt": "an id a line",
+        },
+    ),
+    "index compact": Command(
+        "espnx.cli.index:compact", "write an index anew: without what was deleted, in list order", {"index compact my.index": ""}
+    ),
+    "index detach": Command(
+        "espnx.cli.index:detach", "give a copy of an index that shares data with the original data of its own",
+        {"index detach copy.index": "", "index detach moved.index --adopt": "the original is gone"},
+    ),
+    "index import": Command(
+        "espnx.cli.import_", "make a store of an index of ColBERT, fast-plaid or PyLate",
+        {"index import indexes/mine my.index --texts collection.tsv --encoder colbertv2.0": ""},
+    ),
+    "index verify": Command(
+        "espnx.cli.index:verify", "read a whole index and check every record's checksum", {"index verify my.index": ""}
+    ),
+    "index info": Command(
+        "espnx.cli.index:info", "show what an index holds, and its sizes on disk and in memory",
+        {"index info my.index": "", "index info my.index --json -": "for programs"},
+    ),
+    "search": Command(
+        "espnx.cli.search", "search an index",
+        {
+            'search my.index "how do reads run ahead?" -k 5': "",
+            "search my.index --queries queries.jsonl --json found.json": "many at a time, for programs",
+            'search my.index "flash" --cascade 64 --hot 256MiB --explain': "coarse records first, popular ones in RAM",
+        },
+    ),
+    "evaluate": Command(
+        "espnx.cli.evaluate", "retrieval quality of an index against judged queries",
+        {"evaluate my.index --queries queries.jsonl --qrels qrels.tsv --metrics nDCG@10,recall@100": ""},
+    ),
+    "generate": Command(
+        "espnx.cli.generate", "generate for prompts, the KV cache on SSD",
+        {
+            'generate --model model/ --storage /mnt/nvme --prompt "Once upon a time"': "one prompt, printed",
+            "generate --model model/ --storage /mnt/nvme --prompts prompts.jsonl --batch 8": "a file of them, into prompts.jsonl.out.jsonl",
+            "generate --model model/ --storage /mnt/a --storage /mnt/b --prompts prompts.txt --memory 8GiB": "weights streamed, two SSDs",
+        },
+    ),
+    "cache ls": Command("espnx.cli.cache:ls", "list kept KV caches", {"cache ls /mnt/nvme": ""}),
+    "cache verify": Command(
+        "espnx.cli.cache:verify", "read a kept KV cache whole and check every block's checksum", {"cache verify /mnt/nvme chat": ""}
+    ),
+    "cache rm": Command(
+        "espnx.cli.cache:rm", "remove kept KV caches, by name or the least recently used",
+        {"cache rm /mnt/nvme chat": "", "cache rm /mnt/nvme --keep 50GiB": "the least recently used go"},
+    ),
+    "plan": Command(
+        "espnx.cli.plan", "what a model or an index needs on SSD and in memory, and what it will wait for",
+        {
+            "plan --model llama-8b --batch 4 --context 128000 --memory 8GiB --storage /mnt/nvme": "",
+            "plan --model config.json --batch 1 --context 32768": "sizes alone",
+            "plan --documents 10000000 --tokens 80 --dim 128": "an index",
+            "plan --documents 1000000 --tokens 180 --encoder minilm --pca 128 --storage /mnt/nvme": "",
+        },
+    ),
+    "bench": Command(
+        "espnx.cli.bench", "measure, beside baselines, in the same run",
+        {
+            "bench ls": "the cases",
+            "bench io --path /mnt/nvme --baseline fio,mmap --json io.json": "a disk, beside fio and mmap",
+            "bench io --path /mnt/nvme --tune": "the best settings for it, to paste",
+            "bench clean --path /mnt/nvme": "remove the data files that benchmarks leave to use again",
+        },
+    ),
+    "report": Command(
+        "espnx.cli.report", "make one HTML page of benchmark results",
+        {"report results/ --out report.html": "all result files of a directory", "report io.json kv.json": ""},
+    ),
+}  # fmt: skip
 GROUPS = {"index": "build, change, import, verify and inspect an index", "cache": "list, verify and remove kept KV caches"}

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +12,6 @@ from .queries import read_queries
 
 if TYPE_CHECKING:
     from ..retrieval.search.index import Index
-    from ..retrieval.search.result import SearchResult
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -64,22 +60,12 @@ def add_index_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compute", default="cpu", help="cpu or cuda (default: %(default)s)")
 
 
-@contextmanager
-def open_index(args: argparse.Namespace) -> Iterator[Index]:
+def open_index(args: argparse.Namespace) -> Index:
     """The store of a command, with its encoder."""
-    from .. import load_encoder
     from .. import open as open_store
-    from ..errors import InvalidInputError
 
-    with open_store(args.store, engine=args.engine, compute=args.compute, hot=args.hot, coarse=args.coarse) as index:
-        built_with = index.store.manifest.encoder.name or ""
-        spec = args.encoder or ("minilm" if built_with.startswith("minilm@") else None)
-        if spec is None:
-            raise InvalidInputError(
-                "the encoder's folder is not known", got=built_with or "a store without one", fix="name it with --encoder"
-            )
-        index.use_encoder(load_encoder(spec, device=args.compute))
-        yield index
+    encoder = args.encoder or "auto"
+    return open_store(args.store, encoder, engine=args.engine, compute=args.compute, hot=args.hot, coarse=args.coarse)
 
 
 def _steps(text: str) -> str | list[float]:
@@ -114,33 +100,7 @@ def run(args: argparse.Namespace) -> int:
         texts = [text for _, text in queries]
         results = index.search(texts, k=args.k, include=_ids(args.include), exclude=_ids(args.exclude), **options)
     found = list(zip(queries, results, strict=True))
-    text = "\n\n".join(render(query if name is None else f"{name}: {query}", result) for (name, query), result in found)
+    text = "\n\n".join(f"{query if name is None else f'{name}: {query}'}\n{result.summary()}" for (name, query), result in found)
     documents = [{"query": query, **({} if name is None else {"query_id": name}), **asdict(result)} for (name, query), result in found]
     emit(args, text, json_document("search", store=args.store, results=documents))
     return 0
-
-
-def render(query: str, result: SearchResult) -> str:
-    """A ranking for people."""
-    lines = [f"{query}"]
-    for rank, hit in enumerate(result.hits, start=1):
-        snippet = textwrap.shorten(hit.text, width=100, placeholder=" ...")
-        lines.append(f"{rank:3}. {hit.score:8.3f}  {hit.id}{'' if hit.reranked else '  (not re-ranked)'}")
-        lines.append(f"               {snippet}")
-        if hit.matches:
-            best = sorted(hit.matches, key=lambda match: -match.score)[:8]
-            lines.append("               " + ", ".join(f"q{m.query_token}~d{m.document_token} {m.score:.2f}" for m in best))
-    lines.append("  " + cost(result))
-    return "\n".join(lines)
-
-
-def cost(result: SearchResult) -> str:
-    """Where the time and the bytes of one search went, in one line."""
-    t = result.timings
-    return (
-        f"{t.total_s * 1e3:.1f} ms: encode {t.encode_s * 1e3:.1f}, first stage {t.first_stage_s * 1e3:.1f}, "
-        f"critical I/O {t.critical_io_s * 1e3:.1f}, MaxSim {t.maxsim_s * 1e3:.1f}, merge {t.merge_s * 1e3:.1f} | "
-        f"{result.reranked} of {result.candidates} candidates re-ranked, prefetch hit rate {result.hit_rate:.0%} | "
-        f"{result.bytes_asked / 1e6:.2f} MB asked, {result.bytes_moved / 1e6:.2f} MB moved "
-        f"in {result.requests} requests by {result.effective_path}" + (f" ({result.fallback_reason})" if result.fallback_reason else "")
-    )

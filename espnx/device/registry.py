@@ -5,6 +5,7 @@ A factory is called with a directory and, as keywords, with what `open_rows` is 
 
 from __future__ import annotations
 
+import logging
 import os
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -15,6 +16,8 @@ from .. import errors
 from ..storage import Engine
 from ..storage.native import host_engine
 from .interface import READ_AHEAD_BYTES, RecordDevice, RowDevice
+
+log = logging.getLogger(__name__)
 
 GROUP = "espnx.devices"
 _OWN = (
@@ -82,6 +85,7 @@ def open_rows(
         MissingDependencyError: the device's package cannot be loaded.
         WriteError, PathUnavailableError: the directory or the path cannot be used.
     """
+    log.debug("rows in %s are kept by the device %s, computed on %s", os.fspath(directory), device, compute or "where it chooses")
     opened: RowDevice = _factory(device)(
         directory, compute=compute, engine=engine, name=name, read_ahead_bytes=read_ahead_bytes, threads=threads, deadline_s=deadline_s
     )
@@ -101,6 +105,7 @@ def open_records(engine: Engine, compute: torch.device) -> RecordDevice:
 
     Raises InvalidInputError where the engine reads into the memory of a GPU, and scores are computed on the CPU.
     """
+    log.debug("records are read by %s and scored on %s", engine.effective, compute)
     if compute.type != "cpu":
         from .gpu.records import TensorRecordDevice
 

@@ -18,6 +18,7 @@ from ..ops.attention import Queries, RowsInMemory
 from ..ops.crc32c import crc32c_ranges
 from ..storage import NativeEngine, Plan
 from ..storage.engine import FileHandle
+from ..storage.files import make_given_directory
 from .interface import READ_AHEAD_BYTES, Capabilities, DeviceStats, FilePath, Segment, SegmentView, Show
 from .row_layout import RowLayout
 from .space import FileSegment, FileSpace, own
@@ -369,9 +370,9 @@ def _data_path(directory: str | os.PathLike[str], name: str | None) -> str:
 
 
 def _create(path: str) -> None:
-    """Makes an empty file, and its directory, where there is none. Raises WriteError."""
+    """Makes an empty file, and its directory, where there is none. Raises WriteError; InvalidInputError where no directory is above it."""
+    make_given_directory(os.path.dirname(path))
     try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
         # Rows can be turned back into the text they came from: nobody else may read them.
         fd = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
         try:

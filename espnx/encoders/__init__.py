@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..checks import check_path
 from ..errors import InvalidInputError
 
 if TYPE_CHECKING:
     from ..retrieval.encoder import Encoder
 
+#: Encoders that need no folder.
+_NAMED = ("minilm",)
+_ON_A_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
-def load_encoder(spec: str, *, device: str = "cpu", dtype: str = "auto") -> Encoder:
+
+def load_encoder(spec: str | os.PathLike[str], *, device: str = "cpu", dtype: str = "auto") -> Encoder:
     """An encoder by its description, as on the command line.
 
     Args:
@@ -30,19 +37,38 @@ def load_encoder(spec: str, *, device: str = "cpu", dtype: str = "auto") -> Enco
         MissingDependencyError: a package that the encoder needs is not installed.
         FormatError: the folder is damaged.
     """
-    if spec == "minilm":
+    if spec in _NAMED:
         from .minilm import MiniLM
 
         return MiniLM(device=device, dtype=dtype)
-    folder = Path(spec)
+    folder = Path(check_path("encoder", spec))
     if not folder.is_dir():
-        raise InvalidInputError(
-            "encoder",
-            got=repr(spec),
-            expected='"minilm" or the folder of an encoder',
-            fix="give the folder that holds config.json, or a path that begins with ./ if it is a folder named like this",
-        )
+        raise InvalidInputError("encoder", got=repr(spec), expected='"minilm" or the folder of an encoder', fix=_fix(str(spec)))
     return _of_folder(folder, device, dtype)
+
+
+def _fix(spec: str) -> str:
+    """What to do about a description that leads to no folder."""
+    text = "give the folder that holds config.json"
+    if _ON_A_HUB.fullmatch(spec):
+        folder = spec.partition("/")[2]
+        text += f"; a model of the Hugging Face hub is not downloaded of itself: hf download {spec} --local-dir {folder}, then {folder}"
+    return text
+
+
+def load_named(name: str, *, device: str = "cpu") -> Encoder:
+    """The encoder of that `Encoder.name`, as far as a name alone leads to one.
+
+    Raises:
+        InvalidInputError: the encoder comes out of a folder, or is a function; its name does not say where that is.
+        MissingDependencyError: a package that the encoder needs is not installed.
+    """
+    family = name.partition("@")[0]
+    if family in _NAMED:
+        return load_encoder(family, device=device)
+    raise InvalidInputError(
+        "the encoder's folder is not known", got=f"a store built with {name}", fix="name it with encoder=FOLDER (--encoder FOLDER)"
+    )
 
 
 def _of_folder(folder: Path, device: str, dtype: str) -> Encoder:

@@ -71,6 +71,9 @@ class LateInteractionEncoder(ABC):
         self.positions = positions(self._model.config, self._tokenizer)
         self.hidden_size: int = self._model.config.hidden_size
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}: cls [{self.d_cls}], tokens [n, {self.dim}]>"
+
     @abstractmethod
     def lay_out(self, texts: list[str], *, is_query: bool) -> list[Layout]:
         """What the model sees of each text."""

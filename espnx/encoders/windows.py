@@ -56,6 +56,9 @@ class WindowedEncoder(ABC):
     pooling: str
     pad_id: int = 0
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}: cls [{self.d_cls}], tokens [n, {self.dim}]>"
+
     @abstractmethod
     def wordpieces(self, texts: list[str]) -> Iterator[list[int]]:
         """For every text its ids without special tokens, not truncated."""

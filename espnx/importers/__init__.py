@@ -1,1 +1,1 @@
-"""Indexes that other programs wrote, as espnx stores."""
+"""Indexes and corpora that other programs wrote."""

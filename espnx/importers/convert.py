@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..errors import InvalidInputError
-from ..retrieval.build.builder import BuildReport, build
+from ..retrieval.build.builder import Progress, build
 from ..retrieval.build.documents import Document
-from ..retrieval.encoder import Encoder
+from ..retrieval.build.reports import BuildReport
+from ..retrieval.encoder import EncoderLike, encoder_of
 from ..retrieval.store.texts import DocumentId
+from ..storage import NativeEngine
 from .colbert import ColBERTIndex
 from .collection import Texts, text_for, texts_of
 from .fast_plaid import FastPlaidIndex
@@ -65,8 +66,19 @@ def import_index(
     *,
     texts: Texts = None,
     ids: Iterable[DocumentId] | None = None,
-    encoder: Encoder | None = None,
-    **options: Any,
+    encoder: EncoderLike | None = None,
+    coarse: str | None = None,
+    pooling: str | None = None,
+    first_stage_kind: str | None = None,
+    first_stage_code: str | None = None,
+    nlist: int | None = None,
+    centroids: int | None = None,
+    memory: int | str | None = None,
+    directories: Sequence[str] | None = None,
+    engine: NativeEngine | None = None,
+    restart: bool = False,
+    replace: bool = False,
+    progress: Progress = lambda phase, done, total: None,
 ) -> BuildReport:
     """Builds a store from an index of ColBERT (v2, PLAID), fast-plaid or PyLate, in memory that does not grow with it.
 
@@ -79,23 +91,25 @@ def import_index(
         texts: of the documents: a path of collection.tsv or of JSON lines in the order of the index, a mapping from ids, or None for
             empty texts.
         ids: of the documents, in the order of the index. Default: those of a PyLate index, else those of the JSON lines, else 0, 1, 2, ...
-        encoder: that the index was made with. Recorded, so that the store refuses queries of another; documents are not encoded.
-        **options: of `espnx.retrieval.build.builder.build`, without `format` and `pca`.
+        encoder: that the index was made with, or a description of it as `espnx.load_encoder` takes it. Recorded, so that the store
+            refuses queries of another; documents are not encoded.
+        coarse, pooling, first_stage_kind, first_stage_code, nlist, centroids, memory, directories, engine, restart, replace, progress:
+            as of `espnx.build`. Format, dimensions and codebook are the index's own.
 
     Raises:
         InvalidInputError: not an index, texts or ids that are not its own, or options that do not fit.
         FormatError: the index is damaged, incomplete or contradicts itself. What was built is kept as an unfinished build.
-        Whatever `build` raises.
+        DiskFullError, WriteError, StoreBusyError: as `espnx.build`.
     """
-    for name in ("format", "pca", "dims", "codebook"):
-        if name in options:
-            raise InvalidInputError(f"import: option {name}", got=repr(options[name]), expected="none: the index has its own")
-    index = open_index(Path(folder))
-    if encoder is not None and (encoder.d_cls, encoder.dim) != (0, index.dim):
-        got = f"vectors of {encoder.dim} dimensions" + (f" and a CLS of {encoder.d_cls}" if encoder.d_cls else "")
-        raise InvalidInputError(f"import {folder} with encoder {encoder.name}", got=got, expected=f"the index's {index.dim} and no CLS")
-    documents = _Documents(index, texts, ids)
-    return build(path, documents, encoder, dims=(0, index.dim), format=index.format, codebook=index.codebook, **options)
+    index, makes = open_index(Path(folder)), encoder_of(encoder)
+    if makes is not None and (makes.d_cls, makes.dim) != (0, index.dim):
+        got = f"vectors of {makes.dim} dimensions" + (f" and a CLS of {makes.d_cls}" if makes.d_cls else "")
+        raise InvalidInputError(f"import {folder} with encoder {makes.name}", got=got, expected=f"the index's {index.dim} and no CLS")
+    return build(
+        path, _Documents(index, texts, ids), makes, dims=(0, index.dim), format=index.format, codebook=index.codebook, coarse=coarse,
+        pooling=pooling, first_stage_kind=first_stage_kind, first_stage_code=first_stage_code, nlist=nlist, centroids=centroids,
+        memory=memory, directories=directories, engine=engine, restart=restart, replace=replace, progress=progress,
+    )  # fmt: skip
 
 
 class _Documents:

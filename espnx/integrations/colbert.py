@@ -12,15 +12,15 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from ..checks import check_whole
-from ..encoders import load_encoder
 from ..errors import InvalidInputError
-from ..retrieval.encoder import Encoded, Encoder
+from ..retrieval.encoder import AUTO, Encoded, EncoderLike
 from ..retrieval.search.index import Index
+from ..retrieval.search.options import SearchKeywords
 from ..retrieval.search.result import SearchResult
 from ..retrieval.store.texts import DocumentId, document_id, document_ids
 
@@ -34,9 +34,10 @@ class Searcher:
 
     Args:
         index: the store's directory, see `espnx.importers.convert.import_index`; or an open `Index`, which stays the caller's.
-        checkpoint: a ColBERT checkpoint's folder (or any that `load_encoder` knows), or an encoder; for queries given as text.
+        checkpoint: a ColBERT checkpoint's folder (or any that `load_encoder` knows), or an encoder; for queries given as text. None: the
+            encoder that the store remembers, or that of an open index.
         index_root: the folder above `index`, if it is not part of it.
-        **options: of `Index.search`: candidates, nprobe, rerank, ...
+        **options: of `Index.search`, but for k: candidates, nprobe, rerank, ...
 
     ``collection[pid]`` is the text of a document, of the store. Scores are exact sums over query tokens; ColBERT's CPU path counts a
     negative maximum as 0.
@@ -48,19 +49,18 @@ class Searcher:
     def __init__(
         self,
         index: str | os.PathLike[str] | Index,
-        checkpoint: str | os.PathLike[str] | Encoder | None = None,
+        checkpoint: EncoderLike | None = None,
         *,
         index_root: str | os.PathLike[str] | None = None,
-        **options: Any,
+        **options: Unpack[SearchKeywords],
     ):
-        encoder = load_encoder(os.fspath(checkpoint)) if isinstance(checkpoint, (str, os.PathLike)) else checkpoint
         self._owned = not isinstance(index, Index)
         if isinstance(index, Index):
             self.index = index
-            if encoder is not None:
-                index.use_encoder(encoder)
+            if checkpoint is not None:
+                index.use_encoder(checkpoint)
         else:
-            self.index = Index(Path(index_root or "") / index, encoder)
+            self.index = Index(Path(index_root or "") / index, AUTO if checkpoint is None else checkpoint)
         self.options = options
         self.collection = StoredCollection(self.index)
 

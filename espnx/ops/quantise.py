@@ -15,6 +15,8 @@ from .. import errors
 
 #: Centroids of one part of a vector: what a byte can name.
 PRODUCT_CENTROIDS = 256
+#: Of k-means, unless a caller says otherwise.
+KMEANS_ROUNDS = 10
 # Above so many rows a byte's centroids get no better, and FAISS would draw a sample itself.
 _PRODUCT_SAMPLE = 256 * PRODUCT_CENTROIDS
 
@@ -32,7 +34,7 @@ def load_faiss() -> Any:
     return faiss
 
 
-def fit_clusters(sample: np.ndarray, n_clusters: int, *, is_spherical: bool, iterations: int = 10) -> np.ndarray:
+def fit_clusters(sample: np.ndarray, n_clusters: int, *, is_spherical: bool, iterations: int = KMEANS_ROUNDS) -> np.ndarray:
     """k-means.
 
     Args:

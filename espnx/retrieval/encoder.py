@@ -7,8 +7,10 @@ made from the tokens (first_stage/pooling.py). espnx never asks how; anything wi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from espnx.errors import InvalidInputError
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
 class Encoded:
     """One text, document or query, as vectors. Both tensors are float32, contiguous, on the CPU, and the receiver's to keep and change.
 
@@ -30,6 +32,10 @@ class Encoded:
 
     cls: Tensor
     tokens: Tensor
+
+    def __repr__(self) -> str:
+        shapes = (list(getattr(part, "shape", ())) for part in (self.cls, self.tokens))
+        return "<Encoded: cls {}, tokens {}>".format(*shapes)
 
 
 @runtime_checkable
@@ -59,6 +65,56 @@ class Encoder(Protocol):
     def encode_queries(self, texts: list[str]) -> list[Encoded]:
         """One :class:`Encoded` per text, in the order of ``texts``."""
         ...
+
+
+#: What callers may give for one: itself, or a description as `espnx.load_encoder` takes it.
+EncoderLike = Encoder | str | os.PathLike[str]
+
+#: Stands for the encoder that a store remembers.
+AUTO = "auto"
+
+# The families of encoders lie in a room above this one; what is named by a string is looked up there when it is wanted.
+_FAMILIES = "espnx.encoders"
+_BY_DESCRIPTION = EntryPoint("by description", f"{_FAMILIES}:load_encoder", _FAMILIES)
+_BY_NAME = EntryPoint("by name", f"{_FAMILIES}:load_named", _FAMILIES)
+
+
+def encoder_of(given: object, device: str = "cpu") -> Encoder | None:
+    """An encoder, or None, as a caller gave it; one that was described is loaded to that device.
+
+    Raises InvalidInputError for what can be none, and what `espnx.load_encoder` raises.
+    """
+    if given is None:
+        return None
+    if isinstance(given, (str, os.PathLike)):
+        loaded: Encoder = _BY_DESCRIPTION.load()(os.fspath(given), device=device)
+        return loaded
+    if not isinstance(given, Encoder) or isinstance(given, type):
+        raise InvalidInputError(
+            "encoder",
+            got=f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__,
+            expected='a description such as "minilm", a folder, or an object with name, d_cls, dim, encode_documents and encode_queries',
+            fix="espnx.load_encoder(...), or FunctionEncoder(function, name, d_cls=..., dim=...)",
+        )
+    return given
+
+
+def remembered_encoder(name: str | None, device: str = "cpu") -> Encoder | None:
+    """The encoder that a store was built with, by the name that it keeps (`Encoder.name`); None where it keeps none.
+
+    Raises InvalidInputError for an encoder that came out of a folder: a store does not know where on which machine that lies.
+    """
+    if name is None:
+        return None
+    loaded: Encoder = _BY_NAME.load()(name, device=device)
+    check_same_encoder(loaded, name)
+    return loaded
+
+
+def check_same_encoder(encoder: Encoder, built_with: str | None) -> None:
+    """Raises InvalidInputError unless a store was built with it, or with none that had a name."""
+    if built_with is not None and encoder.name != built_with:
+        raise InvalidInputError("the store was built with another encoder", got=encoder.name, expected=built_with)
 
 
 def check_texts(texts: object) -> list[str]:
@@ -124,6 +180,9 @@ class FunctionEncoder:
                 raise InvalidInputError(f"FunctionEncoder: {label}", got=repr(size), expected=f"an int of at least {least}")
         self.name, self.d_cls, self.dim = name, d_cls, dim
         self._fn, self._query_fn = fn, fn if query_fn is None else query_fn
+
+    def __repr__(self) -> str:
+        return f"<FunctionEncoder {self.name!r}: cls [{self.d_cls}], tokens [n, {self.dim}]>"
 
     def encode_documents(self, texts: list[str]) -> list[Encoded]:
         return self._encode(self._fn, texts)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInputError
 from .engine import DEFAULT_DEADLINE_S, PATHS, Engine, EngineStats, FileHandle, Future, Plan
@@ -12,13 +11,10 @@ from .native import FaultRule, FaultyEngine, NativeEngine
 if TYPE_CHECKING:
     import torch
 
-    from .gds.memory import DeviceMemory
-
 __all__ = [
     "DEFAULT_DEADLINE_S",
     "PATHS",
     "Engine",
-    "EngineOptions",
     "EngineStats",
     "FaultRule",
     "FaultyEngine",
@@ -30,43 +26,46 @@ __all__ = [
 ]
 
 
-class EngineOptions(TypedDict, total=False):
-    """Keyword arguments of `open_engine`: those of `NativeEngine`, then those of `GdsEngine`; threads and poison are of both."""
-
-    threads: int
-    poison: bool
-    queue_depth: int
-    request_bytes: int
-    pool_bytes: int
-    rules: Sequence[FaultRule]
-    seed: int
-    device: str | torch.device
-    batch_size: int
-    batches: int
-    batch_bytes: int
-    large_bytes: int
-    arena_bytes: int
-    bindings: Any
-    memory: DeviceMemory | None
-
-
-def open_engine(path: str = "auto", **options: Unpack[EngineOptions]) -> Engine:
+def open_engine(
+    path: str = "auto",
+    *,
+    threads: int | None = None,
+    queue_depth: int | None = None,
+    request_bytes: int | None = None,
+    pool_bytes: int | None = None,
+    device: str | torch.device | None = None,
+    batch_size: int | None = None,
+    batches: int | None = None,
+    batch_bytes: int | None = None,
+    large_bytes: int | None = None,
+    arena_bytes: int | None = None,
+) -> Engine:
     """Opens a storage engine.
 
     Args:
         path: ``auto`` (io_uring, else a thread pool; says why it fell back), ``uring``, ``posix``, ``memory``, or ``gds`` or ``gds-compat``
             for reads into GPU memory. A named path never falls back.
-        **options: of `NativeEngine`, or of `espnx.storage.gds.engine.GdsEngine`.
+        threads, queue_depth, request_bytes, pool_bytes: of `NativeEngine`; None: its default.
+        threads, device, batch_size, batches, batch_bytes, large_bytes, arena_bytes: of `espnx.storage.gds.engine.GdsEngine`; None: its
+            default.
 
     Raises:
         PathUnavailableError: the named path cannot be had here.
-        InvalidInputError: no such path.
+        InvalidInputError: no such path; an option that the path has not, or that is out of range.
     """
     if path not in PATHS:
         raise InvalidInputError("unknown storage path", got=repr(path), expected=", ".join(PATHS))
-    own: dict[str, Any] = {**options}
-    if path in ("gds", "gds-compat"):
+    of_host = {"queue_depth": queue_depth, "request_bytes": request_bytes, "pool_bytes": pool_bytes}
+    of_gpu = {
+        "device": device, "batch_size": batch_size, "batches": batches, "batch_bytes": batch_bytes, "large_bytes": large_bytes,
+        "arena_bytes": arena_bytes,
+    }  # fmt: skip
+    own, other = (of_gpu, of_host) if path in ("gds", "gds-compat") else (of_host, of_gpu)
+    if foreign := [name for name, value in other.items() if value is not None]:
+        raise InvalidInputError(f"option {foreign[0]} of path {path}", got=other[foreign[0]], expected=", ".join(("threads", *own)))
+    given: dict[str, Any] = {name: value for name, value in {"threads": threads, **own}.items() if value is not None}
+    if own is of_gpu:
         from .gds.engine import GdsEngine
 
-        return GdsEngine(path, **own)
-    return NativeEngine(path, **own)
+        return GdsEngine(path, **given)
+    return NativeEngine(path, **given)

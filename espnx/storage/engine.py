@@ -39,6 +39,11 @@ def reasons_of(reasons: Iterable[str]) -> str:
     return "; ".join(dict.fromkeys(filter(None, reasons)))
 
 
+def because(reason: str) -> str:
+    """A reason behind what it is the reason of; nothing for none."""
+    return f" ({reason})" if reason else ""
+
+
 @dataclass(frozen=True)
 class FileHandle:
     """An open file and the path its bytes take, resolved once, at open.

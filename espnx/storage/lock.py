@@ -9,6 +9,8 @@ from types import TracebackType
 from .. import errors
 from .files import write_error
 
+LOCK_NAME = "LOCK"
+
 
 class DirectoryLock:
     """Holds `directory`/LOCK exclusively for as long as it is entered.
@@ -19,7 +21,7 @@ class DirectoryLock:
     """
 
     def __init__(self, directory: str | os.PathLike[str]):
-        self._path = os.path.join(directory, "LOCK")
+        self._path = os.path.join(directory, LOCK_NAME)
         self._fd = -1
 
     def __enter__(self) -> DirectoryLock:

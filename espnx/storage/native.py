@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno as codes
 import functools
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -13,13 +14,17 @@ from typing import TYPE_CHECKING, Self, cast
 import torch
 
 from .. import errors
-from .engine import DEFAULT_DEADLINE_S, Engine, EngineStats, FileHandle, Plan
+from .engine import DEFAULT_DEADLINE_S, Engine, EngineStats, FileHandle, Plan, because
 
 if TYPE_CHECKING:
     from .._C import Engine as CompiledEngine
     from .._C import Extension
     from .._C import Future as CompiledFuture
 
+log = logging.getLogger(__name__)
+
+#: Instruction sets of the kernels, as csrc/cpu/cpu_level.hpp numbers them.
+CPU_LEVELS = ("portable", "AVX2", "AVX-512", "AVX-512 and VNNI", "AMX")
 _RETRYABLE_FIX = "check the device (dmesg, smartctl), then try again; the object is still usable"
 
 
@@ -36,6 +41,7 @@ def load_native() -> Extension:
         ) from error
     native = cast("Extension", _C)
     native.set_error_factory(_to_error)
+    log.debug("kernels of this processor: %s", CPU_LEVELS[torch.ops.espnx.cpu_level()])
     return native
 
 
@@ -206,6 +212,11 @@ class NativeEngine:
         self.requested = path
         self.effective: str = self._native.effective
         self.fallback_reason: str = self._native.fallback_reason
+        log.debug("engine %s takes %s%s", path, self.effective, because(self.fallback_reason))
+
+    def __repr__(self) -> str:
+        reason = f", {self.fallback_reason}" if self.fallback_reason else ""
+        return f"<{type(self).__name__}: {self.requested} -> {self.effective}{reason}>"
 
     @property
     def native(self) -> CompiledEngine:
@@ -217,6 +228,7 @@ class NativeEngine:
         number = self._native.open(os.fsencode(name), mode, direct)
         size_bytes, is_direct, alignment_bytes = self._native.file_info(number)
         buffered = self.effective != "memory" and not is_direct
+        log.debug("%s (%s) by %s%s", name, mode, self.effective, _how(buffered, direct))
         return FileHandle(
             number=number,
             path=name,
@@ -323,6 +335,13 @@ class FaultyEngine(NativeEngine):
             path, queue_depth=queue_depth, threads=threads, request_bytes=request_bytes, pool_bytes=pool_bytes, poison=poison, rules=rules,
             seed=seed,
         )  # fmt: skip
+
+
+def _how(is_buffered: bool, direct: bool | None) -> str:
+    """How a file is read, in words, and why it is buffered where it is."""
+    if not is_buffered:
+        return ""
+    return ", buffered: " + ("as asked" if direct is False else "the file system refuses O_DIRECT")
 
 
 def host_engine(engine: Engine) -> NativeEngine | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
 import time
@@ -28,11 +29,13 @@ class ReadSpeed:
     Attributes:
         bytes_asked: that were read for it.
         effective_path: that the bytes took; with `` (buffered)`` they came through the page cache, and the number is not the disk's.
+        written_bytes_per_s: with which the file was written before, flushed to the device; None: it was there.
     """
 
     bytes_per_s: float
     bytes_asked: int
     effective_path: str
+    written_bytes_per_s: float | None = None
 
 
 def read_speed(directory: str | os.PathLike[str], probe_bytes: int | None = None) -> ReadSpeed:
@@ -50,11 +53,13 @@ def read_speed(directory: str | os.PathLike[str], probe_bytes: int | None = None
     try:
         with NativeEngine(pool_bytes=1 << 20) as engine:
             part = torch.randint(0, 256, (min(size, 4 << 20),), dtype=torch.uint8).numpy()
+            begun = time.perf_counter()
             with StreamWriter(engine, name) as writer:
                 for begin in range(0, size, part.size):
                     writer.write(part[: size - begin])
                 writer.sync()
-        return read_speed_of([name], size)
+            written = size / (time.perf_counter() - begun)
+        return dataclasses.replace(read_speed_of([name], size), written_bytes_per_s=written)
     finally:
         os.unlink(name)
 

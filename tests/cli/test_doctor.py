@@ -13,11 +13,20 @@ import pytest
 
 from espnx import errors
 from espnx.cli import host
-from espnx.cli.checks import FAIL, INFO, NA, PASS, WARN, Check, disk, gpu, run_checks, software
+from espnx.cli.checks import FAIL, INFO, NA, PASS, WARN, Check, disk, gpu, run_checks, software, speed
 from espnx.cli.doctor import render_checks
 from espnx.cli.main import main
+from tests.cli.documents import strict_json
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speeds are measured, but not for long."""
+    monkeypatch.setattr(speed, "FILE_BYTES", 4 << 20)
+    monkeypatch.setattr(speed, "RUN_S", 0.01)
+    speed.measure.cache_clear()
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -30,10 +39,13 @@ def test_this_machine_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     target = tmp_path / "target"
     target.mkdir()
     code, out = doctor(capsys, "--path", str(target), "--json", str(report))
-    document = json.loads(report.read_text())
+    document = strict_json(report.read_text())
     by_name = {check["name"]: check for check in document["checks"]}
     assert code == 0, out
-    assert out.splitlines()[0].split() == ["MOUNT", "FS", "DEVICE", "O_DIRECT", "REQUESTED", "EFFECTIVE", "ALIGN"]
+    header = "MOUNT FS DEVICE O_DIRECT REQUESTED EFFECTIVE ALIGN READ MB/s 4K READS/s"
+    assert " ".join(out.splitlines()[0].split()) == header
+    assert document["mount"]["read_bytes_per_s"] > 0
+    assert document["mount"]["reads_4k_per_s"] == round(by_name["speed"]["evidence"]["reads_4k_per_s"])
     assert out.splitlines()[-1].startswith(f"{document['passed']} passed, {document['warnings']} warning")
     assert out.splitlines()[-1].endswith(", 0 failed")
     assert document["schema_version"] == 1
@@ -129,6 +141,44 @@ def test_io_uring_refused_is_a_warning_with_the_way_out(monkeypatch: pytest.Monk
 def test_o_direct(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: tuple[bool | None, str], status: str) -> None:
     monkeypatch.setattr(host, "o_direct_support", lambda directory: answer)
     assert disk.o_direct(str(tmp_path)).status == status
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "said"),
+    [
+        ("ext4", PASS, "ext4 on nvme0n1"),
+        ("tmpfs", WARN, "tmpfs is memory"),
+        ("overlay", WARN, "overlay is a container's own"),
+        ("nfs4", WARN, "not a disk of this machine"),
+        ("fuse.sshfs", WARN, "not a disk of this machine"),
+    ],
+)
+def test_file_systems(monkeypatch: pytest.MonkeyPatch, kind: str, status: str, said: str) -> None:
+    monkeypatch.setattr(host, "mount_of", lambda path: host.Mount("/mnt", kind, "source", "rw", "nvme0n1" if kind == "ext4" else None))
+    found = disk.file_system("/mnt")
+    assert (found.status, bool(found.fix)) == (status, status == WARN)
+    assert said in found.says
+
+
+@pytest.mark.parametrize(("value", "status"), [("0", PASS), ("1", WARN), (None, NA)])
+def test_disks_that_say_that_they_rotate(monkeypatch: pytest.MonkeyPatch, value: str | None, status: str) -> None:
+    monkeypatch.setattr(host, "mount_of", lambda path: host.Mount("/mnt", "ext4", "/dev/sda1", "rw", "sda1"))
+    monkeypatch.setattr(host, "disk_of", lambda device: {"disk": "sda", "rotational": value})
+    found = disk.rotational("/mnt")
+    assert found.status == status
+    assert ("/sys/block/sda/queue/rotational" in found.fix) == (status == WARN)
+
+
+@pytest.mark.parametrize(("rate", "status"), [(150.0, WARN), (40_000.0, PASS)])
+def test_slow_disks_warn(monkeypatch: pytest.MonkeyPatch, rate: float, status: str) -> None:
+    monkeypatch.setattr(speed, "measure", lambda directory: speed.Speed(2e8, rate, "uring"))
+    found = speed.speed("/mnt")
+    assert (found.status, found.says) == (status, f"200 MB/s read, {rate:,.0f} random reads of 4 KiB a second, by uring")
+
+
+def test_a_disk_that_cannot_be_measured(tmp_path: Path) -> None:
+    found = speed.speed(str(tmp_path / "absent"))
+    assert (found.status, "could not be measured" in found.says) == (WARN, True)
 
 
 def test_little_space_and_little_locked_memory_warn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import espnx
 
 pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
 
-from tests.cli.test_index import run, strict_json
+from tests.cli.documents import strict_json
+from tests.cli.test_index import run
 from tests.cli.test_search import TEXTS
 from tests.retrieval.common import build, toy_encoder
 
@@ -21,7 +22,7 @@ QRELS = {"q1": {"a": 2, "other": 0}, "q2": {"b": 1, "unknown": 1}, "q3": {3: 1, 
 
 @pytest.fixture(autouse=True)
 def encoders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(espnx, "load_encoder", lambda name, **options: toy_encoder(), raising=False)
+    monkeypatch.setattr("espnx.encoders.load_encoder", lambda name, **options: toy_encoder())
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -14,11 +15,11 @@ from typing import Any
 
 import pytest
 
-import espnx
 from espnx.cli.main import main
 
 pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
 
+from tests.cli.documents import strict_json
 from tests.forks import Forks
 from tests.retrieval.common import toy_encoder
 from tests.storage.common import until
@@ -28,7 +29,8 @@ WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "
 
 @pytest.fixture(autouse=True)
 def encoders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(espnx, "load_encoder", lambda name, **options: toy_encoder(), raising=False)
+    for call in ("load_encoder", "load_named"):
+        monkeypatch.setattr(f"espnx.encoders.{call}", lambda name, **options: toy_encoder())
 
 
 def write_corpus(path: Path, count: int = 50) -> Path:
@@ -47,17 +49,6 @@ def run(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str, str]
     return code, *capsys.readouterr()
 
 
-def strict_json(text: str) -> dict[str, Any]:
-    """JSON as the standard has it: no NaN, no Infinity."""
-
-    def refuse(name: str) -> None:
-        raise AssertionError(f"{name} is not JSON")
-
-    document = json.loads(text, parse_constant=refuse)
-    assert document["schema_version"] == 1
-    return document
-
-
 def test_build_verify_info(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store, report = tmp_path / "store", tmp_path / "report.json"
     code, out, err = run(capsys, "index", "build", store, "--corpus", corpus, "--nlist", 3, "--json", report)
@@ -66,7 +57,9 @@ def test_build_verify_info(tmp_path: Path, corpus: Path, capsys: pytest.CaptureF
     assert "flat" not in out
     assert "code sq8, nlist 3" in out
     assert "bytes a token vector on disk beside the store's" in err
-    assert "spool: 50" in err
+    assert "loading encoder minilm ..." in err.splitlines()[0]
+    assert "spool: 0 of 50\n" in err, "what there is to do is said before the first is done"
+    assert "spool: 50 of 50" in err
     assert "write: 50 of 50" in err
     document = strict_json(report.read_text())
     assert (document["command"], document["report"]["documents"], document["report"]["first_stage"]["nlist"]) == ("index build", 50, 3)
@@ -91,7 +84,7 @@ def test_building_again(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixt
     assert run(capsys, *words)[0] == 0
     code, out, err = run(capsys, *words)
     assert (code, out) == (2, "")
-    assert "there is a store" in err
+    assert "already holds a store of 50 documents" in err
     assert "--replace" in err
     write_corpus(corpus, 60)
     code, out, _ = run(capsys, *words, "--replace", "--format", "fp32", "--pca", 8, "--cls-weight", 0.5)
@@ -122,9 +115,9 @@ def test_an_interrupted_build_and_its_ways_out(tmp_path: Path, corpus: Path, cap
         (b"{", "line 2"),
         (b"[1]", "line 2 .* got list"),
         (b'{"id": "x", "text": "\xff"}', "line 2 .*utf-8"),
-        (b'{"id": "x"}', r"line 2 .*got an object with id; expected a JSON object with id \(or _id\), text and perhaps title"),
-        (b'{"text": "x", "name": 1}', r"line 2 .*got an object with text, name; expected a JSON object with id \(or _id\)"),
-        (b"{}", "line 2 .*got an object with no key"),
+        (b'{"id": "x"}', r"line 2 .*got a document with id; expected id \(or _id\), text and perhaps title"),
+        (b'{"text": "x", "name": 1}', r"line 2 .*got a document with text, name; expected id \(or _id\)"),
+        (b"{}", "line 2 .*got a document with nothing"),
         (b'{"id": "x", "text": null}', "line 2 .*: text; got NoneType"),
         (b'{"id": 1.5, "text": "x"}', "line 2 .*: id; got 1.5"),
         (b'{"id": true, "text": "x"}', "line 2 .*: id; got True"),
@@ -133,8 +126,6 @@ def test_an_interrupted_build_and_its_ways_out(tmp_path: Path, corpus: Path, cap
     ],
 )
 def test_a_corpus_with_a_bad_line(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], line: bytes, said: str) -> None:
-    import re
-
     first = corpus.read_bytes().splitlines()[0]
     corpus.write_bytes(first + b"\n" + line + b"\n")
     code, out, err = run(capsys, "index", "build", tmp_path / "store", "--corpus", corpus)
@@ -196,11 +187,14 @@ def test_ctrl_c(tmp_path: Path, open_forks: Callable[[str], Forks]) -> None:
     time.sleep(0.1)
     os.kill(child, signal.SIGINT)
     assert processes.wait(child) == 130
-    assert "interrupted; what was published before is intact" in said.read_text()
+    assert re.search(
+        r"interrupted; what was published before is intact; [\d,]+ documents are kept in .*: the same build goes on", said.read_text()
+    )
     assert "Traceback" not in said.read_text()
     assert not (tmp_path / "store" / "MANIFEST.json").exists()
     assert processes.wait(processes.start(**job)) == 0
     assert "from the interrupted build" in (tmp_path / "out").read_text()
+    assert re.search(r"confirm: [\d,]+ of [\d,]+", said.read_text()), "it says when it goes on"
     assert main(["index", "verify", str(tmp_path / "store")]) == 0
 
 
@@ -241,7 +235,8 @@ def test_an_empty_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     (tmp_path / "none.jsonl").write_text("\n")
     code, out, _ = run(capsys, "index", "build", tmp_path / "store", "--corpus", tmp_path / "none.jsonl")
     assert code == 0
-    assert "the store is empty" in out
+    assert "no document: " in out
+    assert "the first addition trains its lists" in out
 
 
 def test_a_corpus_from_a_pipe_or_compressed(

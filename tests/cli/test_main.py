@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import resource
+import shlex
 import subprocess
 import sys
 import types
@@ -16,9 +17,10 @@ import pytest
 from espnx import errors
 from espnx._version import __version__
 from espnx.cli import main as cli
-from espnx.cli.output import emit, json_document, render_table, write_json
+from espnx.cli.output import emit, json_document, write_json
 from espnx.cli.registry import COMMANDS, GROUPS, Command
 from espnx.sizes import format_size, parse_size
+from espnx.tables import render_table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,6 +66,40 @@ def test_wrong_usage_exits_with_2(words: tuple[str, ...]) -> None:
     assert done.returncode == 2
     assert "usage: espnx" in done.stderr
     assert not done.stdout
+
+
+def test_wrong_usage_shows_the_usage_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not of the program, which is a list of commands."""
+    for words, usage in (
+        (["cache", "ls", ".", "--alll"], "usage: espnx cache ls [-h]"),
+        (["bench", "io", "--nope"], "usage: espnx bench io [-h]"),
+        (["bench", "--list"], "usage: espnx bench [-h]"),
+    ):
+        assert cli.main(words) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(usage)
+        assert "unrecognized arguments" in err.splitlines()[-1]
+
+
+EXAMPLES = [line for command in COMMANDS.values() for line in command.examples]
+
+
+def test_every_command_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    for key, command in COMMANDS.items():
+        assert command.examples, key
+        assert all(line == key or line.startswith(f"{key} ") for line in command.examples)
+        with pytest.raises(SystemExit) as caught:
+            cli.main([*key.split(), "--help"])
+        assert caught.value.code == 0
+        shown = capsys.readouterr().out
+        assert all(f"  espnx {line}\n" in shown for line in command.examples), "not wrapped, to be pasted"
+
+
+@pytest.mark.parametrize("line", EXAMPLES)
+def test_examples_are_understood(line: str) -> None:
+    """Up to a redirection, which is the shell's."""
+    words = shlex.split(line.partition(" > ")[0])
+    assert callable(cli.parse(words).run)
 
 
 def test_every_group_has_commands() -> None:
@@ -151,7 +187,7 @@ def test_ctrl_c_exits_with_130(command: types.ModuleType, capsys: pytest.Capture
 
     command.run = run  # type: ignore[attr-defined]
     assert cli.main(["probe"]) == 130
-    assert "interrupted" in capsys.readouterr().err
+    assert capsys.readouterr().err == "espnx: interrupted; what was published before is intact\n"
 
 
 def test_a_missing_module_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,16 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from espnx.cli import host
+from espnx.cli import plan as cli_plan
+from espnx.cli import plan_index as cli_plan_index
 from espnx.cli.main import main
+from espnx.integrations.streamed import plan as streamed_plan
 from espnx.integrations.streamed.load import load_streamed
 from espnx.integrations.transformers.cache import KVCache
 from espnx.integrations.transformers.enable import enable_kv_cache
 from espnx.weights import speed as weights_speed
+from tests.cli.documents import strict_json
 
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "vocab_size": 97}
 GQA = {**SHAPE, "intermediate_size": 96, "num_key_value_heads": 2}
@@ -39,7 +43,7 @@ def plan(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
     code = main(["plan", *map(str, words), "--json", "-"])
     out = capsys.readouterr()
     assert code == 0, out.err
-    return json.loads(out.out)
+    return strict_json(out.out)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -118,7 +122,8 @@ def test_without_storage_there_are_no_times(folders: Any, capsys: pytest.Capture
     assert document["bound_by"] is None
     assert main(["plan", "--model", str(folders["llama"]), "--context", "100"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines[-3:]] == ["n/a"] * 3
+    assert [line.split()[0] for line in lines[-5:]] == ["last", "disk", "memory", "compute", "resume"]
+    assert [line.replace("last step", "last-step").split()[1] for line in lines[-5:]] == ["n/a"] * 5
 
 
 def test_the_bound_follows_from_what_was_measured(
@@ -149,9 +154,101 @@ def test_operations_are_two_for_each_weight_and_token(folders: Any, capsys: pyte
     assert step["operations"] == 2 * 3 * used + 2 * 3 * 5 * 4 * 32 * 12
 
 
+def test_a_prompt_computed_anew_needs_each_weight_for_each_token(folders: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    batch, context = 3, 10
+    resume = plan(capsys, "--model", folders["mixtral"], "--batch", batch, "--context", context, "--new", 2)["resume"]
+    per_layer = 64 * 64 * 2 + 64 * 32 * 2 + 2 * 3 * 64 * 96 + 4 * 64 + 2 * 64
+    # The head once for each sequence; token i attends to i tokens, by 4 heads of 16, in K and in V.
+    dense = 2 * batch * (context * (5 * per_layer + 64) + 97 * 64)
+    attention = sum(2 * batch * 5 * 4 * 32 * (i + 1) for i in range(context))
+    assert resume["operations"] == dense + attention
+    assert resume["kv_bytes"] == batch * context * 5 * 2 * 2 * 16 * 4
+    assert resume["tokens"] == context
+
+
+def test_break_even_is_the_bytes_over_the_time_that_is_saved(
+    folders: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_speed, "PROBE_BYTES", 1 << 20)
+    monkeypatch.setattr(weights_speed, "_RUN_S", 0.01)
+    words = ("--model", folders["llama"], "--context", 300, "--storage", tmp_path)
+    document = plan(capsys, *words)
+    resume, speeds = document["resume"], document["speeds"]
+    assert resume["recompute_s"] == pytest.approx(resume["operations"] / speeds["prefill_operations_per_s"])
+    assert resume["read_s"] == pytest.approx(resume["kv_bytes"] / speeds["storage_bytes_per_s"])
+    assert resume["break_even_bytes_per_s"] == pytest.approx(resume["kv_bytes"] / resume["recompute_s"])
+    for disk, verdict in ((1e3, "computing is"), (1e15, "reading is")):
+        monkeypatch.setattr(streamed_plan, "read_speed", lambda path, disk=disk: weights_speed.ReadSpeed(disk, 1, "posix"))
+        assert main(["plan", *map(str, words)]) == 0
+        line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  break-even"))
+        assert line.endswith(verdict)
+
+
+def test_windows_cannot_be_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers.MistralConfig(**GQA, sliding_window=8).save_pretrained(tmp_path)
+    assert plan(capsys, "--model", tmp_path, "--context", 100)["resume"] == {}
+    assert main(["plan", "--model", str(tmp_path), "--context", "100"]) == 0
+    assert "no cache can be kept" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("spare", [-1, 0])
+def test_it_says_whether_everything_fits_in_memory(
+    spare: int, folders: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--model", str(folders["llama"]), "--batch", "2", "--context", "100"]
+    known = plan(capsys, *words)
+    needed = known["weights"]["total_bytes"] + known["kv"]["total_bytes"]
+    monkeypatch.setattr(cli_plan, "usable_memory_bytes", lambda: needed + spare)
+    assert plan(capsys, *words)["fit"] == {"needed_bytes": needed, "usable_bytes": needed + spare, "fits": not spare}
+    assert main(["plan", *words]) == 0
+    assert ("it fits in memory, you need none of this" in capsys.readouterr().out) == (not spare)
+    smallest = str(known["weights"]["least_memory_bytes"])  # whoever streams layers has no room for them
+    assert not plan(capsys, *words, "--memory", smallest)["fit"]["fits"]
+
+
+def test_memory_is_what_is_free_and_what_the_group_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "memory_bytes", lambda: {"available": 500})
+    for limit, usable in ((None, 500), ("max", 500), ("300", 300), ("9223372036854771712", 500)):
+        monkeypatch.setattr(host, "cgroup_limits", lambda limit=limit: {"memory": limit})
+        assert host.usable_memory_bytes() == usable
+    monkeypatch.setattr(host, "memory_bytes", dict)
+    monkeypatch.setattr(host, "cgroup_limits", lambda: {"memory": None})
+    assert host.usable_memory_bytes() is None
+
+
+def test_an_index(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_speed, "PROBE_BYTES", 1 << 20)
+    monkeypatch.setattr(weights_speed, "_RUN_S", 0.01)
+    words = ["--documents", "3000", "--tokens", "20", "--dim", "32", "--format", "int8", "--coarse", "bit1"]
+    sizes = plan(capsys, *words)
+    assert (sizes["speeds"], sizes["seconds"]) == ({}, {})
+    assert sizes["disk"]["full_records_bytes"] > sizes["disk"]["coarse_records_bytes"] > 3000 * 16
+    assert main(["plan", *words]) == 0
+    assert "needs --storage DIR" in capsys.readouterr().out
+    timed = plan(capsys, *words, "--storage", tmp_path)
+    assert timed["disk"] == sizes["disk"]
+    assert set(timed["seconds"]) == {"spool", "arrange", "write"}
+    monkeypatch.setattr(cli_plan_index, "usable_memory_bytes", lambda: sizes["disk"]["total_bytes"] - 1)
+    assert main(["plan", *words, "--storage", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "it does not fit in memory" in out
+    assert "name it with --encoder" in out
+    monkeypatch.setattr(cli_plan_index, "usable_memory_bytes", lambda: sizes["disk"]["total_bytes"])
+    assert main(["plan", *words]) == 0
+    assert "it fits in memory, you need none of this" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
+        ((), 2, "--model or --documents"),
+        (("--model", "{llama}", "--context", "1", "--documents", "3"), 2, "both"),
+        (("--documents", "3", "--tokens", "2"), 2, "--dim or --encoder"),
+        (("--documents", "3", "--dim", "8"), 2, "--tokens"),
+        (("--documents", "3", "--tokens", "2", "--dim", "8", "--encoder", "minilm"), 2, "--dim or --encoder"),
+        (("--documents", "0", "--tokens", "2", "--dim", "8"), 2, "documents"),
+        (("--documents", "3", "--tokens", "70000", "--dim", "8"), 2, "at most 65535"),
+        (("--documents", "3", "--tokens", "2", "--dim", "8", "--format", "fp17"), 2, "record format"),
         (("--model", "/absent", "--context", "1"), 2, "config.json"),
         (("--model", "{llama}", "--context", "0"), 2, "context"),
         (("--model", "{llama}", "--context", "1", "--batch", "0"), 2, "batch"),

@@ -8,12 +8,12 @@ import pytest
 
 import espnx
 from espnx.cli.main import main
-from espnx.cli.search import render
 from espnx.retrieval.search.result import Hit, SearchResult
 
 pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
 
-from tests.cli.test_index import run, strict_json
+from tests.cli.documents import strict_json
+from tests.cli.test_index import run
 from tests.retrieval.common import build, toy_encoder
 
 TEXTS = [("a", "red green blue"), ("b", "one two three"), (3, "red and one"), ("empty", ""), ("other", "nothing of that kind")]
@@ -21,7 +21,7 @@ TEXTS = [("a", "red green blue"), ("b", "one two three"), (3, "red and one"), ("
 
 @pytest.fixture(autouse=True)
 def encoders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(espnx, "load_encoder", lambda name, **options: toy_encoder(), raising=False)
+    monkeypatch.setattr("espnx.encoders.load_encoder", lambda name, **options: toy_encoder())
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_json(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        ([], 2, "name it with --encoder"),
+        ([], 2, "name it with encoder=FOLDER (--encoder FOLDER)"),
         (["--encoder", "toy", "--nprobe", "many"], 2, "--nprobe"),
         (["--encoder", "toy", "--nprobe", "0"], 2, "nprobe"),
         (["--encoder", "toy", "-k", "0"], 2, "k; got 0"),
@@ -82,7 +82,7 @@ def test_what_it_cannot_do(store: Path, capsys: pytest.CaptureFixture[str], word
 
 def test_another_encoder(store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     other = espnx.FunctionEncoder(lambda texts: [], "other@1", d_cls=16, dim=8)
-    monkeypatch.setattr(espnx, "load_encoder", lambda name, **options: other, raising=False)
+    monkeypatch.setattr("espnx.encoders.load_encoder", lambda name, **options: other)
     code, _, err = run(capsys, "search", store, "red", "--encoder", "other")
     assert code == 2
     assert "another encoder; got other@1; expected toy@1" in err
@@ -101,10 +101,14 @@ def test_no_store_and_no_gpu(store: Path, tmp_path: Path, capsys: pytest.Capture
 def test_rendering() -> None:
     """Long texts are cut to a line; the numbers of hits that were not re-ranked are marked as what they are."""
     hits = [Hit("id", 1.5, "line\nbreak " * 50, 0, True), Hit(7, 0.25, "", 1, False)]
-    text = render("query", SearchResult(hits, candidates=2, reranked=1, hit_rate=0.5, bytes_asked=10**6, bytes_moved=2 * 10**6, requests=3))
+    result = SearchResult(hits, candidates=2, reranked=1, hit_rate=0.5, bytes_asked=10**6, bytes_moved=2 * 10**6, requests=3)
+    text = result.summary()
+    assert str(result) == text
     assert max(map(len, text.splitlines()[:-1])) < 130
     assert "7  (not re-ranked)" in text
     assert "1.00 MB asked, 2.00 MB moved in 3 requests" in text
+    assert repr(result) == "<SearchResult: 2 hits, best 'id' 1.500, 0.0 ms>"
+    assert repr(SearchResult([])) == "<SearchResult: 0 hits, 0.0 ms>"
 
 
 def test_help_is_quick(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from espnx.storage import FaultRule, FaultyEngine
 from espnx.storage.native import load_native
 from tests.device.conformance import CHECKS, PLAIN, Open, rng
 from tests.device.rows import assert_right, attend, put, queries
+from tests.storage.common import patiently
 
 NULL = "tests.device.null_rows:NullDevice"
 CPU = torch.device("cpu")
@@ -36,19 +37,24 @@ def test_every_device(folder: Path, kind: str, check: Callable[[Open], None]) ->
 )
 def test_reads_that_fail(folder: Path, kind: str, fault: str, value: int, expected: type[Exception]) -> None:
     """A typed error, every ticket gone, and the same rows right at the next try."""
-    engine = FaultyEngine([FaultRule(fault, operation="read", nth=1, count=1, value=value)])
-    device = open_rows(kind, folder, compute=CPU, engine=engine, deadline_s=0.5 if fault == "never" else 30.0)
-    try:
-        seen = [put(device, PLAIN, 1, range(2), 900, rng())[0].use(0)]
-        device.flush()
-        look = queries(PLAIN, 1, 2, 1, rng())
-        with pytest.raises(expected):
-            attend(device, PLAIN, seen, look)
-        assert device.front() == -1
-        assert_right(attend(device, PLAIN, seen, look), seen, look)
-    finally:
-        device.close()
-        engine.close(grace_s=0.05)
+
+    def attempt(deadline_s: float) -> bool:
+        engine = FaultyEngine([FaultRule(fault, operation="read", nth=1, count=1, value=value)])
+        device = open_rows(kind, folder, compute=CPU, engine=engine, deadline_s=deadline_s)
+        try:
+            seen = [put(device, PLAIN, 1, range(2), 900, rng())[0].use(0)]
+            device.flush()
+            look = queries(PLAIN, 1, 2, 1, rng())
+            with pytest.raises(expected):
+                attend(device, PLAIN, seen, look)
+            assert device.front() == -1
+            assert_right(attend(device, PLAIN, seen, look), seen, look)
+        finally:
+            device.close()
+            engine.close(grace_s=0.05)
+        return True
+
+    patiently(attempt, 0.3 if fault == "never" else 30.0)
 
 
 @pytest.mark.parametrize("kind", ["ssd", "gpu"])

@@ -4,6 +4,7 @@ space is lost."""
 from __future__ import annotations
 
 import errno
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from espnx import errors
-from espnx.kv.cache import SsdCache
+from espnx.kv.cache import SsdCache, Step
 from espnx.storage import FaultRule, FaultyEngine
 from tests.kv.naive import Naive, Shape, assert_right, forward
 from tests.storage.common import until
@@ -25,6 +26,16 @@ SHAPES = {
 }
 
 
+@functools.cache
+def passes(name: str) -> list[tuple[int, list[tuple[Step, torch.Tensor, torch.Tensor]]]]:
+    """Tokens before each pass, and what `Naive.step` says of it: the same for every fault. Read only."""
+    naive, found = Naive(SHAPES[name], torch.Generator().manual_seed(1)), []
+    for n in PASSES:
+        before = naive.count
+        found.append((before, naive.step(n)))
+    return found
+
+
 def attempt(cache: SsdCache, steps: list[Any], before: int) -> tuple[list[torch.Tensor], errors.StorageError | None]:
     """The pass's outputs, or how it failed."""
     try:
@@ -33,7 +44,7 @@ def attempt(cache: SsdCache, steps: list[Any], before: int) -> tuple[list[torch.
         return [], error
 
 
-def run(folder: Path, shape: Shape, rule: FaultRule, *, devices: int = 1, deadline_s: float = 30.0) -> tuple[int, int]:
+def run(folder: Path, name: str, rule: FaultRule, *, devices: int = 1, deadline_s: float = 30.0) -> tuple[int, int]:
     """All passes, each again after it has failed. How many failed, and how many faults there were."""
     engines: list[FaultyEngine] = []
 
@@ -41,14 +52,12 @@ def run(folder: Path, shape: Shape, rule: FaultRule, *, devices: int = 1, deadli
         engines.append(FaultyEngine([rule] if not engines else [], poison=True, pool_bytes=1 << 20))
         return engines[-1]
 
-    naive = Naive(shape, torch.Generator().manual_seed(1))
+    shape = SHAPES[name]
     cache = SsdCache([folder / str(i) for i in range(devices)], shape.n_layers, engine=engine, deadline_s=deadline_s)
     cache.x_rows = 1 if shape.hidden else 0
     failed = 0
     try:
-        for number, n in enumerate(PASSES):
-            before = naive.count
-            steps = naive.step(n)
+        for number, (before, steps) in enumerate(passes(name)):
             for _ in range(4):
                 outputs, error = attempt(cache, steps, before)
                 if error is None:
@@ -85,7 +94,7 @@ FAULTS = [
 def test_every_request_fails_once(folder: Path, shape: str, fault: str, operation: str, value: int) -> None:
     failures = faults = 0
     for nth in range(1, 400, 5 if operation == "read" else 1):
-        failed, hits = run(folder, SHAPES[shape], FaultRule(fault, operation=operation, nth=nth, count=1, value=value))
+        failed, hits = run(folder, shape, FaultRule(fault, operation=operation, nth=nth, count=1, value=value))
         assert failed <= hits, "one fault failed two passes"
         failures, faults = failures + failed, faults + hits
         if not hits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import shutil
@@ -53,7 +54,7 @@ def queries(count: int, *, d_cls: int = D_CLS, dim: int = DIM, seed: int = 77) -
     return [document.vectors for document in corpus(count, d_cls=d_cls, dim=dim, tokens=(1, 6), seed=seed) if document.vectors]
 
 
-def build(path: Path | str, documents: Iterable[Any], **options: Any) -> espnx.retrieval.build.builder.BuildReport:
+def build(path: Path | str, documents: Iterable[Any], **options: Any) -> espnx.BuildReport:
     """`espnx.build` with the dimensions of this file and exact lists, unless told otherwise."""
     return espnx.build(path, documents, **{"dims": (D_CLS, DIM), "first_stage_code": "flat", "nlist": 4, **options})
 
@@ -63,18 +64,27 @@ def exact_scores(
 ) -> tuple[dict[Any, float], dict[Any, float]]:
     """By id: the score in float64 of the vectors as stored, and how far a float32 computation may be off (see tests/ops/tolerances.py)."""
     dtype = {"fp16": torch.float16, "fp32": torch.float32}[fmt]
-    q_cls, q_tokens = query.cls.double(), query.tokens.double()
+    if not documents:
+        return {}, {}
+    q_cls, q_tokens = query.cls.double().numpy(), query.tokens.double().numpy()
     roundings = gamma(q_tokens.shape[1] + len(q_tokens) + 1, 2.0**-24), gamma(len(q_cls) + 2, 2.0**-24)
-    scores, bounds = {}, {}
-    for document in documents:
-        assert document.vectors is not None
-        cls, tokens = document.vectors.cls.to(dtype).double(), document.vectors.tokens.to(dtype).double()
-        similar = q_tokens @ tokens.T
-        maxsim = float(similar.amax(dim=1).sum()) if len(tokens) else 0.0
-        scores[document.id] = maxsim + cls_weight * float(q_cls @ cls)
-        size = float((q_tokens.abs() @ tokens.abs().T).amax(dim=1).sum()) if len(tokens) else 0.0
-        bounds[document.id] = roundings[0] * size + roundings[1] * abs(cls_weight) * float(q_cls.abs() @ cls.abs())
-    return scores, bounds
+    encoded = [document.vectors for document in documents if document.vectors is not None]
+    cls = torch.stack([each.cls for each in encoded]).to(dtype).double().numpy()
+    tokens = torch.cat([each.tokens for each in encoded]).to(dtype).double().numpy()
+    counts = np.array([len(each.tokens) for each in encoded])
+    begins = (np.cumsum(counts) - counts)[counts > 0]
+
+    def best(similar: np.ndarray) -> np.ndarray:
+        """Of each document: the sum over query tokens of its largest column, 0 without tokens. [documents]"""
+        sums = np.zeros(len(documents))
+        sums[counts > 0] = np.maximum.reduceat(similar, begins, axis=1).sum(axis=0) if len(begins) else 0.0
+        return sums
+
+    scores = best(q_tokens @ tokens.T) + cls_weight * (cls @ q_cls)
+    sizes = best(np.abs(q_tokens) @ np.abs(tokens).T)
+    bounds = roundings[0] * sizes + roundings[1] * abs(cls_weight) * (np.abs(cls) @ np.abs(q_cls))
+    ids = [document.id for document in documents]
+    return dict(zip(ids, scores.tolist(), strict=True)), dict(zip(ids, bounds.tolist(), strict=True))
 
 
 def assert_ranking(hits: Sequence[Hit], scores: dict[Any, float], bounds: dict[Any, float]) -> None:
@@ -194,6 +204,7 @@ def raised(error: BaseException) -> str:
 def toy_encoder(delay_s: float = 0.0) -> espnx.FunctionEncoder:
     """Words as vectors drawn from their own seed: texts that share words are similar. `delay_s`: of every call."""
 
+    @functools.cache
     def word(text: str, size: int) -> np.ndarray:
         return np.random.default_rng(zlib.crc32(text.encode())).normal(size=size) / size**0.5
 

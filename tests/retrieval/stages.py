@@ -84,6 +84,9 @@ class ExactStage:
     def tune(self, loaded: LoadedStage, documents: Documents | None) -> ExactStage:
         return self
 
+    def build_operations(self, count: int) -> int:
+        return 0
+
     def resident_bytes(self, records: int) -> int:
         return records * (8 + 4 * self.vector_dim)
 

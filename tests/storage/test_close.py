@@ -50,7 +50,7 @@ def test_everything_is_refused_afterwards(path: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("fault", ["never", "delay"])
 def test_a_waiting_reader_is_told(path: str, fault: str, open_engine: OpenEngine, tmp_path: Path) -> None:
     make_file(tmp_path / "a", 4 * BLOCK)
-    engine = open_engine(path, [FaultRule(fault, operation="read", value=1000 * MS)], queue_depth=1)
+    engine = open_engine(path, [FaultRule(fault, operation="read", value=10_000 * MS)], queue_depth=1)
     file = engine.open(tmp_path / "a")
     futures = [engine.read(Plan.of(file, [0, 2 * BLOCK], [10, 10])) for _ in range(3)]
     outcomes: list[str] = []
@@ -108,7 +108,7 @@ def test_two_threads_close(path: str, open_engine: OpenEngine, tmp_path: Path) -
     for _ in range(3):
         engine = open_engine(path, [FaultRule("delay", operation="read", value=150 * MS)])
         engine.read(Plan.of(engine.open(tmp_path / "a"), [0], [10]))
-        assert until(lambda engine=engine: engine.stats().in_flight == 1)
+        assert until(lambda engine=engine: engine.stats().requests == 1)
         problems: list[BaseException] = []
         left: list[int] = []
 
@@ -123,7 +123,7 @@ def test_two_threads_close(path: str, open_engine: OpenEngine, tmp_path: Path) -
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(10)
+            thread.join()
         assert not problems
         assert left == [0, 0, 0], "each returns when the engine is closed, not before"
 

@@ -21,7 +21,7 @@ import torch
 from espnx import errors
 from espnx.storage import FaultRule, NativeEngine, Plan
 from espnx.storage import open_engine as open_by_name
-from tests.storage.common import BLOCK, OpenEngine, in_child, make_file, raw, read_bytes, until, uring_refusal
+from tests.storage.common import BLOCK, OpenEngine, in_child, make_file, patiently, raw, read_bytes, until, uring_refusal
 
 MS = 1_000_000
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,7 +117,7 @@ def test_a_forked_child_is_told(path: str, tmp_path: Path) -> None:
         return found
 
     assert in_child(work) == ["refused"] * 9 + ["fresh True"]
-    waiter.join(5)
+    waiter.join()
     assert futures[0].wait()[:10].numpy().tobytes() == data[:10]  # the parent's engine did not notice
     assert read_bytes(engines[0], file, 20, 10) == data[20:30]
     engines[0].close()
@@ -133,7 +133,7 @@ def test_a_forked_child_lets_go_of_an_idle_engine(path: str, tmp_path: Path) -> 
         gc.collect()
         return "gone"
 
-    assert in_child(work, limit_s=5) == "gone"
+    assert in_child(work) == "gone"
     engines[0].close()
 
 
@@ -154,14 +154,11 @@ def test_freeing_memory_that_needs_the_gil(disk_path: str, how: str, tmp_path: P
         del engine
         return "ended"
 
-    assert in_child(work, limit_s=10) == "ended"
+    assert in_child(work) == "ended"
 
 
 def test_other_threads_run_while_an_engine_is_dropped(disk_path: str, tmp_path: Path) -> None:
     make_file(tmp_path / "a", BLOCK)
-    engines = [NativeEngine(disk_path, rules=[FaultRule("delay", operation="read", value=300 * MS)])]
-    engines[0].read(Plan.of(engines[0].open(tmp_path / "a"), [0], [10]))
-    assert until(lambda: engines[0].stats().in_flight == 1)
     ticks, stop = [0], threading.Event()
 
     def tick() -> None:
@@ -169,14 +166,22 @@ def test_other_threads_run_while_an_engine_is_dropped(disk_path: str, tmp_path: 
             ticks[0] += 1
             time.sleep(0.002)
 
+    def ticks_while_dropped(delay_s: float) -> int | None:
+        engines = [NativeEngine(disk_path, rules=[FaultRule("delay", operation="read", value=int(delay_s * 1000) * MS)])]
+        engines[0].read(Plan.of(engines[0].open(tmp_path / "a"), [0], [10]))
+        assert until(lambda: engines[0].stats().requests == 1)
+        before = ticks[0]
+        engines.clear()  # ends when the read does
+        during = ticks[0] - before
+        return during if during > 2 else None  # at most one, at the end, where closing holds the interpreter, or the machine is busy
+
     thread = threading.Thread(target=tick)
     thread.start()
-    before = ticks[0]
-    engines.clear()  # 0.3 s
-    during = ticks[0] - before
-    stop.set()
-    thread.join()
-    assert during > 2, "at most one, at the end, where closing holds the interpreter"
+    try:
+        patiently(ticks_while_dropped, 0.2)
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_an_interpreter_that_ends_with_reads_under_way(tmp_path: Path) -> None:
@@ -264,7 +269,7 @@ def test_a_ring_that_breaks(tmp_path: Path) -> None:
                 continue
         for _ in range(3):
             try:
-                read_bytes(engine, file, 0, 10, deadline_s=2)
+                read_bytes(engine, file, 0, 10, deadline_s=30)
                 found.append("read")
             except errors.DeadlineExceededError:
                 found.append("late")
@@ -273,7 +278,7 @@ def test_a_ring_that_breaks(tmp_path: Path) -> None:
         engine.close()
         return found
 
-    first, *others = in_child(work, limit_s=20)
+    first, *others = in_child(work)
     assert first in ("ReadError", "EngineClosedError")
     assert others == ["EngineClosedError"] * 2
 
@@ -292,7 +297,7 @@ def test_no_memory_for_a_thread(running: int, tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 20), resource.getrlimit(resource.RLIMIT_AS)[1]))
         offsets = list(range(0, 64 * BLOCK, 2 * BLOCK))
         try:
-            future = engine.read(Plan.of(file, offsets, [10] * len(offsets)), deadline_s=5)
+            future = engine.read(Plan.of(file, offsets, [10] * len(offsets)))
             memory = future.wait()
         except (errors.ReadError, errors.EngineClosedError) as error:
             return type(error).__name__

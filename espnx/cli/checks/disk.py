@@ -17,11 +17,14 @@ from typing import Any
 from ...errors import ChecksumError, EspnxError, PathUnavailableError
 from ...sizes import format_size
 from .. import host
-from . import FAIL, INFO, PASS, WARN, Check
+from . import FAIL, INFO, NA, PASS, WARN, Check
 
 PROBE_BYTES = 1 << 20
 BLOCK_BYTES = 4096
 FREE_BYTES_LOW = 1 << 30
+_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+_LAYERS = ("overlay", "overlayfs", "aufs")
+_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "ceph", "glusterfs", "lustre", "gpfs", "beegfs", "afs", "vboxsf", "prl_fs")
 
 
 def storage_module() -> Any:
@@ -103,6 +106,38 @@ def o_direct(directory: str) -> Check:
     return Check(PASS, "o-direct", "O_DIRECT works here", evidence=facts)
 
 
+def file_system(directory: str) -> Check:
+    """Is it a disk of this machine at all?"""
+    mount = host.mount_of(directory)
+    facts = {"directory": directory, "mount": mount.point, "file_system": mount.file_system, "source": mount.source}
+    fix = "name a directory on an SSD of this machine: --path DIR"
+    says = f"{mount.file_system} is {{}}: {mount.point}"
+    if mount.file_system in _MEMORY:
+        why = "what is kept here takes the memory that it was to spare, and is gone after a restart"
+        return Check(WARN, "file-system", says.format("memory"), why, fix, facts)
+    if mount.file_system in _LAYERS:
+        why = "the layers of a container: slower than the disk below them, and gone with the container"
+        return Check(WARN, "file-system", says.format("a container's own"), why, "mount a volume (docker run -v), and use that", facts)
+    if mount.file_system in _NETWORK or mount.file_system.startswith("fuse"):
+        why = "each of many small reads waits for the network, and locks may not hold between machines"
+        return Check(WARN, "file-system", says.format("not a disk of this machine"), why, fix, facts)
+    return Check(PASS, "file-system", f"{mount.file_system} on {mount.device or mount.source}", evidence=facts)
+
+
+def rotational(directory: str) -> Check:
+    device = host.mount_of(directory).device
+    facts = host.disk_of(device) if device else {}
+    if facts.get("rotational") is None:
+        return Check(
+            NA, "rotational", f"no block device behind {directory}" if device is None else f"{device} does not say", evidence=facts
+        )
+    if facts["rotational"] == "0":
+        return Check(PASS, "rotational", f"{device} is no rotating disk", evidence=facts)
+    why = "a hard disk makes about 150 random reads a second; many virtual disks say that they rotate, too: `speed` tells which it is"
+    fix = f"use an SSD; where it is one: echo 0 > /sys/block/{facts['disk']}/queue/rotational (root)"
+    return Check(WARN, "rotational", f"{device} says that it rotates", why, fix, facts)
+
+
 def free_space(directory: str) -> Check:
     usage = shutil.disk_usage(directory)
     evidence = {"free_bytes": usage.free, "total_bytes": usage.total}
@@ -172,6 +207,6 @@ def _round_trip(path: str) -> dict[str, Any]:
 def checks(directory: str) -> list[Callable[[], Check]]:
     """The checks for one directory, ready to run."""
     bound: list[Callable[[], Check]] = [io_uring, liburing, locked_memory]
-    for function in (o_direct, free_space, probe):
+    for function in (file_system, rotational, o_direct, free_space, probe):
         bound.append(functools.update_wrapper(functools.partial(function, directory), function))
     return bound

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from ... import errors
 from ...storage import Engine, FileHandle, Future, NativeEngine, Plan, open_engine
 from ...storage.files import BLOCK_BYTES, aligned_empty
 
+log = logging.getLogger(__name__)
 GDS_PATHS = ("gds", "gds-compat")
 
 
@@ -150,6 +152,7 @@ def open_reader(path: str, engine: NativeEngine, file: FileHandle, device: torch
             if path != "auto":
                 raise
             why = str(error)
+            log.debug("%s through host memory, not by gds: %s", file.path, why)
     return BounceReader(engine, file, device, deadline_s, why)
 
 

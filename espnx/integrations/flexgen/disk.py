@@ -35,7 +35,7 @@ import torch
 
 from ... import errors
 from ...storage import NativeEngine
-from ...storage.files import make_directory, write_error
+from ...storage.files import make_given_directory, write_error
 from .cpu import (  # fmt: skip
     CompressionConfig,
     CpuDevice,
@@ -297,7 +297,7 @@ def convert(model: Any, folder: str | os.PathLike[str], name: str = "model") -> 
         if getattr(config, key, None) != value:
             raise errors.InvalidInputError(f"FlexGen's OPT: {key}", got=getattr(config, key, None), expected=value)
     directory = Path(folder, f"{name}-np")
-    make_directory(directory)
+    make_given_directory(directory)
     for key, value in model.state_dict().items():
         short = key.removeprefix("model.").replace("decoder.final_layer_norm", "decoder.layer_norm")
         try:

@@ -22,7 +22,7 @@ from ... import errors
 from ...device.extents import Extents
 from ...device.ssd import block_sums
 from ...storage import NativeEngine, Plan
-from ...storage.files import BLOCK_BYTES, aligned_empty, make_directory, write_error
+from ...storage.files import BLOCK_BYTES, aligned_empty, make_given_directory, write_error
 
 _BLOCK_BYTES = 256 << 10
 #: Bytes of one transfer; two of them are in memory (a single block may be larger).
@@ -132,7 +132,7 @@ class TensorFile:
         self.bytes_written = self.bytes_asked = 0
         path = os.path.join(directory, f".espnx-{uuid.uuid4().hex}")
         try:
-            make_directory(directory)
+            make_given_directory(directory)
             try:
                 os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
             except OSError as error:

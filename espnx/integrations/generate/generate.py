@@ -12,7 +12,7 @@ import torch
 from ... import errors
 from ..transformers.cache import KVCache
 from ..transformers.enable import enable_kv_cache
-from .prompt_files import Prompt, append, read_done
+from .prompt_files import Prompt, append, read_done, sort_results
 
 #: How many times as long as its prompts are on average padding may make a batch.
 _PADDING = 1.25
@@ -25,11 +25,13 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Report:
-    """What a run did. Attributes: prompts written now, and those found from an earlier run; `stats` of each batch's cache."""
+    """What a run did. Attributes: prompts written now, and those found from an earlier run; `stats` of each batch's cache; `results`, in
+    the order of the prompts, where they went to no file."""
 
     prompts: int = 0
     skipped: int = 0
     stats: list[dict[str, Any]] = field(default_factory=list)
+    results: list[dict[str, Any]] = field(default_factory=list)
 
     def total(self, name: str) -> float:
         return sum(stats[name] or 0 for stats in self.stats)
@@ -85,7 +87,7 @@ def generate_file(
     model: Any,
     tokenizer: Any,
     prompts: Sequence[Prompt],
-    out: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None,
     storage: Any,
     *,
     batch_size: int,
@@ -94,10 +96,12 @@ def generate_file(
     generate_options: dict[str, Any],
     progress: Progress = lambda done, total: None,
 ) -> Report:
-    """Generates for every prompt that `out` has no result for, and appends a JSON line for each as its batch finishes.
+    """Generates for every prompt that `out` has no result for, and appends a JSON line for each as its batch finishes. In the end the
+    lines are in the order of the prompts.
 
     Args:
         model, tokenizer: of transformers.
+        out: a file of JSON lines; None: results are returned.
         settings: what results depend on; kept in every line, so that a resumed run does not mix two kinds.
         cache_options: of `KVCache`; generate_options: of the model's `generate`.
 
@@ -107,7 +111,7 @@ def generate_file(
         What a `KVCache` raises; the results of whole batches are written then, and the next run goes on after them.
     """
     enable_kv_cache(model)
-    done = read_done(out, settings, prompts)
+    done = set() if out is None else read_done(out, settings, prompts)
     left = [prompt for prompt in prompts if prompt.id not in done]
     report = Report(skipped=len(prompts) - len(left))
     ids = [tokenizer(prompt.text)["input_ids"] for prompt in left]
@@ -115,7 +119,9 @@ def generate_file(
     ends = model.generation_config.eos_token_id
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends or 0
     pad = pad[0] if isinstance(pad, list) else pad
-    append(out, [])
+    if out is not None:
+        append(out, [])
+    progress(0, len(left))
     for batch in batches([len(tokens) for tokens in ids], batch_size):
         longest = max(len(ids[i]) for i in batch)
         tokens = torch.full((len(batch), longest), pad)
@@ -138,7 +144,14 @@ def generate_file(
             text = tokenizer.decode(new, skip_special_tokens=True)
             lines.append({"id": left[i].id, "text": text, "tokens": new, "prompt_tokens": len(ids[i])})
             lines[-1] |= {"prompt_digest": left[i].digest, "settings": settings}
-        append(out, lines)
+        if out is None:
+            report.results += lines
+        else:
+            append(out, lines)
         report.prompts += len(batch)
         progress(report.prompts, len(left))
+    order = {prompt.id: number for number, prompt in enumerate(prompts)}
+    report.results.sort(key=lambda line: order[line["id"]])
+    if out is not None:
+        sort_results(out, order)
     return report

@@ -14,23 +14,27 @@ from ... import errors
 from ...encoders.checkpoints import TOKENIZER_FILES
 from ...weights.safetensors_files import read_header
 from ..streamed.load import load_streamed
+from ..transformers.gguf import find_gguf, load_gguf
 
 #: Bytes that are read of each tensor's beginning and end, or of a weight file's where it is not known what lies in it.
 _TENSOR_SAMPLE_BYTES, _FILE_SAMPLE_BYTES = 4096, 2**20
 
 
+_EXPECTED = "a folder with model and tokenizer, or a GGUF file"
+
+
 def _check_folder(path: str) -> None:
-    if not os.path.isdir(path):
-        raise errors.InvalidInputError(f"model in {path}", got="no such folder", expected="a folder with model and tokenizer")
+    if not os.path.isdir(path) and find_gguf(path) is None:
+        raise errors.InvalidInputError(f"model in {path}", got="no such folder", expected=_EXPECTED)
 
 
 def model_fingerprint(path: str) -> str:
     """A hash of a model's folder: config and tokenizer, and of its weights names, sizes and a part of each tensor, which changes where it
-    was trained on. The same for a copy of the folder. Raises InvalidInputError, ReadError."""
+    was trained on; of a GGUF file: all of it. The same for a copy. Raises InvalidInputError, ReadError."""
     _check_folder(path)
-    folder, digest = Path(path), hashlib.sha256()
-    small = [folder / name for name in ("config.json", "generation_config.json", *TOKENIZER_FILES)]
-    weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    folder, digest, gguf = Path(path), hashlib.sha256(), find_gguf(path)
+    small = [] if gguf else [folder / name for name in ("config.json", "generation_config.json", *TOKENIZER_FILES)]
+    weights = [gguf] if gguf else sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     for file in [*(file for file in small if file.is_file()), *weights]:
         try:
             digest.update(f"{file.name}\n{file.stat().st_size}\n".encode())
@@ -68,11 +72,18 @@ def _ends(offset: int, length: int, each: int) -> list[tuple[int, int]]:
 
 
 def load_model(path: str, memory: str | None, dtype: torch.dtype | None) -> tuple[Any, Any]:
-    """(model, tokenizer) of a folder; with `memory`, weights that do not fit into it are streamed.
+    """(model, tokenizer) of a folder or a GGUF file; with `memory`, weights that do not fit into it are streamed.
 
-    Raises InvalidInputError where the folder holds none.
+    Raises InvalidInputError where the folder holds none, or a GGUF file is to be streamed; what `load_gguf` raises.
     """
     _check_folder(path)
+    if (gguf := find_gguf(path)) is not None:
+        if memory is not None:
+            raise errors.InvalidInputError(
+                f"streamed weights of {gguf}", got="a GGUF file", expected="safetensors",
+                fix="model, tokenizer = espnx.load_gguf(...); save_pretrained(folder) of both; name that folder",
+            )  # fmt: skip
+        return load_gguf(gguf, dtype or torch.float32)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         if memory is not None:
@@ -81,6 +92,4 @@ def load_model(path: str, memory: str | None, dtype: torch.dtype | None) -> tupl
     except (OSError, ValueError) as error:
         if isinstance(error, errors.EspnxError):
             raise
-        raise errors.InvalidInputError(
-            f"model in {path}", got=str(error).splitlines()[0], expected="a folder with model and tokenizer"
-        ) from error
+        raise errors.InvalidInputError(f"model in {path}", got=str(error).splitlines()[0], expected=_EXPECTED) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,3 +129,27 @@ def append(path: str | os.PathLike[str], lines: Sequence[dict[str, Any]]) -> Non
             os.fsync(file.fileno())
     except OSError as error:
         raise write_error("cannot write results", path, error, "the same command goes on after the results that are whole") from error
+
+
+def sort_results(path: str | os.PathLike[str], order: Mapping[str, int]) -> None:
+    """Puts whole results into the order of their prompts, in one step; those of other prompts, of an earlier run, come first.
+
+    Raises WriteError, DiskFullError: the results are as they were.
+    """
+    file = Path(os.path.realpath(path))
+    lines = file.read_bytes().splitlines(keepends=True)
+    ordered = sorted(lines, key=lambda line: order.get(json.loads(line)["id"], -1))
+    if ordered == lines:
+        return
+    temporary = file.with_name(f"{file.name}.new")
+    try:
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb") as made:
+            made.writelines(ordered)
+            made.flush()
+            os.fsync(made.fileno())
+        shutil.copymode(file, temporary)
+        os.replace(temporary, file)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise write_error("cannot put results into the order of their prompts", path, error, "they are all there, as they came") from error

@@ -61,6 +61,9 @@ class ModelPlan:
         weights: resident, streamed in each pass, buffers.
         kv: by tier.
         step: bytes and operations of the last decoding step.
+        resume: of a prompt that is kept: its K and V, and the operations that compute it anew; with a storage directory also
+            `recompute_s` and `read_s`, modelled lower bounds, and `break_even_bytes_per_s`: K and V over `recompute_s`, the bandwidth
+            from which on reading is sooner. Empty where no cache can be kept: some layers are not full attention.
         speeds: measured; empty without a storage directory.
         seconds: modelled lower bounds of the last step, by resource.
     """
@@ -69,6 +72,7 @@ class ModelPlan:
     weights: dict[str, Any]
     kv: dict[str, Any]
     step: dict[str, Any]
+    resume: dict[str, Any] = field(default_factory=dict)
     speeds: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -116,6 +120,8 @@ def plan_model(
     text = config.get_text_config(decoder=True)
     plan = ModelPlan(_about(model, own, has_weights), _weights(weights, shared), _kv(text, own, batch, context + new), {})
     plan.step = _step(model, plan, KVShape.of(text), batch, context + new)
+    if plan.kv["layers_on_ssd"] == plan.model["layers"]:
+        plan.resume = _resume(model, plan, KVShape.of(text), batch, context)
     if storage is not None:
         _measure(plan, storage, sorted({tensor.path for tensor in tensors.values()}), own, batch)
     return plan
@@ -184,26 +190,51 @@ def _kv(config: PreTrainedConfig, dtype: torch.dtype, batch: int, tokens: int) -
     }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class _Used:
+    """Parameters: of the head, that are multiplied with each token's row (the head among them), and that a step of a batch touches."""
+
+    head: int
+    by_token: int
+    by_batch: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, batch: int) -> _Used:
+        config = model.config.get_text_config(decoder=True)
+        embedding = model.get_input_embeddings().weight
+        head = model.get_output_embeddings()
+        own = sum(p.numel() for p in model.parameters() if p is not embedding)
+        if head is not None and head.weight is embedding:
+            own += embedding.numel()
+        experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+        count = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), 1)
+        chosen = min(getattr(config, "num_experts_per_tok", None) or count, count)
+        rest = own - experts
+        return cls(
+            0 if head is None else head.weight.numel(),
+            rest + experts * chosen // count,
+            rest + experts * min(count, batch * chosen) // count,
+        )
+
+
 def _step(model: PreTrainedModel, plan: ModelPlan, shape: KVShape, batch: int, tokens: int) -> dict[str, Any]:
     """What crosses each resource once in the last step."""
-    config = model.config.get_text_config(decoder=True)
-    embedding = model.get_input_embeddings().weight
-    head = model.get_output_embeddings()
-    own = sum(p.numel() for p in model.parameters() if p is not embedding)
-    if head is not None and head.weight is embedding:
-        own += embedding.numel()
-    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-    count = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), 1)
-    chosen = min(getattr(config, "num_experts_per_tok", None) or count, count)
-    used = own - experts + experts * chosen // count
-    touched = own - experts + experts * min(count, batch * chosen) // count
+    used = _Used.of(model, batch)
     size = plan.weights["total_bytes"] / plan.model["parameters"]
     attention = 2 * batch * plan.kv["layers_on_ssd"] * shape.n_q * (shape.d + shape.dv) * tokens
     return {
         "read_bytes": plan.weights["read_bytes_per_pass"] + plan.kv["ssd_bytes"], "read_weight_bytes": plan.weights["read_bytes_per_pass"],
-        "read_kv_bytes": plan.kv["ssd_bytes"], "memory_bytes": round(touched * size) + plan.kv["total_bytes"],
-        "operations": 2 * used * batch + attention,
+        "read_kv_bytes": plan.kv["ssd_bytes"], "memory_bytes": round(used.by_batch * size) + plan.kv["total_bytes"],
+        "operations": 2 * used.by_token * batch + attention,
     }  # fmt: skip
+
+
+def _resume(model: PreTrainedModel, plan: ModelPlan, shape: KVShape, batch: int, tokens: int) -> dict[str, Any]:
+    """Of prompts of so many tokens each. Only the last token needs the head; a token attends to those before it and to itself."""
+    used = _Used.of(model, batch)
+    dense = 2 * batch * ((used.by_token - used.head) * tokens + used.head)
+    attention = 2 * batch * plan.kv["layers_on_ssd"] * shape.n_q * (shape.d + shape.dv) * tokens * (tokens + 1) // 2
+    return {"tokens": tokens, "kv_bytes": batch * plan.kv["bytes_per_token"] * tokens, "operations": dense + attention}
 
 
 def _measure(plan: ModelPlan, storage: str | os.PathLike[str], files: list[str], dtype: torch.dtype, batch: int) -> None:
@@ -221,3 +252,8 @@ def _measure(plan: ModelPlan, storage: str | os.PathLike[str], files: list[str],
     memory, gemm = memory_speed(), gemm_speed(dtype, batch)
     plan.speeds |= {"memory_bytes_per_s": memory, "gemm_operations_per_s": gemm}
     plan.seconds |= {"memory": plan.step["memory_bytes"] / memory, "compute": plan.step["operations"] / gemm}
+    if resume := plan.resume:
+        plan.speeds["prefill_operations_per_s"] = rate = gemm_speed(dtype, batch * resume["tokens"])
+        resume["recompute_s"] = resume["operations"] / rate
+        resume["read_s"] = resume["kv_bytes"] / speed.bytes_per_s
+        resume["break_even_bytes_per_s"] = resume["kv_bytes"] / resume["recompute_s"]

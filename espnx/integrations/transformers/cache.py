@@ -7,6 +7,7 @@ layers that hold little stay the framework's own, in memory.
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from ...checks import check_whole
 from ...device.interface import READ_AHEAD_BYTES
 from ...kv.cache import SsdCache
 from ...kv.schedule import Decision
-from ...kv.striping import Storage
+from ...kv.striping import Storage, directories_of
 from ...kv.visibility import Visibility
 from ...sizes import parse_size
 from ...storage.engine import paths_of, reasons_of
@@ -35,6 +36,9 @@ from .layers import StoredLayer, bytes_of, empty, layers_of, restore, sequences_
 from .passes import ForwardPass, PassGuard
 from .projections import LayerInput, Rotations, Source
 from .schedule import schedule
+from .summary import summary
+
+log = logging.getLogger(__name__)
 
 
 class KVCache(Cache):
@@ -115,6 +119,7 @@ class KVCache(Cache):
             raise errors.InvalidInputError(
                 "a kept cache", got="layers that are not full attention", expected="full attention in every layer", fix="name=None"
             )
+        log.debug("%d layers go to %s, %d stay in memory (windows or states)", len(self._stored), storage, len(self._in_memory))
         if not self._stored:
             warnings.warn(
                 "no layer of this model is full attention alone: nothing of this cache goes to SSD, all of it stays in memory", stacklevel=2
@@ -123,6 +128,7 @@ class KVCache(Cache):
         self.tokens: torch.Tensor | None = None
         self.decision: Decision | None = None
         self._x_rows, self._threads = x_rows, threads or 0
+        self._name, self._storage = name, directories_of(storage)
         self._rotations = Rotations()
         self._passes = PassGuard()
         self._masks: tuple[torch.Tensor | None, int, Visibility] | None = None  # of the pass under way
@@ -163,9 +169,9 @@ class KVCache(Cache):
         """In the batch, by stored layers, or where there are none by those in memory; 0 while nothing is cached."""
         return self.store.sequences or next((n for n in map(sequences_of, self._in_memory) if n), 0)
 
-    # --- forward passes ---
+    # --- forward passes, as the hooks of an enabled model tell of them ---
 
-    def begin_pass(self, model: PreTrainedModel, ids: torch.Tensor | None, sequences: int | None) -> None:
+    def _begin_pass(self, model: PreTrainedModel, ids: torch.Tensor | None, sequences: int | None) -> None:
         """A forward pass of a model begins, over these new tokens (None: not known) of this many sequences (None: not known).
 
         Raises:
@@ -176,7 +182,7 @@ class KVCache(Cache):
         with self._passes.lock:
             if self._passes.is_inside(model):
                 return
-            self.abort_pass()
+            self._abort_pass()
             self._check_model(model, sequences)
             held = self.get_seq_length()
             if held == 0:
@@ -199,6 +205,7 @@ class KVCache(Cache):
             numbers = [layer.number for layer in self._stored]
             self.decision = None if ids is None else schedule(model, ids, self.store, numbers, self._threads)
         self.store.x_rows = self.decision.x_rows if self.decision else self._x_rows or 0
+        log.debug("%d sequences keep X instead of K and V: %s", self.store.x_rows, self.decision.why if self.decision else "as asked")
         self._is_unconfirmed = self._x_rows is None and self.store.x_rows > 0
 
     def _check_model(self, model: PreTrainedModel, sequences: int | None) -> None:
@@ -224,7 +231,7 @@ class KVCache(Cache):
             self._kept.check(model)
         self._core = weakref.ref(core)
 
-    def end_pass(self, model: torch.nn.Module, *, failed: bool) -> None:
+    def _end_pass(self, model: torch.nn.Module, *, failed: bool) -> None:
         """The model has returned, or an error ended it; where one is inside another, the outer one's end counts.
 
         Raises StateError: attention did not ask for the K and V of a layer.
@@ -237,13 +244,13 @@ class KVCache(Cache):
                 unanswered.check_answered()
         finally:
             if failed or unanswered is not None:
-                self.abort_pass()
+                self._abort_pass()
         for layer in self._stored:
             layer.end_pass()
         self.store.end()
         self._passes.end()
 
-    def abort_pass(self) -> None:
+    def _abort_pass(self) -> None:
         """Takes a pass that has not come to its end out of all layers. Raises StateError while another thread runs it."""
         with self._passes.lock:
             if (begun := self._passes.abort()) is not None:
@@ -265,19 +272,19 @@ class KVCache(Cache):
             return held
         return min(self.lengths) if self._stored else super().get_seq_length(layer_idx)
 
-    # --- what a stored layer asks (`layers.LayerHost`) ---
+    # --- what a stored layer asks (`layers.LayerHost`): no part of what users see ---
 
-    def reach(self) -> None:
+    def _reach(self) -> None:
         self._passes.reach()
 
-    def visibility(self, mask: torch.Tensor | None, n_sequences: int, positions: int) -> Visibility:
+    def _visibility(self, mask: torch.Tensor | None, n_sequences: int, positions: int) -> Visibility:
         known = self._masks
         if known is None or known[0] is not mask or known[1] != positions:  # the first layer of the pass; all others have the same
             known = self._masks = (mask, positions, Visibility.of(mask, n_sequences, positions))
             self._hidden = known[2].hidden
         return known[2]
 
-    def made_of(self, layer_input: LayerInput | None, k: torch.Tensor, v: torch.Tensor, past: int) -> Source | None:
+    def _made_of(self, layer_input: LayerInput | None, k: torch.Tensor, v: torch.Tensor, past: int) -> Source | None:
         """Where X rows were this cache's own idea, the first layer shows whether the model makes K and V as is known here; if it does not,
         K and V are kept."""
         if not self.store.x_rows:
@@ -297,8 +304,8 @@ class KVCache(Cache):
         self._is_unconfirmed = False
         return source
 
-    def fail(self, error: BaseException) -> None:
-        self.abort_pass()
+    def _fail(self, error: BaseException) -> None:
+        self._abort_pass()
         if self.tokens is not None:
             error.sequences = self.tokens  # type: ignore[attr-defined]
 
@@ -319,7 +326,7 @@ class KVCache(Cache):
 
     def _select(self, sequences: list[int], in_memory: Callable[[Any], None]) -> None:
         """Sequence i becomes what `sequences[i]` was, in every layer or, whatever raises, in none."""
-        self.abort_pass()
+        self._abort_pass()
         if sequences == list(range(self._sequences)):
             return
         self.store.check_select(sequences)
@@ -358,7 +365,7 @@ class KVCache(Cache):
         """
         if tokens_to_remove > 0:
             raise errors.InvalidInputError("crop", got=tokens_to_remove, expected="a negative number: minus the number of tokens that go")
-        self.abort_pass()
+        self._abort_pass()
         held = self.get_seq_length()
         if -tokens_to_remove >= held:
             if tokens_to_remove:
@@ -380,11 +387,21 @@ class KVCache(Cache):
             self.store.crop(held + tokens_to_remove)
 
     def reset(self) -> None:
-        self.abort_pass()
+        self._abort_pass()
         self.store.clear()
         self._rotations = Rotations()
         self.tokens = self._masks = self._hidden = None
         empty(self._in_memory, self._unused)
+
+    def __repr__(self) -> str:
+        if self._is_closed:
+            return "<KVCache: closed>"
+        name = "" if self._name is None else f" {self._name!r}"
+        return f"<KVCache{name}: {self.store.sequences} sequences of {self.get_seq_length():,} tokens in {', '.join(self._storage)}>"
+
+    def summary(self) -> str:
+        """What is stored and where, and where the time and the bytes went since the start: a table of several lines."""
+        return summary(self.stats(), self._storage)
 
     def stats(self) -> dict[str, Any]:
         """Counters: tokens, bytes written and read, seconds of waiting and computing, the paths that the bytes took; how many layers are
@@ -411,7 +428,7 @@ class KVCache(Cache):
             input_ids: int64 [sequences, n].
             attention_mask: [sequences, n], or None.
         """
-        self.abort_pass()
+        self._abort_pass()
         held, input_ids = self.get_seq_length(), input_ids.cpu()
         keep = 0
         if held and self.tokens is not None and len(input_ids) == self._sequences:
@@ -439,7 +456,7 @@ class KVCache(Cache):
         """
         if self._kept is None:
             raise errors.StateError("save of a cache without a name", fix="KVCache(..., name=...)")
-        self.abort_pass()
+        self._abort_pass()
         held = self.get_seq_length()
         tensors = {} if self.tokens is None or not held else {"tokens": self.tokens[:, :held]}
         if self._hidden is not None:

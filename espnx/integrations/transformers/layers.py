@@ -32,23 +32,23 @@ _IN_MEMORY = ("sliding_attention", "linear_attention", "conv", "hybrid", "hybrid
 
 
 class LayerHost(Protocol):
-    """What a stored layer asks of its cache. All of it is for the forward pass under way."""
+    """What a stored layer asks of its cache, beside what users of the cache see. All of it is for the forward pass under way."""
 
     store: SsdCache
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens in the cache, without those of the pass."""
 
-    def reach(self) -> None:
+    def _reach(self) -> None:
         """A layer is given K and V. Raises StateError where no pass has begun."""
 
-    def visibility(self, mask: torch.Tensor | None, n_sequences: int, positions: int) -> Visibility:
+    def _visibility(self, mask: torch.Tensor | None, n_sequences: int, positions: int) -> Visibility:
         """Which positions the new tokens may attend to, by the padding mask [sequences, positions] (None: all)."""
 
-    def made_of(self, layer_input: LayerInput | None, k: torch.Tensor, v: torch.Tensor, past: int) -> Source | None:
+    def _made_of(self, layer_input: LayerInput | None, k: torch.Tensor, v: torch.Tensor, past: int) -> Source | None:
         """What these K and V of new tokens were projected from, after `past` others; None where X rows are not kept."""
 
-    def fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         """The pass cannot go on."""
 
 
@@ -87,7 +87,7 @@ class StoredLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.check_answered()
-        self.host.reach()
+        self.host._reach()
         self.pending, self._answered, awaited.layer = (key_states, value_states), None, self
         return tag(key_states, self), tag(value_states, self)
 
@@ -114,7 +114,7 @@ class StoredLayer(CacheLayerMixin):
             with torch.autocast(query.device.type, enabled=False):
                 o = self._again(host, query, scale) if pending is None else self._first(host, query, *pending, mask, scale, rules)
         except BaseException as error:
-            host.fail(error)
+            host._fail(error)
             raise
         return InferenceOnly.apply(o, query) if torch.is_grad_enabled() and query.requires_grad else o
 
@@ -124,7 +124,7 @@ class StoredLayer(CacheLayerMixin):
     ) -> torch.Tensor:  # fmt: skip
         kept, past = torch.promote_types(k.dtype, v.dtype), host.store.length(self.number)
         k, v = k.to(kept), v.to(kept)  # their dtypes differ under autocast
-        visibility, source = host.visibility(mask, k.shape[0], past + k.shape[2]), host.made_of(self.input, k, v, past)
+        visibility, source = host._visibility(mask, k.shape[0], past + k.shape[2]), host._made_of(self.input, k, v, past)
         x, projection = source or (None, None)
         step = Step(query, k, v, scale, visibility, x, projection, rules)
         if self._is_shared:

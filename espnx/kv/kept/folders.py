@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from ... import errors
 from ...storage import ownership
-from ...storage.files import write_error
+from ...storage.files import make_given_directory, write_error
 from ...storage.lock import DirectoryLock
 from ...storage.manifest import NAME as MANIFEST
 from ...storage.parse import check_plain_file
@@ -100,6 +100,7 @@ def lock(directory: str, stack: contextlib.ExitStack) -> None:
 def _make_and_lock(directory: str, stack: contextlib.ExitStack) -> None:
     if os.path.islink(directory):
         raise errors.FormatError("the folder of a kept cache is a link", path=directory, fix="remove the link, or choose another name")
+    make_given_directory(os.path.dirname(directory))
     for attempt in range(_LOCK_ATTEMPTS):
         try:
             os.makedirs(directory, mode=0o700, exist_ok=True)

@@ -15,7 +15,7 @@ import torch
 from ... import errors
 from ...device.record_layout import RecordSchema
 from ...ops.maxsim import Codebook
-from ..encoder import Encoder
+from ..encoder import Encoder, remembered_encoder
 from ..first_stage.interface import FirstStage
 from ..store.part_file import FileWriter
 from ..store.record import check_document, pack
@@ -28,7 +28,7 @@ from ..versions.segments import NO_LIMIT, Layout, pieces
 from .arrange import checked_order
 from .budget import MemoryBudget
 from .builder import Progress
-from .documents import Document, batches, decode_rows, encode
+from .documents import Document, batches, count_hint, decode_rows, encode
 
 _DOCUMENTS_AT_ONCE = 256
 
@@ -98,7 +98,7 @@ class Batch:
 
 @dataclass
 class Addition:
-    """One call of `add`, under way."""
+    """One call of `add`, under way. `remembers`: where `encoder` is None, the one that the store remembers is loaded when it is wanted."""
 
     version: Version
     draft: Draft
@@ -106,6 +106,7 @@ class Addition:
     replace: bool
     budget: MemoryBudget
     progress: Progress
+    remembers: bool
     tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -119,12 +120,15 @@ class Addition:
     def run(self, documents: Iterable[Any]) -> None:
         """Writes parts of the documents, and merges what has to be merged. Raises InvalidInputError, ..."""
         limit = self.budget.encoded_bytes()
-        batch, seen = self._new_batch(), 0
+        batch, seen, total = self._new_batch(), 0, count_hint(documents)
         for some in batches(documents, _DOCUMENTS_AT_ONCE, limit, self._schema.dim):
             self._check_new(some, batch)
-            batch.append(decode_rows(some, self._targets["full"].schema.format, self._schema.dim, None), self.encoder)
+            decoded = decode_rows(some, self._targets["full"].schema.format, self._schema.dim, None)
+            if self.encoder is None and self.remembers and any(document.vectors is None for document in decoded):
+                self.encoder = remembered_encoder(self.version.manifest.encoder.name)
+            batch.append(decoded, self.encoder)
             seen += len(some)
-            self.progress("add", seen, None)
+            self.progress("add", seen, total)
             if batch.size_bytes > limit // 2:
                 self._write(batch)
                 batch = self._new_batch()

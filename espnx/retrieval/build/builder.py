@@ -12,10 +12,10 @@ import itertools
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any, Unpack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,13 +23,14 @@ from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
 from ... import errors
+from ...checks import check_path
 from ...ops.maxsim import Codebook
 from ...storage import NativeEngine
-from ...storage.files import crc32c, make_directory, read_file, write_file
-from ...storage.lock import DirectoryLock
+from ...storage.files import check_given_directory, crc32c, make_directory, read_file, write_file
+from ...storage.lock import LOCK_NAME, DirectoryLock
 from ...storage.native import free_bytes
 from ...storage.parse import Fields
-from ..encoder import Encoder
+from ..encoder import Encoder, EncoderLike, encoder_of
 from ..first_stage.interface import FirstStage
 from ..first_stage.registry import described, parse_stage
 from ..store.manifest import EncoderEntry, Manifest, score_space
@@ -48,41 +49,21 @@ from ..versions.segments import NO_LIMIT, SegmentWriter, pieces, resident_bytes
 from . import arrange, under_way
 from .budget import MemoryBudget
 from .codebooks import codebook_sum
-from .documents import Document, batches, check_documents, decode_rows, encode
-from .options import BuildKeywords, BuildOptions, build_options, checked_dims
+from .documents import Document, batches, check_documents, count_hint, decode_rows, encode
+from .options import BuildOptions, checked_dims, given_options
+from .reports import BuildReport
 from .resuming import confirm
 from .spool import DISCARD, Spool, SpoolWriter, cut, digests, spool_salt, trim
 from .state import Arranged, BuildSettings, BuildState, SpoolFile, in_words, write_state
 from .trained import Trained
-from .training import TRAINED_OPTIONS, Recipe, check_trained, options_of, train_recipe
+from .training import Recipe, check_trained, options_of, train_recipe
 
 CHECKPOINT_S = 5.0
 BATCH_DOCUMENTS = 256  # encoded together, at most
 
-#: Called with (phase, done, total or None): ``spool``, ``arrange``, ``write``.
+#: Called with (phase, done, total or None): ``confirm`` (documents of an interrupted build, compared with the corpus), ``spool``,
+#: ``arrange``, ``write``.
 Progress = Callable[[str, int, int | None], None]
-
-
-@dataclass(frozen=True)
-class BuildReport:
-    """What a build did. Sizes in bytes, times in seconds.
-
-    `first_stage`: its kind and `describe()`, as the manifest has them. `resumed_documents`: taken from an interrupted build.
-    `restarted_because`: why not all that it had was taken; None where all was.
-    """
-
-    path: str
-    documents: int
-    tokens: int
-    generation: int
-    resumed_documents: int
-    record_bytes: int
-    resident_bytes_per_document: float
-    first_stage: Mapping[str, Any]
-    spool_s: float
-    arrange_s: float
-    write_s: float
-    restarted_because: str | None = None
 
 
 def segment_bytes(total_bytes: int, devices: int) -> int:
@@ -155,6 +136,14 @@ class Builder:
         self.state, changed = under_way.begin(self.engine, self.path, self._settings(), published, restart, store_id)
         if changed:
             self._restarted(changed)
+        try:
+            return self._passes(documents, published)
+        except BaseException as error:
+            if self.state.documents and os.path.lexists(os.path.join(self.building, STATE)):
+                error.add_note(f"{self.state.documents:,} documents are kept in {self.building}: the same build goes on with them")
+            raise
+
+    def _passes(self, documents: Iterable[Any], published: Manifest | None) -> BuildReport:
         begun = time.perf_counter()
         resumed = self._spool(documents, published)
         spooled = time.perf_counter()
@@ -171,15 +160,18 @@ class Builder:
         for directory in (self.path, *self.options.directories):
             self.engine.sync_directory(directory)
         publish(self.engine, self.path, self._manifest(entry, arranged, model), published)
-        written = time.perf_counter()
+        written, count = time.perf_counter(), writers[0].count
+        held_bytes, trained_bytes = resident_bytes(writers, model)
         return BuildReport(
             path=self.path,
-            documents=writers[0].count,
+            documents=count,
             tokens=writers[0].layout.tokens,
+            without_tokens=sum(int((counts == 0).sum()) for counts in writers[0].layout.n_tokens),
             generation=self.state.generation,
             resumed_documents=resumed,
             record_bytes=sum(segment.size_bytes for each in writers for segment in each.segments),
-            resident_bytes_per_document=resident_bytes(writers, model) / max(writers[0].count, 1),
+            resident_bytes_per_document=held_bytes / max(count, 1),
+            trained_bytes=trained_bytes,
             first_stage=arranged.first_stage,
             spool_s=spooled - begun,
             arrange_s=arranged_at - spooled,
@@ -189,15 +181,18 @@ class Builder:
 
     def _spool(self, documents: Iterable[Any], published: Manifest | None) -> int:
         """Returns how many documents are an interrupted build's. An error in the documents leaves nothing to resume."""
-        total = len(documents) if isinstance(documents, Sized) else None
-        stream = batches(documents, BATCH_DOCUMENTS, self.budget.encoded_bytes(), self.recipe.spooled.dim)
+        total = count_hint(documents)
         try:
+            stream = batches(documents, BATCH_DOCUMENTS, self.budget.encoded_bytes(), self.recipe.spooled.dim)
             first, resumed = self._confirm(stream, total, published)
             if first or self.state.phase == "spool":
                 self._append(itertools.chain([first] if first else [], stream), total)
-        except Exception as error:
+        except BaseException as error:
             if isinstance(error, errors.InvalidInputError) or self._encoder_failed:
                 under_way.discard(self.engine, self.path, published)
+            elif not self.state.documents:  # nothing is on disk that could be gone on with
+                with suppress(errors.EspnxError, OSError):
+                    under_way.discard(self.engine, self.path, published)
             raise
         return resumed
 
@@ -207,7 +202,7 @@ class Builder:
         if not kept and phase == "spool":
             return [], 0
         trim(self.engine, self.building, self.state)
-        same, other = confirm(stream, digests(self.engine, self.building, self.state), lambda done: self.progress("spool", done, total))
+        same, other = confirm(stream, digests(self.engine, self.building, self.state), lambda done: self.progress("confirm", done, kept))
         if same < kept:
             got = f"document {same} ({other[0].id!r}) is another one" if other else f"the corpus ends after {same} documents"
             self._restarted(f"{got}; {kept} were spooled")
@@ -228,6 +223,7 @@ class Builder:
         """Spools what the interrupted build had not."""
         spool = SpoolWriter(self.engine, self.building, self.recipe.spooled, self.state, self.recipe.stage, self.options.format)
         try:
+            self.progress("spool", spool.count, total)
             last = time.monotonic()
             for batch in stream:
                 decoded = decode_rows(batch, self.recipe.schema.format, self.recipe.spooled.dim, self.recipe.codebook)
@@ -424,8 +420,19 @@ class Builder:
 def build(
     path: str | os.PathLike[str],
     documents: Iterable[Any],
-    encoder: Encoder | None = None,
+    encoder: EncoderLike | None = None,
     *,
+    format: str | None = None,  # noqa: A002 - what it is called wherever records are stored
+    coarse: str | None = None,
+    pca: int | None = None,
+    pooling: str | None = None,
+    first_stage_kind: str | None = None,
+    first_stage_code: str | None = None,
+    nlist: int | None = None,
+    centroids: int | None = None,
+    cls_weight: float | None = None,
+    memory: int | str | None = None,
+    directories: Sequence[str] | None = None,
     dims: tuple[int, int] | None = None,
     engine: NativeEngine | None = None,
     codebook: Codebook | None = None,
@@ -433,14 +440,16 @@ def build(
     restart: bool = False,
     replace: bool = False,
     progress: Progress = lambda phase, done, total: None,
-    **options: Unpack[BuildKeywords],
 ) -> BuildReport:
     """Builds and publishes a store of the documents' vectors and texts.
 
     Args:
         path: the store's directory; made if need be.
         documents: an iterable, read once: ``(id, text)`` pairs, mappings with ``id`` and ``text``, or `Document`. Only a batch is held.
-        encoder: turns texts into vectors; needed unless every document brings its own.
+        encoder: turns texts into vectors, or a description of one as `espnx.load_encoder` takes it; needed unless every document brings
+            its own vectors.
+        format, coarse, pca, pooling, first_stage_kind, first_stage_code, nlist, centroids, cls_weight, memory, directories: see
+            `BuildOptions`; None: its default, or what `trained` was trained with.
         dims: (d_cls, dim) of vectors that documents bring; an encoder knows its own.
         engine: a native engine to use; default ``auto``.
         codebook: of the token rows that documents bring already in a residual format (`Document.rows`); they are kept bit for bit.
@@ -449,8 +458,6 @@ def build(
         restart: discards an interrupted build instead of going on with it.
         replace: publishes over the store that is there. It stays readable until the new one is complete.
         progress: called often, from this thread.
-        **options: fields of `BuildOptions`: format, first_stage_code, nlist, pca, cls_weight, memory, directories,
-            coarse, pooling, centroids.
 
     Raises:
         InvalidInputError: documents, vectors or options that do not fit; a store is there and `replace` is not set.
@@ -458,48 +465,61 @@ def build(
         DiskFullError, WriteError, ReadError, ...: what was spooled is kept; the same call resumes. A WriteError that says "published":
             the store is there, and only the last flush failed.
     """
-    chosen = build_options({**options}) if trained is None else options_of(trained, {**options})
-    checked = _checked_dims(encoder, dims, trained)
+    given = given_options(
+        format=format, coarse=coarse, pca=pca, pooling=pooling, first_stage_kind=first_stage_kind, first_stage_code=first_stage_code,
+        nlist=nlist, centroids=centroids, cls_weight=cls_weight, memory=memory, directories=directories,
+    )  # fmt: skip
+    chosen = BuildOptions(**given) if trained is None else options_of(trained, given)
     check_documents(documents)
+    makes = encoder_of(encoder)
+    checked = _checked_dims(makes, dims, trained)
     stage = None if trained is None else trained.first_stage
-    recipe = Recipe.of(chosen, checked, encoder.name if encoder else None, codebook=codebook, stage=stage)
+    recipe = Recipe.of(chosen, checked, makes.name if makes else None, codebook=codebook, stage=stage)
     if trained is not None:
         check_trained(trained, recipe)
-    with _locked(path, engine) as (where, owned):
-        return Builder(where, encoder, chosen, owned, recipe, progress, trained=trained).run(documents, restart, replace)
+    with _locked(path, engine, chosen.directories) as (where, owned):
+        return Builder(where, makes, chosen, owned, recipe, progress, trained=trained).run(documents, restart, replace)
 
 
 def train(
     path: str | os.PathLike[str],
     documents: Iterable[Any],
-    encoder: Encoder | None = None,
+    encoder: EncoderLike | None = None,
     *,
+    format: str | None = None,  # noqa: A002 - as of `build`
+    coarse: str | None = None,
+    pca: int | None = None,
+    pooling: str | None = None,
+    first_stage_kind: str | None = None,
+    first_stage_code: str | None = None,
+    nlist: int | None = None,
+    centroids: int | None = None,
+    memory: int | str | None = None,
     dims: tuple[int, int] | None = None,
     engine: NativeEngine | None = None,
     restart: bool = False,
     progress: Progress = lambda phase, done, total: None,
-    **options: Unpack[BuildKeywords],
 ) -> Trained:
     """Trains first stage, projection and codebooks on a sample of documents, once for any number of stores.
 
     Args:
         path: a new or empty directory, where it is kept; `Trained.load` reads it back.
+        format, coarse, pca, pooling, first_stage_kind, first_stage_code, nlist, centroids, memory: see `BuildOptions`; None: its default.
         documents, encoder, dims, engine, restart, progress: as of `build`; documents are spooled below `path` meanwhile.
-        **options: fields of `BuildOptions`: those of `TRAINED_OPTIONS`, and memory.
 
     Raises:
-        what `build` raises; InvalidInputError for a sample without documents. An interrupted call is gone on with, as a build is.
+        InvalidInputError: a sample without documents. The others are those of `build`; an interrupted call is gone on with, as a build is.
     """
-    for name in options:
-        if name not in (*TRAINED_OPTIONS, "memory"):
-            raise errors.InvalidInputError(
-                f"train: option {name!r}", expected=", ".join((*TRAINED_OPTIONS, "memory")), fix="give it to build"
-            )
-    chosen, checked = build_options({**options}), _checked_dims(encoder, dims, None)
+    given = given_options(
+        format=format, coarse=coarse, pca=pca, pooling=pooling, first_stage_kind=first_stage_kind, first_stage_code=first_stage_code,
+        nlist=nlist, centroids=centroids, memory=memory,
+    )  # fmt: skip
+    chosen = BuildOptions(**given)
     check_documents(documents)
-    recipe = Recipe.of(chosen, checked, encoder.name if encoder else None, codebook=None)
+    makes = encoder_of(encoder)
+    recipe = Recipe.of(chosen, _checked_dims(makes, dims, None), makes.name if makes else None, codebook=None)
     with _locked(path, engine) as (where, owned):
-        trained = Builder(where, encoder, chosen, owned, recipe, progress, kind="train").train(documents, restart)
+        trained = Builder(where, makes, chosen, owned, recipe, progress, kind="train").train(documents, restart)
         trained.save(where, engine=owned)
         return trained
 
@@ -515,14 +535,29 @@ def _checked_dims(encoder: Encoder | None, dims: tuple[int, int] | None, trained
 
 
 @contextmanager
-def _locked(path: str | os.PathLike[str], engine: NativeEngine | None) -> Iterator[tuple[str, NativeEngine]]:
-    """A directory that this process alone writes to, made if need be, and an engine."""
-    where = os.fspath(path)
+def _locked(
+    path: str | os.PathLike[str], engine: NativeEngine | None, directories: Sequence[str] = ()
+) -> Iterator[tuple[str, NativeEngine]]:
+    """A directory that this process alone writes to, made if need be, and an engine. A call that fails and has nothing to go on with
+    leaves nothing, neither there nor in the directories of data."""
+    where = check_path("path of a store", path)
+    for directory in (where, *directories):
+        check_given_directory(directory)
+    made = [directory for directory in (where, *directories) if not os.path.lexists(directory)]
     make_directory(where)
     owned = NativeEngine(pool_bytes=64 << 20) if engine is None else engine
     try:
         with DirectoryLock(where):
-            yield where, owned
+            try:
+                yield where, owned
+            except BaseException:
+                with suppress(OSError):
+                    if os.listdir(where) == [LOCK_NAME]:
+                        os.unlink(os.path.join(where, LOCK_NAME))
+                for directory in reversed(made):
+                    with suppress(OSError):  # it holds what the next call goes on with
+                        os.rmdir(directory)
+                raise
     finally:
         if engine is None:
             owned.close()

@@ -7,7 +7,6 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from ... import errors
 from ...storage import NativeEngine
 from ...storage.lock import DirectoryLock
-from ..encoder import Encoder
+from ..encoder import AUTO, Encoder, EncoderLike, check_same_encoder, encoder_of, remembered_encoder
 from ..store.manifest import Manifest, read_store_manifest
 from ..store.places import BUILDING, claim
 from ..store.store import Version
@@ -26,49 +25,11 @@ from .adding import Addition
 from .budget import MemoryBudget
 from .builder import Builder, Progress
 from .compact import write_compacted
-from .documents import check_documents
+from .documents import check_documents, to_document
 from .options import BuildOptions
+from .reports import AddReport, CompactReport
 from .state import read_state
 from .training import Recipe
-
-
-@dataclass(frozen=True)
-class AddReport:
-    """What an addition did.
-
-    Attributes:
-        documents: added. replaced: of them, those that took another's place.
-        generation: the store's version; with no document, the one that it had.
-        record_bytes: of the new parts' files, merged ones included.
-        parts: of the store now. merged: that became one in this call.
-        dead_share, added_share: of the records; see `compacting_pays`.
-        compacting_pays: whether `compact` is advised.
-    """
-
-    path: str
-    documents: int
-    replaced: int
-    tokens: int
-    generation: int
-    record_bytes: int
-    parts: int
-    merged: int
-    dead_share: float
-    added_share: float
-    compacting_pays: bool
-
-
-@dataclass(frozen=True)
-class CompactReport:
-    """What compacting did. Sizes in bytes."""
-
-    path: str
-    documents: int
-    dropped: int
-    parts: int
-    generation: int
-    size_bytes_before: int
-    size_bytes: int
 
 
 def _ignore(phase: str, done: int, total: int | None) -> None:
@@ -114,7 +75,7 @@ def _refuse_interrupted_build(path: str, engine: NativeEngine, live_generation: 
 def add(
     path: str | os.PathLike[str],
     documents: Iterable[Any],
-    encoder: Encoder | None = None,
+    encoder: EncoderLike | None = AUTO,
     *,
     replace: bool = False,
     memory: int | str | None = None,
@@ -126,7 +87,8 @@ def add(
     Args:
         documents: as of `build`; with none, no version is published. Their ids must be new, unless `replace` is set; the id of a deleted
             document may be used again.
-        encoder: the one the store was built with; needed unless every document brings its vectors.
+        encoder: the one the store was built with, or a description of it as `espnx.load_encoder` takes it; ``auto``: the one that the store
+            remembers, loaded when a document brings no vectors (one out of a folder has to be named).
         replace: a document whose id the store holds takes the other's place, in one step: no version has both, or neither.
         memory: what the process may use, as in `build`.
 
@@ -138,14 +100,16 @@ def add(
             in it, and only the last flush failed.
     """
     check_documents(documents)
+    remembers = isinstance(encoder, str) and encoder == AUTO
+    given = None if remembers else encoder_of(encoder)
     with _writing(path, engine) as version:
-        built = version.manifest.encoder
-        if encoder is not None and built.name is not None and encoder.name != built.name:
-            raise errors.InvalidInputError("the store was built with another encoder", got=encoder.name, expected=built.name)
+        name = version.manifest.encoder.name
+        if given is not None:
+            check_same_encoder(given, name)
         if not version.parts:
-            return _add_to_empty(version, documents, encoder, memory, progress)
+            return _add_to_empty(version, documents, given, memory, progress, remembers=remembers)
         draft = Draft(version)
-        addition = Addition(version, draft, encoder, replace, MemoryBudget(memory), progress)
+        addition = Addition(version, draft, given, replace, MemoryBudget(memory), progress, remembers=remembers)
         addition.run(documents)
         if not draft.added:
             return _report(version, version.manifest, 0)
@@ -162,7 +126,7 @@ def _report(version: Version, manifest: Manifest, documents: int, tokens: int = 
 
 
 def _add_to_empty(
-    version: Version, documents: Iterable[Any], encoder: Encoder | None, memory: int | str | None, progress: Progress
+    version: Version, documents: Iterable[Any], encoder: Encoder | None, memory: int | str | None, progress: Progress, *, remembers: bool
 ) -> AddReport:
     """An empty store has no lists: they are trained with what is added, as a build does, with the store's own settings."""
     items = iter(documents)
@@ -170,6 +134,8 @@ def _add_to_empty(
     if first is None:
         return _report(version, version.manifest, 0)
     built = version.manifest.encoder
+    if remembers and to_document(first, 0).vectors is None:
+        encoder = remembered_encoder(built.name)
     options = BuildOptions(**settings_of(version.manifest), memory=memory)
     stage, dims = version.first_stage.fresh(), (built.d_cls, built.dim)
     recipe = Recipe.of(options, dims, encoder.name if encoder else None, codebook=None, stage=stage)

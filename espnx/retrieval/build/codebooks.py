@@ -29,16 +29,21 @@ class TokenSource:
     dim: int
 
 
+def wanted_centroids(tokens: int, centroids: int | None) -> int:
+    """Of a codebook: as many as are asked for, else ColBERTv2's rule, the power of two below 16 sqrt(tokens)."""
+    return centroids or 2 ** int(np.log2(max(2.0, 16 * tokens**0.5)))
+
+
 def train_codebooks(source: TokenSource, formats: Mapping[str, str], centroids: int | None, limit_bytes: int) -> dict[str, np.ndarray]:
     """Codebooks of some tiers (name -> residual format), as tensors.
 
     Args:
-        centroids: None takes ColBERTv2's rule: the power of two below 16 sqrt(tokens). Never more than half the sample.
+        centroids: see `wanted_centroids`. Never more than half the sample.
         limit_bytes: of the sample.
     """
     spool = source.spool
     total = int(spool.n_tokens.sum(dtype=np.int64))
-    wanted = centroids or 2 ** int(np.log2(max(2.0, 16 * total**0.5)))
+    wanted = wanted_centroids(total, centroids)
     rows = min(total, max(1, limit_bytes // (4 * source.dim)), _ROWS_PER_CENTROID * wanted)
     documents = max(1, round(len(spool) * rows / max(1, total)))
     chosen = np.sort(np.random.default_rng(3).choice(len(spool), size=documents, replace=False)).astype(np.int64)

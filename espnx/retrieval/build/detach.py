@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ... import errors
 from ...storage import NativeEngine, ownership
@@ -19,16 +19,7 @@ from ..store.places import check_paths, data_paths, make_home, own_home, shared_
 from ..store.store import EmbeddingStore
 from ..versions import generations
 from .options import BuildOptions
-
-
-@dataclass(frozen=True)
-class DetachReport:
-    """What detaching did. `directories`: where data segments lie now, beside the store's own. Sizes in bytes."""
-
-    path: str
-    directories: list[str]
-    files: int
-    size_bytes: int
+from .reports import DetachReport
 
 
 def detach(
@@ -74,7 +65,7 @@ def _adopt(where: str, manifest: Manifest) -> DetachReport:
         ownership.set_mark(home, manifest.store_id, where)
     for directory in manifest.directories:
         make_home(where, directory, manifest.store_id)
-    return DetachReport(where, list(manifest.directories), 0, 0)
+    return DetachReport(where, list(manifest.directories), 0, 0, adopted=True)
 
 
 def _copy(engine: NativeEngine, where: str, manifest: Manifest, into: list[str]) -> DetachReport:
@@ -107,7 +98,7 @@ def _copy(engine: NativeEngine, where: str, manifest: Manifest, into: list[str])
     generations.clean(where, changed)
     tidy(where, manifest.store_id, [each for each in manifest.directories if own_home(where, each, manifest.store_id)],
          data_paths(changed))  # fmt: skip
-    return DetachReport(where, into, len(made), size_bytes)
+    return DetachReport(where, into, len(made), size_bytes, adopted=False)
 
 
 def _copy_file(engine: NativeEngine, source: str, target: str) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import operator
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,8 +95,17 @@ def digest(document: Document) -> bytes:
     return hasher.digest()
 
 
+def count_hint(items: Iterable[Any]) -> int | None:
+    """How many there are, as far as a collection can tell without being read; None: not known."""
+    return operator.length_hint(items, 0) or None
+
+
 def check_documents(items: object) -> None:
-    """Raises InvalidInputError for what cannot be iterated."""
+    """Raises InvalidInputError for what cannot be iterated, and for what is no collection of documents but names one."""
+    if isinstance(items, (str, bytes, os.PathLike)):
+        raise errors.InvalidInputError(
+            "documents", got=repr(items), expected="an iterable of documents", fix="espnx.read_corpus(path), for one in a file or a folder"
+        )
     if not isinstance(items, Iterable) and not hasattr(items, "__getitem__"):
         raise errors.InvalidInputError("documents", got=type(items).__name__, expected="an iterable of documents")
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypedDict
+from typing import Any
 
 from ... import errors
 from ...checks import check_finite, check_whole, plain
@@ -90,29 +89,6 @@ def checked_dims(dims: Any) -> tuple[int, int]:
     return d_cls, dim
 
 
-class BuildKeywords(TypedDict, total=False):
-    """The fields of `BuildOptions` as keyword arguments, for type checkers."""
-
-    format: str
-    first_stage_kind: str
-    first_stage_code: str
-    nlist: int | None
-    pca: int | None
-    cls_weight: float
-    memory: int | str | None
-    directories: Sequence[str]
-    coarse: str | None
-    pooling: str | None
-    centroids: int | None
-
-
-def build_options(given: dict[str, Any]) -> BuildOptions:
-    """Options by name. Raises InvalidInputError for an unknown one."""
-    known = [field.name for field in fields(BuildOptions)]
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            raise errors.InvalidInputError(
-                f"unknown build option {name!r}", expected=", ".join(known), fix=f"did you mean {near[0]}?" if near else None
-            )
-    return BuildOptions(**given)
+def given_options(**options: Any) -> dict[str, Any]:
+    """Those that a caller gave: the others are None."""
+    return {name: value for name, value in options.items() if value is not None}

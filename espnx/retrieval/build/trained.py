@@ -25,7 +25,7 @@ from ... import errors
 from ...device.record_layout import FORMAT_NUMBERS, RecordSchema
 from ...ops.maxsim import Codebook
 from ...storage import NativeEngine
-from ...storage.files import crc32c, make_directory, read_file, write_file
+from ...storage.files import crc32c, make_given_directory, read_file, write_file
 from ...storage.manifest import NAME as MANIFEST_NAME
 from ...storage.manifest import read_manifest, write_manifest
 from ...storage.parse import Fields, check_plain_file
@@ -99,7 +99,7 @@ class Trained:
         Raises InvalidInputError for one that does; DiskFullError, WriteError.
         """
         where = os.fspath(path)
-        make_directory(where)
+        make_given_directory(where)
         if others := sorted(set(os.listdir(where)) - {"LOCK"}):
             raise errors.InvalidInputError(f"{where} is not empty", got=", ".join(others[:3]), fix="give a new or empty directory")
         with _engine(engine) as owned:

@@ -19,7 +19,7 @@ from ..store.rows import format_until_coded, tokens_of
 from ..versions.segments import pieces
 from .budget import MemoryBudget
 from .codebooks import TokenSource, codebook_tensors, train_codebooks
-from .options import BuildOptions, build_options
+from .options import BuildOptions
 from .spool import Spool
 from .trained import Trained
 
@@ -98,9 +98,13 @@ def options_of(trained: Trained, given: dict[str, Any]) -> BuildOptions:
             raise errors.InvalidInputError(
                 f"option {name!r} beside trained=", got=given[name], fix="leave it out: it was decided on when that was trained"
             )
-    own = {"format": trained.schema.format, "first_stage_kind": trained.first_stage.kind}
-    pca = None if trained.schema.dim == trained.dim else trained.schema.dim
-    return build_options({**given, **own, "pca": pca, "coarse": None if trained.coarse is None else trained.coarse.format})
+    return BuildOptions(
+        **given,
+        format=trained.schema.format,
+        first_stage_kind=trained.first_stage.kind,
+        pca=None if trained.schema.dim == trained.dim else trained.schema.dim,
+        coarse=None if trained.coarse is None else trained.coarse.format,
+    )
 
 
 def check_trained(trained: Trained, recipe: Recipe) -> None:

@@ -45,9 +45,8 @@ def published(engine: NativeEngine, path: str, replace: bool) -> Manifest | None
         return None
     if not replace:
         raise errors.InvalidInputError(
-            f"there is a store in {path}",
-            got=f"{manifest.count} documents",
-            fix="build elsewhere, or replace it (replace=True, --replace)",
+            f"{path} already holds a store of {manifest.count:,} documents",
+            fix="build elsewhere, add to it (espnx.add, espnx index add), or replace it (replace=True, --replace)",
         )
     check_own(path, manifest, replacing=True)
     if others := sorted(_foreign(path)):

@@ -153,6 +153,10 @@ class FirstStage(Protocol):
         """Memory that `add` takes for so many documents."""
         ...
 
+    def build_operations(self, count: int) -> int:
+        """Multiplications and additions of training on so many documents and adding them, at least: what a plan of a build is made of."""
+        ...
+
     def add(self, documents: Documents) -> Entries:
         """Of a part of these documents. Nothing is trained."""
         ...
@@ -189,7 +193,7 @@ class FirstStage(Protocol):
         ...
 
     def resident_bytes(self, records: int) -> int:
-        """Memory that so many of them take when they are loaded, with what was trained."""
+        """Memory that so many of them take when they are loaded, with what was trained, or will be on so many."""
         ...
 
 

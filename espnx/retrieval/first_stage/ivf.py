@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ... import errors
+from ...ops.quantise import KMEANS_ROUNDS
 from ...storage.parse import Fields
 from ..encoder import Encoded
 from .interface import Documents, Entries, LoadedStage, StoredEntries
@@ -149,8 +150,7 @@ class IvfStage:
         return IvfStage(self.pooling, self.dim, self.code, wanted_lists=self.wanted_lists)
 
     def train(self, documents: Documents, memory_bytes: int) -> IvfStage:
-        count = len(documents)
-        lists = min(self.wanted_lists or choose_nlist(count), count)
+        count, lists = len(documents), self.lists_of(len(documents))
         wanted = min(count, max(_ROWS_PER_LIST * lists, 256), max(256, memory_bytes // _SAMPLE_SHARE // (4 * self.dim)))
         chosen = np.sort(np.random.default_rng(0).choice(count, size=wanted, replace=False)).astype(np.int64)
         sample = documents.vector_sample(chosen)
@@ -182,6 +182,11 @@ class IvfStage:
 
     def add_bytes(self, count: int) -> int:
         return count * (self.code_bytes + 8) * 3 // 2  # FAISS grows its lists by doubling
+
+    def build_operations(self, count: int) -> int:
+        lists = self.lists_of(count)
+        compared = count + KMEANS_ROUNDS * min(count, _ROWS_PER_LIST * lists)  # vectors with every centroid
+        return 2 * compared * lists * self.dim
 
     def add(self, documents: Documents) -> Entries:
         index = self._empty_index()
@@ -288,8 +293,15 @@ class IvfStage:
         nprobe, steps = measure(loaded, distinct_sample(count, self.dim, vectors), min(CANDIDATES, count), RECALL)
         return replace(self, nprobe=nprobe, steps=steps)
 
+    def lists_of(self, records: int) -> int:
+        """That training on so many makes."""
+        return min(self.wanted_lists or choose_nlist(records), records)
+
     def resident_bytes(self, records: int) -> int:
-        return sum(array.nbytes for array in self.trained.values()) + records * (self.code_bytes + 8)
+        trained = sum(array.nbytes for array in self.trained.values())
+        if not self.trained:
+            trained = 4 * (self.lists_of(records) * self.dim + parameter_values(self.code, self.dim))
+        return trained + records * (self.code_bytes + 8)
 
 
 def choose_nlist(records: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 from ... import errors
@@ -41,3 +42,9 @@ def parse_stage(fields: Fields, d_cls: int, dim: int) -> FirstStage:
 def described(stage: FirstStage) -> dict[str, Any]:
     """As manifests keep a stage."""
     return {"kind": stage.kind, **stage.describe()}
+
+
+def in_words(description: Mapping[str, Any]) -> str:
+    """What `described` says, on one line: the kind, and what can be said in a word."""
+    words = (f"{name} {value}" for name, value in description.items() if name != "kind" and isinstance(value, (str, int, float)))
+    return ", ".join([str(description["kind"]), *words])

@@ -11,6 +11,7 @@ With a coarse tier (the cascade) the same is done with coarse records of all can
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ from .options import SearchOptions
 from .prefetch import NO_PREFETCH, Steps
 from .result import SearchResult, Timings
 from .scoring import QueryVectors, TierScoring
+
+log = logging.getLogger(__name__)
 
 #: A batch is cut so that its records, candidates and lists take no more memory than this, and two batches are under way at a time.
 _BATCH_BYTES = 48 << 20
@@ -106,9 +109,14 @@ def _plan(version: OpenVersion, queries: list[QueryVectors], options: SearchOpti
     depth = options.depth if any(len(query.tokens) for query in queries) else 0
     plan = BatchPlan(options, candidates, depth, options.steps or NO_PREFETCH, 0.0, allowed, at_least)
     if options.steps is not None or not is_alone:
-        return plan
-    steps, predicted_s = version.prefetch.choose(plan.kind)
-    return replace(plan, steps=steps, predicted_s=predicted_s or 0.0)
+        why = "as asked" if options.steps is not None else "the first stages of a batch, or of other callers, hide the reads"
+    else:
+        steps, predicted_s = version.prefetch.choose(plan.kind)
+        plan = replace(plan, steps=steps, predicted_s=predicted_s or 0.0)
+        why = "the first search of its kind" if predicted_s is None else f"{1e3 * predicted_s:.2f} ms predicted"
+    asked = (len(queries), candidates, min(depth, candidates))
+    log.debug("queries: %d, candidates: %d, scored: %d, prefetch after %s: %s", *asked, plan.steps or "no step", why)
+    return plan
 
 
 def _queries_of_a_batch(version: OpenVersion, queries: int, plan: BatchPlan) -> int:

@@ -17,11 +17,12 @@ from ... import errors
 from ...checks import check_path, check_whole, plain
 from ...device.interface import RecordDevice
 from ...device.registry import open_records
-from ...sizes import parse_size
+from ...sizes import format_size, parse_size
 from ...storage import Engine, NativeEngine, open_engine
 from ...storage.native import host_engine
+from ...tables import render_table
 from ..build.documents import check_count
-from ..encoder import Encoded, Encoder
+from ..encoder import AUTO, Encoded, Encoder, EncoderLike, encoder_of, remembered_encoder
 from ..evaluate import DEFAULT_METRICS, Qrels, check_judged, evaluate
 from ..first_stage.interface import LoadedStage
 from ..store.manifest import read_store_manifest
@@ -55,7 +56,9 @@ class Index:
 
     Args:
         path: the store's directory.
-        encoder: for queries given as text; must be the one the store was built with.
+        encoder: for queries given as text: an encoder, or a description of one as `espnx.load_encoder` takes it; must be the one the store
+            was built with. ``auto``: the one that the store remembers, loaded when the first text comes; one out of a folder has to be
+            named, as a store does not know where that lies. None: queries are vectors.
         engine: path of the record reads (``auto``, ``uring``, ``posix``, ``memory``; ``gds`` or ``gds-compat`` with a CUDA device), or an
             engine, which stays the caller's.
         compute: where records are scored: ``cpu``, ``cuda`` (the thread's current GPU, once for all), or ``cuda:1``.
@@ -69,13 +72,15 @@ class Index:
             None: the plain SSD, read by `engine` and scored on `compute`.
 
     Raises:
-        what `EmbeddingStore` raises; InvalidInputError for another encoder or a bad option; PathUnavailableError.
+        InvalidInputError: another encoder than the store's, or an option that is out of range.
+        PathUnavailableError: the engine that was named cannot be had here.
+        StoreNotFoundError, FormatError, ForeignFileError, TruncatedFileError, ChecksumError: nothing damaged is opened.
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str],
-        encoder: Encoder | None = None,
+        encoder: EncoderLike | None = AUTO,
         *,
         engine: str | Engine = "auto",
         compute: str | torch.device = "cpu",
@@ -105,13 +110,14 @@ class Index:
         self._changing, self._swapping = threading.Lock(), threading.Lock()  # of versions: one change at a time; which one is current
         self._gate = SearchGate(_SEARCHES_PER_CORE * len(os.sched_getaffinity(0)))
         self._retired: WeakSet[OpenVersion] = WeakSet()
-        self.encoder: Encoder | None = None
+        self._remembers = isinstance(encoder, str) and encoder == AUTO
+        self._encoder = None if self._remembers else encoder_of(encoder, str(self.compute))
         with ExitStack() as opened:
             self._native, self._device = self._open_device(engine, device, opened)
             self._newest = self._open_version()
             opened.callback(lambda: self._newest.close())  # the newest by then  # noqa: PLW0108
-            if encoder is not None:
-                self.use_encoder(encoder)
+            if self._encoder is not None:
+                self._newest.check_encoder(self._encoder)
             self._opened = opened.pop_all()
 
     def _open_device(self, engine: str | Engine, device: RecordDevice | None, opened: ExitStack) -> tuple[NativeEngine, RecordDevice]:
@@ -129,10 +135,25 @@ class Index:
     def _open_version(self) -> OpenVersion:
         return OpenVersion(self._path, self._native, self._device, self._options)
 
-    def use_encoder(self, encoder: Encoder) -> None:
+    @property
+    def encoder(self) -> Encoder | None:
+        """Of queries given as text; None: there is none.
+
+        Raises what `espnx.load_encoder` raises, where it is the one that the store remembers and was not wanted before.
+        """
+        if self._encoder is None and self._remembers:
+            with self._changing:  # once for all threads, and not while another version comes
+                if self._encoder is None:
+                    self._encoder = remembered_encoder(self.store.manifest.encoder.name, str(self.compute))
+        return self._encoder
+
+    def use_encoder(self, encoder: EncoderLike) -> None:
         """Encodes queries given as text with it. Raises InvalidInputError unless the store was built with the same (or with none)."""
-        self._newest.check_encoder(encoder)
-        self.encoder = encoder
+        found = encoder_of(encoder, str(self.compute))
+        if found is None:
+            raise errors.InvalidInputError("encoder", got="None", expected="an encoder, or a description of one")
+        self._newest.check_encoder(found)
+        self._encoder = found
 
     def reload(self) -> bool:
         """Goes over to the newest version of the store; returns whether there was one.
@@ -150,8 +171,8 @@ class Index:
                 return False
             version = self._open_version()
             try:
-                if self.encoder is not None:
-                    version.check_encoder(self.encoder)
+                if self._encoder is not None:
+                    version.check_encoder(self._encoder)
             except BaseException:
                 version.close()
                 raise
@@ -208,6 +229,23 @@ class Index:
     def resident_bytes(self) -> dict[str, int]:
         """What is held in RAM, by part: metadata of the store, coarse tier, hot documents. The first stage's index is FAISS's own."""
         return self._newest.resident_bytes
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self):,} documents, generation {self.store.manifest.generation}"
+        return f"<Index {self._path!r}: {state}>"
+
+    def summary(self) -> str:
+        """What the store holds, its sizes on disk and in memory, and how it is searched here: a table of several lines."""
+        self._check_open()
+        with self._current() as version:
+            held = {name: size for name, size in version.resident_bytes.items() if name != "metadata" and size}
+            rows = [
+                ("path", self._path),
+                *version.store.facts(),
+                *((f"in memory: {name}", format_size(size)) for name, size in held.items()),
+                ("scored on", str(self.compute)),
+            ]
+        return render_table(("", ""), rows)
 
     def __len__(self) -> int:
         """Documents that may be found."""
@@ -337,29 +375,54 @@ class Index:
             if not isinstance(query, (str, Encoded)):
                 raise errors.InvalidInputError("a query", got=type(query).__name__, expected="a str or an Encoded")
         texts = [query for query in queries if isinstance(query, str)]
-        if texts and self.encoder is None:
-            raise errors.InvalidInputError(
-                "a query is text, and the index has no encoder", fix="open the index with encoder=..., or pass vectors"
-            )
-        made = list(self.encoder.encode_queries(texts)) if texts and self.encoder else []
-        check_count(self.encoder, len(texts), len(made))
+        if texts:
+            encoder = self.encoder
+            if encoder is None:
+                raise errors.InvalidInputError(
+                    "a query is text, and the index has no encoder",
+                    got="a store whose documents brought their vectors" if self._remembers else "encoder=None",
+                    fix="open the index with encoder=..., or pass vectors",
+                )
+            made = list(encoder.encode_queries(texts))
+            check_count(encoder, len(texts), len(made))
+        else:
+            made = []
         vectors = iter(made)
         return [query if isinstance(query, Encoded) else next(vectors) for query in queries]
 
     def evaluate(
-        self, queries: Mapping[Any, Query], qrels: Qrels, metrics: Sequence[str] = DEFAULT_METRICS, **options: Any
+        self,
+        queries: Mapping[Any, Query],
+        qrels: Qrels,
+        metrics: Sequence[str] = DEFAULT_METRICS,
+        *,
+        candidates: int = 1000,
+        rerank: int | None = None,
+        cascade: int | None = None,
+        nprobe: int | str = "auto",
+        prefetch_step: float | Sequence[float] | str = "auto",
+        cls_weight: float | None = None,
+        include: Iterable[DocumentId] | None = None,
+        exclude: Iterable[DocumentId] | None = None,
+        deadline_s: float = 30.0,
     ) -> dict[str, float]:
-        """Searches for every judged query and computes `metrics` (see `evaluate.evaluate`). `options`: of `search`; k is what they need.
+        """Searches for every judged query and computes `metrics` (see `evaluate.evaluate`), as deep as they need: the k of each is its own.
+
+        Args:
+            queries, qrels: texts or vectors, and judgements, by the same names of queries.
+            metrics: of ``nDCG@k``, ``MRR@k``, ``recall@k``.
+            candidates, rerank, cascade, nprobe, prefetch_step, cls_weight, include, exclude, deadline_s: as of `search`.
 
         Raises what `search` and `evaluate` raise.
         """
-        if "k" in options:
-            raise errors.InvalidInputError("evaluate: k", got=options["k"], expected="no k", fix="name it in the metrics: nDCG@5")
         k = max((int(metric.rpartition("@")[2]) for metric in metrics if metric.rpartition("@")[2].isdigit()), default=10)
         check_judged(queries, qrels)
         judged = [query for query in queries if query in qrels]
         self._check_known({document for query in judged for document in qrels[query]})
-        results = self.search({query: queries[query] for query in judged}, k=k, **options)
+        results = self.search(
+            {query: queries[query] for query in judged}, k, candidates=candidates, rerank=rerank, cascade=cascade, nprobe=nprobe,
+            prefetch_step=prefetch_step, cls_weight=cls_weight, include=include, exclude=exclude, deadline_s=deadline_s,
+        )  # fmt: skip
         rankings = {query: [hit.id for hit in result] for query, result in results.items()}
         return evaluate(rankings, qrels, metrics)
 

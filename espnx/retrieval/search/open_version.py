@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import warnings
@@ -15,7 +16,8 @@ from ... import errors
 from ...checks import check_finite
 from ...device.interface import RecordDevice
 from ...storage import NativeEngine
-from ..encoder import Encoded, Encoder
+from ...storage.engine import because
+from ..encoder import Encoded, Encoder, check_same_encoder
 from ..first_stage.interface import LoadedStage
 from ..store.places import DETACH
 from ..store.store import EmbeddingStore, open_current
@@ -26,6 +28,8 @@ from .prefetch import PrefetchPolicy
 from .ram_tier import RamTier
 from .read_cost import DeviceCost, measure
 from .scoring import QueryVectors
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,19 @@ class OpenVersion:
             self.hot = HotRecords(self.store.full, options.hot_bytes) if options.hot_bytes and self.store.end_number else None
             self.ram_tier = RamTier(self.coarse_tier("coarse='ram'"), self._device) if options.coarse == "ram" else None
             self.prefetch = PrefetchPolicy(self.first_stage.hit_rates)
+            self._tell(options)
             self._opened = opened.pop_all()
+
+    def _tell(self, options: OpenOptions) -> None:
+        """Where the parts are, in the log."""
+        store, cost = self.store, self.cost
+        log.debug("%s: %d documents, records by %s%s", store.path, store.count, store.effective_path, because(store.fallback_reason))
+        log.debug("first stage on %s, %d threads, nprobe %d", options.first_stage_on, options.threads, self.default_nprobe)
+        how = "given, or supposed for a small store" if cost in (options.cost, DeviceCost()) else "measured"
+        rates = (how, 1e6 * cost.request_s, cost.bytes_per_s / 1e9, cost.gap_bytes >> 10)
+        log.debug("reads cost (%s) %.1f us each and a second for %.2f GB, so holes up to %d KiB are read through", *rates)
+        if store.coarse is not None:
+            log.debug("coarse records in %s", "memory" if self.ram_tier is not None else "their file")
 
     @property
     def default_nprobe(self) -> int:
@@ -86,9 +102,7 @@ class OpenVersion:
 
     def check_encoder(self, encoder: Encoder) -> None:
         """Raises InvalidInputError unless the store was built with it (or with none)."""
-        built = self.store.manifest.encoder
-        if built.name is not None and encoder.name != built.name:
-            raise errors.InvalidInputError("the store was built with another encoder", got=encoder.name, expected=built.name)
+        check_same_encoder(encoder, self.store.manifest.encoder.name)
 
     def coarse_tier(self, what: str) -> Tier:
         """Raises InvalidInputError where there is none, naming who wants it."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..store.texts import DocumentId
+
+_INDENT = " " * 15
+_MATCHES_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -76,10 +80,16 @@ class Timings:
     def first_stage_s(self) -> float:
         return self.delta_s + self.prefetch_budget_s
 
+    def __str__(self) -> str:
+        return (
+            f"{self.total_s * 1e3:.1f} ms: encode {self.encode_s * 1e3:.1f}, first stage {self.first_stage_s * 1e3:.1f}, "
+            f"critical I/O {self.critical_io_s * 1e3:.1f}, MaxSim {self.maxsim_s * 1e3:.1f}, merge {self.merge_s * 1e3:.1f}"
+        )
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class SearchResult:
-    """A ranking and its cost. Iterates over its hits; its length is their number.
+    """A ranking and its cost. A sequence of its hits. Prints as `summary`.
 
     Queries searched together share their reads: costs are then those of all of them, divided evenly.
 
@@ -117,3 +127,32 @@ class SearchResult:
 
     def __len__(self) -> int:
         return len(self.hits)
+
+    def __getitem__(self, rank: int) -> Hit:
+        """The hit of that rank, from 0."""
+        return self.hits[rank]
+
+    def __repr__(self) -> str:
+        best = f", best {self.hits[0].id!r} {self.hits[0].score:.3f}" if self.hits else ""
+        return f"<SearchResult: {len(self.hits)} hits{best}, {self.timings.total_s * 1e3:.1f} ms>"
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def summary(self) -> str:
+        """The ranking, two lines a hit, and where the time and the bytes went."""
+        lines = []
+        for rank, hit in enumerate(self.hits, start=1):
+            lines.append(f"{rank:3}. {hit.score:8.3f}  {hit.id}{'' if hit.reranked else '  (not re-ranked)'}")
+            lines.append(_INDENT + textwrap.shorten(hit.text, width=100, placeholder=" ..."))
+            if hit.matches:
+                best = sorted(hit.matches, key=lambda match: -match.score)[:_MATCHES_SHOWN]
+                lines.append(_INDENT + ", ".join(f"q{m.query_token}~d{m.document_token} {m.score:.2f}" for m in best))
+        return "\n".join([*lines, f"  {self.timings} | {self._cost()}"])
+
+    def _cost(self) -> str:
+        return (
+            f"{self.reranked} of {self.candidates} candidates re-ranked, prefetch hit rate {self.hit_rate:.0%} | "
+            f"{self.bytes_asked / 1e6:.2f} MB asked, {self.bytes_moved / 1e6:.2f} MB moved "
+            f"in {self.requests} requests by {self.effective_path}" + (f" ({self.fallback_reason})" if self.fallback_reason else "")
+        )

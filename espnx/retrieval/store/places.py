@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from ... import errors
 from ...storage import ownership
-from ...storage.files import make_directory
+from ...storage.files import make_directory, make_given_directory
 from ...storage.manifest import NAME as MANIFEST_NAME
 from ..first_stage.interface import SECTION_NAME_MAX
 from .manifest import Manifest
@@ -68,10 +68,10 @@ def own_home(root: str, directory: str, store_id: str) -> str | None:
 
 
 def make_home(root: str, directory: str, store_id: str) -> str:
-    """As `own_home`; made if there is none. Raises WriteError, DiskFullError."""
+    """As `own_home`; made if there is none. Raises WriteError, DiskFullError; InvalidInputError where nothing is above it."""
     home = own_home(root, directory, store_id)
     if home is None:
-        make_directory(directory)
+        make_given_directory(directory)
         first = os.path.join(os.path.abspath(directory), f"espnx-{store_id[:12]}")
         names = itertools.chain([first], (f"{first}.{number}" for number in itertools.count(2)))
         home = next(path for path in names if not os.path.lexists(path))

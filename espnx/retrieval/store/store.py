@@ -20,11 +20,13 @@ from ...device.interface import RecordDevice
 from ...device.record_layout import RecordSchema
 from ...device.registry import open_records
 from ...ops.maxsim import Codebook, token_format
+from ...sizes import format_size
 from ...storage import NativeEngine
 from ...storage.engine import FileHandle, paths_of, reasons_of
 from ...storage.files import crc32c, read_file
 from ...storage.manifest import NAME as MANIFEST_NAME
 from ..first_stage.interface import FirstStage, LoadedStage
+from ..first_stage.registry import described, in_words
 from .manifest import MAGIC as MAGIC
 from .manifest import Manifest, read_store_manifest
 from .part import GROUP_RECORDS as GROUP_RECORDS
@@ -251,6 +253,30 @@ class EmbeddingStore(Version):
         books = [tier.codebook for tier in (self.full, self.coarse) if tier is not None and tier.codebook is not None]
         fixed += sum(book.centroids.nbytes for book in books)
         return self.n_tokens.nbytes + sum(tier.resident_bytes for tier in (self.full, self.coarse) if tier is not None) + fixed
+
+    def facts(self) -> list[tuple[str, str]]:
+        """What it holds, and its sizes on disk and in memory, in words: what each is of, and what it is."""
+        manifest, schema, encoder = self.manifest, self.schema, self.manifest.encoder
+        deleted = sum(part.count for part in self.parts) - self.count
+        data_bytes = sum(segment.size_bytes for segment in self.segments)
+        changes = f"{manifest.added_share:.1%} of the records added since the base, {manifest.dead_share:.1%} deleted"
+        pays = "; `espnx index compact` pays" if manifest.compacting_pays else ""
+        each = f"{self.resident_bytes / max(1, self.count):.3f} bytes a document"
+        return [
+            ("documents", f"{manifest.count:,}" + (f" ({deleted:,} deleted ones wait for compact)" if deleted else "")),
+            ("token vectors", f"{manifest.tokens:,} x {schema.dim} {schema.format}"),
+            ("CLS vectors", f"{schema.d_cls} dimensions, weight {manifest.cls_weight}" if schema.d_cls else "none"),
+            ("encoder", encoder.name or "none: documents brought their vectors"),
+            ("projection", f"{encoder.dim} to {schema.dim} dimensions" if self.projection else "none"),
+            ("first stage", in_words(described(manifest.first_stage))),
+            ("on disk", f"{format_size(data_bytes)} in {len(self.segments)} data files, path {self.effective_path}"),
+            ("in memory: metadata", f"{format_size(self.resident_bytes)}, {each}"),
+            ("in memory: first stage", format_size(self.first_stage_bytes)),
+            ("coarse tier", "none" if self.coarse is None else f"{self.coarse.schema.format}, {format_size(self.coarse.size_bytes)}"),
+            ("generation", str(manifest.generation)),
+            ("parts", f"{len(manifest.parts)}; {changes}{pays}"),
+            *(("shares data", f"{home}: `espnx index detach` before it can be changed") for home in self.shared_homes),
+        ]
 
     def _token_counts(self) -> np.ndarray:
         counts: list[np.ndarray] = []

@@ -147,11 +147,13 @@ class SegmentWriter:
         return [asdict(segment) for segment in self.segments]
 
 
-def resident_bytes(writers: Sequence[SegmentWriter], extra: Mapping[str, np.ndarray]) -> int:
-    """What an open store of this part holds (`EmbeddingStore.resident_bytes`). `extra`: codebooks and projection."""
+def resident_bytes(writers: Sequence[SegmentWriter], extra: Mapping[str, np.ndarray]) -> tuple[int, int]:
+    """What an open store of this part holds (`EmbeddingStore.resident_bytes`), and what of it was trained, the same for any number of
+    documents. `extra`: codebooks and projection."""
     counts = sum(array.nbytes for array in writers[0].layout.n_tokens)
     shared = sum(array.nbytes for name, array in extra.items() if name in ("full.centroids", "coarse.centroids", "projection"))
-    return counts + sum(writer.resident_bytes for writer in writers) + (shared if counts else 0)
+    trained = shared if counts else 0
+    return counts + sum(writer.resident_bytes for writer in writers) + trained, trained
 
 
 def pieces(

@@ -17,6 +17,7 @@ for.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 from types import TracebackType
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 
 from ... import errors
-from ..engine import DEFAULT_DEADLINE_S, EngineStats, FileHandle, Plan
+from ..engine import DEFAULT_DEADLINE_S, EngineStats, FileHandle, Plan, because
 from ..native import load_native
 from .arena import Lease, Pool
 from .cufile import BLOCK_BYTES, CallFailedError, CuFile, Properties, load_bindings
@@ -35,6 +36,8 @@ from .transfer import GdsFuture, OpenFile, Transfer, check, lay_out, with_own_nu
 
 _COMPAT_FIX = "name `gds-compat` to accept a copy through host memory, or `uring`"
 _RETRY_FIX = "check the device (dmesg, smartctl), then try again; the engine is still usable"
+
+log = logging.getLogger(__name__)
 
 
 class GdsEngine:
@@ -167,6 +170,7 @@ class GdsEngine:
             number = len(self._files)
             self._files.append(OpenFile(number, name, descriptor, handle, size_bytes, is_direct, alignment, effective))
         shown = effective + ("" if is_direct else " (buffered)")
+        log.debug("%s into GPU memory by %s%s", name, shown, because(self.fallback_reason))
         return FileHandle(self._first_file + number, name, size_bytes, is_direct, alignment, self.requested, shown)
 
     def _open_descriptor(self, name: str, direct: bool | None) -> tuple[int, bool]:

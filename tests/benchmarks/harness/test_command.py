@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from espnx.benchmarks.harness.doubts import doubtful
 from espnx.benchmarks.harness.registry import cases
 from espnx.benchmarks.harness.result import load, rows_of
 from espnx.benchmarks.io import case as io_case
@@ -18,6 +19,8 @@ from espnx.benchmarks.io import engine as io_engine
 from espnx.cli import bench
 from espnx.cli.main import main
 from espnx.storage import FaultRule, FaultyEngine
+from tests.retrieval.common import build
+from tests.retrieval.common import corpus as documents
 
 ROOT = Path(__file__).resolve().parents[3]
 TOY = ["--size", "8MiB", "--quick", "--pairs", "2", "--block", "4KiB", "--queue-depth", "8"]
@@ -28,11 +31,45 @@ def bench_io(path: Path, *words: str) -> int:
 
 
 def test_the_list_of_cases(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench"]) == 0
+    for words in (["bench"], ["bench", "ls"]):
+        assert main(words) == 0
+        out = capsys.readouterr().out
+        for case in cases().values():
+            assert f"{case.name} " in out
+            assert case.summary in out
+
+
+def test_what_is_left_is_said_and_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Data files and stores; what else lies there stays, also inside."""
+    assert bench_io(tmp_path, "--engine", "memory", "--note", "a test", "--json", str(tmp_path / "r.json")) == 0
+    assert load(tmp_path / "r.json")["note"] == "a test"
+    said = capsys.readouterr().err
+    assert f"kept for the next run: {tmp_path / io_case.FILE_NAME}" in said
+    assert f"espnx bench clean --path {tmp_path}" in said
+    corpus = tmp_path / "B-20000-key"
+    for store in (corpus / "store", tmp_path / "additions"):
+        store.parent.mkdir(exist_ok=True)
+        build(store, documents(20))
+    for name in ("CORPUS.json", "queries.safetensors"):
+        (corpus / name).write_text("{}")
+    (tmp_path / "additions" / "mine.txt").write_text("x")
+    (tmp_path / "other").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["bench", "clean", "--path", str(tmp_path), "--dry-run"]) == 0
+    assert sorted(tmp_path.rglob("*")) == before
+    assert capsys.readouterr().out.count("kept") == 4
+    assert main(["bench", "clean", "--path", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    for case in cases().values():
-        assert f"{case.name} " in out
-        assert case.summary in out
+    assert (out.count("removed"), out.count("holds other files, too")) == (3, 1)
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == [
+        "additions",
+        "additions/mine.txt",
+        "other",
+        "r.json",
+    ]
+    assert main(["bench", "clean", "--path", str(tmp_path / "other")]) == 0
+    assert "nothing of a benchmark" in capsys.readouterr().out
+    assert main(["bench", "clean", "--path", str(tmp_path / "nowhere")]) == 2
 
 
 def test_help_imports_no_torch() -> None:
@@ -56,7 +93,7 @@ def test_a_quick_run_with_mmap(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert [row.system for row in rows] == ["espnx-posix", "espnx-memory", "mmap"] * 2
     for row in rows:
         assert (row.case, row.kind, row.n, row.correct) == ("io", "measured", 2, True)
-        assert set(row.ratio) == (set() if row.system == "mmap" else {"mmap"})
+        assert set(row.ratio) | set(doubtful(row)) == (set() if row.system == "mmap" else {"mmap"})
         assert row.params["file_bytes"] == 8 << 20
         assert row.median_s is not None
     assert rows[1].effective_path == "memory"

@@ -20,18 +20,18 @@ from espnx.benchmarks.io.work import Work
 from espnx.benchmarks.kv import attend as kv_attend
 from espnx.benchmarks.kv import fleet as kv_fleet
 from espnx.benchmarks.kv import measure as kv_measure
+from espnx.benchmarks.kv import sweeps as kv_sweeps
 from espnx.benchmarks.kv import table as kv_table
 from espnx.benchmarks.kv import x_rows as kv_xrows
 from espnx.benchmarks.kv.fleet import Fleet, Limit, Spec
 from espnx.benchmarks.kv.measure import Plan, Verdict, judged
 from espnx.benchmarks.kv.models import Task
-from espnx.benchmarks.kv.session import Session
 from espnx.benchmarks.kv.sweeps import sweep
 from espnx.benchmarks.kv.table import table
 from espnx.benchmarks.machine.cgroup import MemoryGroup
 from espnx.cli.main import main
 from espnx.kv import schedule
-from tests.benchmarks.common import row
+from tests.benchmarks.common import HereWorker, row
 
 CONFIG = {
     "model_type": "opt", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 256, "word_embed_proj_dim": 64,
@@ -39,27 +39,9 @@ CONFIG = {
 }  # fmt: skip
 
 
-class HereWorker:
-    """Stands for a process, in this one: the commands and answers are the same."""
-
-    def __init__(self, session: str, name: str, group: None = None):
-        self.name, self.group, self._session = name, group, Session()
-
-    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        command = json.loads(json.dumps({"do": do, **arguments}))
-        answer: dict[str, Any] = json.loads(json.dumps(self._session.handle(command)))
-        return answer
-
-    def __enter__(self) -> HereWorker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._session.close()
-
-
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starting Python and importing transformers once for each system would take most of a minute on a busy machine."""
+    """Without processes."""
     monkeypatch.setattr(kv_fleet, "Worker", HereWorker)
     monkeypatch.setattr(kv_attend, "Worker", HereWorker)
     monkeypatch.setattr(kv_xrows, "Worker", HereWorker)
@@ -204,6 +186,23 @@ def test_sweeps_have_rows_for_each_point(tmp_path: Path) -> None:
     assert [(row.system, row.params["batch"]) for row in rows_of(load(result))] == [
         ("espnx", 1), ("static", 1), ("espnx", 2), ("static", 2),
     ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("here")
+def test_what_would_not_fit_in_memory_takes_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A token of the tiny model takes 512 bytes: 40 of them fit, 80 do not."""
+    result = tmp_path / "r.json"
+    monkeypatch.setattr(kv_sweeps, "_PROCESS_BYTES", 0)
+    monkeypatch.setattr(kv_sweeps, "available_bytes", lambda: 80 * 512)
+    monkeypatch.setattr(kv_sweeps, "_LEAST_CONTEXT", 40)
+    words = ["--show", "context", "--pairs", "1", "--context", "80", "--batch", "1", "--baseline", "static,host", "--json", str(result)]
+    assert bench(tmp_path, *words) == 0
+    assert [(row.system, row.params["context"]) for row in rows_of(load(result))] == [
+        ("espnx", 40), ("static", 40), ("host", 40), ("espnx", 80), ("host", 80),
+    ]  # fmt: skip
+    assert "static left out at 1 x 80 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("here")

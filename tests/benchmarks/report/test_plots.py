@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,7 @@ def row(show: str, system: str, params: dict[str, Any], metrics: dict[str, float
 
 
 def results(rows: list[Row]) -> dict[Path, dict[str, Any]]:
-    from dataclasses import asdict
-
-    return {Path("r.json"): {"rows": [asdict(each) for each in rows]}}
+    return {Path("r.json"): {"machine": {"memory_bytes": 4_000_000_000}, "rows": [asdict(each) for each in rows]}}
 
 
 def test_each_plot_has_its_rows(tmp_path: Path) -> None:
@@ -44,3 +43,63 @@ def test_the_same_rows_give_the_same_file(tmp_path: Path) -> None:
 def test_wrong_or_other_rows_draw_nothing(tmp_path: Path) -> None:
     rows = [row("table", "espnx", {}, {"hit_rate": 1.0}), row("formats", "fp16", {}, {})]
     assert plots.draw_all(tmp_path, results(rows)) == []
+
+
+def sizes(system: str, limit: int | None = 1_000_000_000) -> list[Row]:
+    found = [row("sizes", system, {"memory_bytes": limit}, {"record_bytes": gigabytes * 1e9}) for gigabytes in (0.5, 2, 3)]
+    return [replace(each, median_s=0.01 * number) for number, each in enumerate(found, 1)]
+
+
+def lines(figure: Any) -> dict[str, list[tuple[float, float]]]:
+    """The points of each line that has a label."""
+    [axes] = figure.axes
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    return {line.get_label(): line.get_xydata().tolist() for line in axes.lines if not line.get_label().startswith("_")}
+
+
+def drawn(name: str, rows: list[Row]) -> Any:
+    return plots.PLOTS[name].draw(plots.PLOTS[name].rows(results(rows)))
+
+
+def words(figure: Any) -> list[str]:
+    return [text.get_text().strip() for text in figure.axes[0].texts]
+
+
+def test_what_is_in_memory_ends_where_memory_does() -> None:
+    figure = drawn("search-sizes", [*sizes("memory"), *sizes("espnx"), *sizes("espnx-30%"), *sizes("mmap-1", None)])
+    found = lines(figure)
+    assert list(found) == ["in memory", "espnx"]  # one limit at a time, and systems that the plot knows
+    assert found["in memory"] == [[0.5, pytest.approx(10)]]
+    assert [point[0] for point in found["espnx"]] == [0.5, 2, 3]
+    assert [line.get_linestyle() for line in figure.axes[0].lines] == ["-", ":", "-", "-."]
+    assert figure.axes[0].lines[-1].get_xdata()[0] == 1.0
+    assert words(figure) == ["memory ends"]
+
+
+def test_without_a_limit_memory_is_the_machines() -> None:
+    figure = drawn("search-sizes", sizes("memory", None))
+    assert len(lines(figure)["in memory"]) == 3
+    assert figure.axes[0].lines[-1].get_xdata()[0] == 4.0
+
+
+def context(system: str, tokens: int, tokens_per_s: float, memory: Any = "auto", **metrics: float) -> Row:
+    params = {"context": tokens, "batch": 2, "model": "m", "dtype": "bf16", "memory": memory, "throttle_bytes_per_s": None}
+    found = row("context", system, params, {"tokens_per_s": tokens_per_s, "asked_per_step": 1000.0 * tokens, **metrics})
+    return replace(found, case="kv")
+
+
+def test_decoding_over_the_context() -> None:
+    rows = [context("espnx", 1000, 20, fio_s=0.01), context("espnx", 4000, 10, fio_s=0.1), context("dynamic", 1000, 25)]
+    figure = drawn("kv-context", [*rows, context("espnx", 9000, 1, memory=5_000_000)])
+    assert lines(figure) == {
+        "in memory (DynamicCache)": [[1000, 25]],
+        "espnx": [[1000, 20], [4000, 10]],
+        "the disk's rate (fio)": [[4000, 20]],  # far above what anything reaches it is left out
+    }
+    assert words(figure) == ["memory ends at 4M \u2192"]
+
+
+def test_a_limit_of_memory_ends_it_within_the_plot() -> None:
+    figure = drawn("kv-context", [context("espnx", tokens, 10, memory=2_000_000) for tokens in (1000, 4000)])
+    assert figure.axes[0].lines[-1].get_xdata()[0] == pytest.approx(2000)
+    assert drawn("kv-context", [context("dynamic", 1000, 10)]) is None

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from espnx.benchmarks.harness.registry import cases
 from espnx.benchmarks.harness.result import Row, make_document
-from espnx.benchmarks.report.render import render_all, render_case, result_files, source_root
+from espnx.benchmarks.report.render import disk_kind, render_all, render_text, result_files, source_root
 from espnx.errors import FormatError, InvalidInputError
 from tests.benchmarks.common import MACHINE, row
 
 PARAMS = {"op": "read", "pattern": "random", "block_bytes": 4096, "queue_depth": 128, "throttle_bytes_per_s": None, "checksums": True}
 METRICS = {"bytes_per_s": 4.2e8, "iops": 102_500.0, "cpu_us_per_item": 3.25, "ratio_iqr_fio": 0.07}
-README = "# Title\n\nbefore\n\n<!-- bench:io -->\nstale\n<!-- /bench -->\n\nafter\n"
+PLACE = "<!-- machine -->\n<!-- /machine -->\n"
+README = f"# Title\n\n{PLACE}\nbefore\n\n<!-- bench:io -->\nstale\n<!-- /bench -->\n\nafter\n"
 
 
 def io_row(**changes: Any) -> Row:
@@ -40,7 +41,8 @@ def test_a_marked_block_is_filled_and_the_rest_stays(tmp_path: Path) -> None:
     root = tree(tmp_path, [io_row(), io_row(system="fio", ratio={})])
     assert render(root) == ["README.md"]
     text = (root / "README.md").read_text()
-    assert text.startswith("# Title\n\nbefore\n\n<!-- bench:io -->\n")
+    assert text.startswith("# Title\n\n<!-- machine -->\n\nMeasured on: ")
+    assert "<!-- /machine -->\n\nbefore\n\n<!-- bench:io -->\n\n| what |" in text
     assert text.endswith("<!-- /bench -->\n\nafter\n")
     assert "stale" not in text
     line = next(line for line in text.splitlines() if "espnx-uring" in line)
@@ -103,7 +105,44 @@ def test_a_wrong_row_shows_no_speed(tmp_path: Path) -> None:
 
 
 def test_a_block_without_results_is_empty() -> None:
-    assert render_case(cases()["io"], {}) == ""
+    assert render_text(README, {}) == README.replace("stale\n", "")
+
+
+def with_machine(**facts: Any) -> dict[str, Any]:
+    return make_document("espnx bench io", None, None, {**MACHINE, **facts}, [io_row()])
+
+
+def test_a_machine_stands_once_on_a_page() -> None:
+    text = render_text(f"{PLACE}{README}", {Path("a.json"): with_machine(), Path("b.json"): with_machine(load_average=3)})
+    assert text.count("2 cores") == 2  # once in each of the two places for it
+    assert "on machine" not in text
+
+
+def test_tables_name_their_machine_where_there_are_several() -> None:
+    text = render_text(README, {Path("a.json"): with_machine(), Path("b.json"): with_machine(cores=64), Path("c.json"): with_machine()})
+    assert "- machine A: c, 2 cores" in text
+    assert "- machine B: c, 64 cores" in text
+    assert re.findall(r"Measured on machine (\w);.*file `(\w)", text) == [("A", "a"), ("B", "b"), ("A", "c")]
+
+
+def test_tables_without_a_place_for_their_machine_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="<!-- machine -->"):
+        render_text(README.replace(PLACE, ""), {Path("a.json"): with_machine()})
+
+
+@pytest.mark.parametrize(
+    ("disk", "said"),
+    [
+        ("vda (disk vda, rotational 1)", "a virtual disk (virtio, `vda`)"),
+        ("xvdb1 (disk xvdb)", "a virtual disk (Xen, `xvdb1`)"),
+        ("nvme0n1p2 (disk nvme0n1)", "an NVMe drive (`nvme0n1p2`)"),
+        ("sda (rotational 1)", "a SCSI or SATA disk (`sda`)"),
+        ("dm-0 (disk dm-0)", "dm-0 (disk dm-0)"),
+        ("no block device", "no block device"),
+    ],
+)
+def test_a_disk_is_called_what_it_is(disk: str, said: str) -> None:
+    assert disk_kind(disk) == said
 
 
 def test_unknown_cases_and_damaged_files_are_errors(tmp_path: Path) -> None:

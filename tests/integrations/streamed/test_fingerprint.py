@@ -22,8 +22,6 @@ from espnx.weights.safetensors_files import find_tensors
 from espnx.weights.stream import WeightFiles
 from tests.integrations.streamed.models import CONFIGS, GREEDY, IDS, least
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:

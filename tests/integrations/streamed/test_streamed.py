@@ -23,8 +23,6 @@ from espnx.storage import FaultRule, FaultyEngine
 from espnx.weights.safetensors_files import find_tensors
 from tests.integrations.streamed.models import CONFIGS, GREEDY, IDS, LAYERS, MASK, least
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def in_memory(model: PreTrainedModel) -> int:
     """Bytes of weights that a model's tensors and its stream's buffers hold."""

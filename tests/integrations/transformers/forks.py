@@ -10,16 +10,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy.ctypeslib  # noqa: F401 - as what `load` imports: for all children
 import torch
 
+from espnx.device import extents
 from espnx.integrations.transformers import kept as module
 from espnx.integrations.transformers.cache import KVCache
 from espnx.kv.kept import folders
 from espnx.kv.kept import state as kept
 from espnx.storage import NativeEngine
-from tests.forks import command_line, killed_at, serve
+from tests.forks import command_line, killed_at, load, serve
 from tests.integrations.transformers.child import interrupted
 from tests.integrations.transformers.tiny import enabled, expected, generate, prompt
+from tests.kills import watch
 from tests.retrieval.common import memory_folder
 
 LENGTHS, NEW = [21, 20], 24
@@ -80,6 +83,7 @@ def held(name: str, storage: list[Path]) -> int:
 
 
 def run(job: dict[str, Any]) -> int:
+    watch(job)
     if "argv" in job:
         return command_line(job)
     if "stalled" in job:
@@ -99,6 +103,8 @@ def run(job: dict[str, Any]) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    extents._GROW_BYTES = 1 << 20  # see tests/conftest.py
+    load("espnx.cli", "espnx.device", "espnx.integrations.generate", "espnx.integrations.transformers", "espnx.kv", "espnx.ops")
     for name in ("llama", "opt"):
         enabled(name), wanted(name)
     serve(run)

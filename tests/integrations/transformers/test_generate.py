@@ -16,8 +16,6 @@ from espnx.integrations.transformers.enable import enable_kv_cache
 from tests.integrations.transformers import tiny
 from tests.integrations.transformers.tiny import CONFIGS, enabled, expected, generate, make, prompt
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PADDED = [37, 20, 5]
 MODES: dict[str, tuple[list[int], dict[str, Any], dict[str, Any]]] = {
     # Lengths of the prompts, options of generate, options of the cache.

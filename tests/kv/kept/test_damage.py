@@ -23,8 +23,6 @@ from tests.integrations.transformers.forks import LENGTHS, go_on, inputs, wanted
 from tests.integrations.transformers.tiny import enabled, generate, make
 from tests.retrieval.common import memory_folder
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LONGEST = max(LENGTHS)
 DAMAGE = (errors.ChecksumError, errors.FormatError, errors.TruncatedFileError)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from espnx.integrations.transformers.cache import KVCache
 from tests.forks import Forks
 from tests.integrations.transformers.forks import LENGTHS, NEW, go_on, inputs, lengths_of, wanted
 from tests.integrations.transformers.tiny import enabled, expected, generate, make, plain, prompt
+from tests.retrieval.common import memory_folder
 
 LONGEST = max(LENGTHS)
 
@@ -30,13 +33,14 @@ LONGEST = max(LENGTHS)
         ("gpt2", 1, {"x_rows": 1, "generate": {"prefill_chunk_size": 18}}),
     ],
 )
-@pytest.mark.parametrize("first", [1, 9])
-def test_another_process_continues(folder: Path, processes: Forks, name: str, devices: int, options: dict[str, Any], first: int) -> None:
+def test_another_process_continues(folder: Path, processes: Forks, name: str, devices: int, options: dict[str, Any]) -> None:
+    """Three: one that answers nothing but the prompt, one that goes on, and this one."""
     longest = max(lengths_of(options.get("format")))
     storage, lossy = [folder / str(i) for i in range(devices)], options.get("format")
-    assert processes.wait(processes.start(model=name, storage=storage, until=first, **options)) == 0
+    for until in (1, 9):
+        assert processes.run(model=name, storage=storage, until=until, **options) == 0
     with KVCache(enabled(name).config, storage, name="c", format=lossy) as cache:
-        assert cache.get_seq_length() == longest + first - 1
+        assert cache.get_seq_length() == longest + 9 - 1
         assert cache.store.x_rows == options.get("x_rows", 0)
         assert [path.endswith("/c/rows.bin") for path in cache.store.data_files] == [True] * devices
         go_on(name, cache, lossy=lossy)
@@ -67,20 +71,33 @@ def test_layers_in_memory_are_refused(folder: Path) -> None:
     KVCache(enabled("llama").config, folder, name="c").close()
 
 
+@pytest.fixture(scope="module", params=[("llama", 0), ("llama", 1), ("opt", 2)], ids=["llama-0", "llama-1", "opt-2"])
+def kept(request: pytest.FixtureRequest) -> Iterator[tuple[str, Path]]:
+    """A model, and its cache "c" of 29 tokens: 21 asked, 9 answered but for the last. Left padding. To be copied."""
+    name, x_rows = request.param
+    with memory_folder() as where:
+        with KVCache(enabled(name).config, where, name="c", x_rows=x_rows) as cache:
+            go_on(name, cache, until=9)
+        yield name, where
+
+
 def match(cache: KVCache, said: dict[str, torch.Tensor]) -> int:
     return cache.reuse_prefix(said["input_ids"], said["attention_mask"])
+
+
+def copied(kept: tuple[str, Path], folder: Path) -> None:
+    shutil.copytree(kept[1], folder, dirs_exist_ok=True)
 
 
 def answer(name: str, said: dict[str, torch.Tensor], n: int = 9) -> torch.Tensor:
     return generate(plain(name), said, DynamicCache(config=plain(name).config), max_new_tokens=n)
 
 
-@pytest.mark.parametrize(("name", "x_rows"), [("llama", 0), ("llama", 1), ("opt", 2)])
 @pytest.mark.parametrize("common", [1, 7, 8, 9, 20, 26, 28])
-def test_the_longest_common_prefix_is_reused(folder: Path, name: str, x_rows: int, common: int) -> None:
-    """Of 29 tokens (21 asked, 9 answered but for the last), with another token after `common`, and a longer prompt. Left padding."""
-    with KVCache(enabled(name).config, folder, name="c", x_rows=x_rows) as cache:
-        go_on(name, cache, until=9)
+def test_the_longest_common_prefix_is_reused(folder: Path, kept: tuple[str, Path], common: int) -> None:
+    """With another token after `common`, and a longer prompt."""
+    name, _ = kept
+    copied(kept, folder)
     ids = torch.cat([wanted(name)[:, : LONGEST + 8], prompt([11, 11], 5)["input_ids"]], dim=1)
     ids[1, common] = 3 + (ids[1, common] - 3 + 1) % 90
     said = inputs(ids)
@@ -93,11 +110,11 @@ def test_the_longest_common_prefix_is_reused(folder: Path, name: str, x_rows: in
         assert torch.equal(cache.tokens, got[:, :-1])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("kept", [("llama", 0)], indirect=True, ids=["llama-0"])
 @pytest.mark.parametrize("asked", [2, 8, 16, 21, 28, 29, 30])
-def test_prompts_that_begin_like_the_cache(folder: Path, asked: int) -> None:
+def test_prompts_that_begin_like_the_cache(folder: Path, kept: tuple[str, Path], asked: int) -> None:
     """Shorter, as long, longer by one: at least the last token is read again."""
-    with KVCache(enabled("llama").config, folder, name="c", x_rows=0) as cache:
-        go_on("llama", cache, until=9)
+    copied(kept, folder)
     said = inputs(wanted("llama"))
     said = {key: value[:, :asked] for key, value in said.items()}
     with KVCache(enabled("llama").config, folder, name="c") as cache:

@@ -24,8 +24,6 @@ from tests.integrations.transformers.tiny import enabled, make
 from tests.storage.common import open_descriptors, until
 from tests.storage.machine import command, fill, mounted
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LONGEST, STEP = max(LENGTHS), 4
 
 

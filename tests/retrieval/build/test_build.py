@@ -202,6 +202,7 @@ def test_several_directories(folder: Path, monkeypatch: pytest.MonkeyPatch, smal
     small_segments(8192, 4096)
     monkeypatch.chdir(folder)
     documents = corpus(400)
+    (folder / "new").mkdir()
     build("s", documents, directories=["a", folder / "new" / "b"])
     monkeypatch.chdir("/")
     check_store(folder / "s", documents)

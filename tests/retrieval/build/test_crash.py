@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import espnx
 from tests.forks import Forks
+from tests.kills import killed, moments
 from tests.retrieval.common import EVERYTHING, build, check_store, corpus, leftovers, queries
 
 OLD = corpus(40, seed=1)
@@ -61,38 +64,30 @@ def test_killed_at_random(folder: Path, processes: Forks) -> None:
     assert_equal(folder / "s", folder / "clean")
 
 
-POINTS = [
-    *[("engine", "rename", nth) for nth in range(1, 8)],
-    *[("engine", "sync", nth) for nth in (1, 6, 12)],
-    *[("engine", "sync_directory", nth) for nth in (1, 6)],
-    *[("texts", "commit", nth) for nth in (1, 2)],
-    *[("file", "section", nth) for nth in (1, 4)],
-    ("file", "finish", 2),
-    ("part", "write_texts", 1),
-    ("arrange", "assign", 1),
-    ("writer", "append", 3),
-    ("writer", "finish_segment", 2),
-    ("publish", "write_manifest", 1),
-    *[("remove", "remove_directory", nth) for nth in (1, 2, 3)],
-]
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["beside", "elsewhere"])
+def test_killed_at_every_change(folder: Path, processes: Forks, elsewhere: bool) -> None:
+    """In every sixth state that the files pass through, other ones where the data goes to another directory."""
+    count, seed, new = 200, 3, corpus(200, seed=3)
 
+    def job(name: str) -> dict[str, Any]:
+        extra = {"directories": [folder / name / "data"]} if elsewhere else {}
+        return {"path": folder / name / "s", "count": count, "seed": seed, **extra}
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_killed_at_every_change(folder: Path, processes: Forks, after: bool) -> None:
-    count, seed = 200, 3
-    killed = 0
-    job = {"count": count, "seed": seed}
-    for owner, name, nth in POINTS:
-        path = folder / f"{name}-{nth}"
-        extra = {"directories": [folder / "data"]} if name in ("remove_directory", "finish_segment") else {}
-        build(path, OLD)
-        code = processes.wait(processes.start(path=path, at=(owner, name, nth, after), **job, **extra))
-        assert code in (0, -signal.SIGKILL)
-        killed += code != 0
-        published = check_either(path, count, seed)
-        assert published or code != 0
-        assert not (published and name == "write_manifest" and not after)
-        assert processes.wait(processes.start(path=path, **job, **extra)) == 0
-        check_store(path, corpus(count, seed=seed))
+    def begun(name: str) -> Path:
+        shutil.copytree(folder / "old", folder / name / "s")
+        return folder / name
+
+    build(folder / "old", OLD)
+    reached = moments(processes, folder / "moments", [begun("noted")], **job("noted"))
+    outcomes = []
+    for moment in [*reached[3 * elsewhere :: 6], *reached[-3:]]:
+        path = begun(str(moment)) / "s"
+        assert killed(processes, moment, **job(str(moment)))
+        outcomes.append(check_either(path, count, seed))
+        assert processes.run(**job(str(moment))) == 0
+        check_store(path, new)
         assert len(leftovers(path)) == 1
-    assert killed > 15, f"only {killed} of {len(POINTS)} places were reached"
+        shutil.rmtree(path.parent)
+    assert outcomes == sorted(outcomes), "published, and then not"
+    assert outcomes.count(False) > 10, "too few moments to mean anything"
+    assert outcomes.count(True) >= 3

@@ -139,7 +139,7 @@ def test_published_but_not_tidied_up(folder: Path, monkeypatch: pytest.MonkeyPat
         build(folder / "s", DOCUMENTS[:80], replace=True)
     assert leftovers(folder / "s") == {"building", "gen-000001", "gen-000002"}
     with espnx.open(folder / "s") as reader:
-        with pytest.raises(errors.InvalidInputError, match="there is a store"):
+        with pytest.raises(errors.InvalidInputError, match="already holds a store"):
             build(folder / "s", DOCUMENTS)
         report = build(folder / "s", DOCUMENTS, replace=True)
         assert (report.generation, report.resumed_documents) == (3, 0)
@@ -181,7 +181,7 @@ def test_a_strangers_directory_is_left_alone(folder: Path) -> None:
 
 def test_a_store_is_not_replaced_unasked(folder: Path) -> None:
     build(folder / "s", DOCUMENTS[:50])
-    with pytest.raises(errors.InvalidInputError, match=r"there is a store.*got 50 documents.*replace"):
+    with pytest.raises(errors.InvalidInputError, match=r"already holds a store of 50 documents.*replace"):
         build(folder / "s", DOCUMENTS)
     check_store(folder / "s", DOCUMENTS[:50])
     manifest = folder / "s" / "MANIFEST.json"

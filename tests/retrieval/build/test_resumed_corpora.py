@@ -243,7 +243,7 @@ def test_an_input_error_leaves_nothing_to_resume(folder: Path, monkeypatch: pyte
     for encoder, documents, kind in wrong:
         with pytest.raises(kind):
             build(folder / "s", documents, encoder=encoder, replace=True)
-        assert leftovers(folder / "s") == before
+        assert (leftovers(folder / "s") if published else set(folder.iterdir())) == before
     if published:
         check_store(folder / "s", DOCUMENTS[:30])
     report = build(folder / "s", DOCUMENTS, replace=True)

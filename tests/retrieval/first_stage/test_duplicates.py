@@ -99,13 +99,20 @@ def test_no_query_needs_more_lists_than_said() -> None:
         assert most <= len(useful)
 
 
+@pytest.fixture
+def whole_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many queries as a build outside of tests asks (see tests/retrieval/conftest.py)."""
+    monkeypatch.setattr(probing, "_SAMPLE", 64)
+
+
 def filled(vectors: np.ndarray, nlist: int) -> LoadedIvf:
     documents = InMemoryDocuments(vectors)
     stage = IvfStage(None, vectors.shape[1], "flat", wanted_lists=nlist).train(documents, 1 << 30)
     return stage.load([InMemoryEntries(stage.add(documents))])
 
 
-def test_duplicates_count_once_when_probing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("whole_sample")
+def test_duplicates_count_once_when_probing() -> None:
     """With 2,000 copies in one list, the share of them that is found says nothing of the 200 others."""
     rng = np.random.default_rng(0)
     others = rng.normal(size=(200, 16)).astype("f4")
@@ -122,6 +129,7 @@ def test_duplicates_count_once_when_probing(monkeypatch: pytest.MonkeyPatch) -> 
     assert found >= 0.97 * wanted
 
 
+@pytest.mark.usefixtures("whole_sample")
 def test_a_sample_of_what_is_all_alike() -> None:
     one = np.ones((1, 8), "f4")
     assert probing.distinct_sample(500, 8, lambda chosen: np.repeat(one, len(chosen), axis=0)).tolist() == one.tolist()

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import espnx
-from espnx.cli.search import cost
 from espnx.storage import FileHandle, NativeEngine
 from tests.retrieval.common import build, corpus, queries
 
@@ -42,5 +41,5 @@ def test_one_device_takes_no_direct_reads(spread: Path, monkeypatch: pytest.Monk
             assert re.fullmatch(r"mixed: posix( \(buffered\))? \d, posix( \(buffered\))? \d", result.effective_path), result.effective_path
             assert "posix (buffered)" in result.effective_path
             assert result.fallback_reason.startswith(f"no direct I/O in {spread}/b/")
-        assert result.effective_path in cost(result)
-        assert result.fallback_reason in cost(result)
+        assert result.effective_path in result.summary()
+        assert result.fallback_reason in result.summary()

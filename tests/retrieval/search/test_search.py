@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import espnx
+from espnx import errors
 from espnx.retrieval.reference import InMemoryReference
 from espnx.retrieval.search.index import Index
 from tests.retrieval.common import D_CLS, DIM, EVERYTHING, assert_ranking, build, corpus, exact_scores, queries, same
@@ -228,3 +229,14 @@ def test_bytes_and_times_add_up(index: Index) -> None:
     for part in (times.first_stage_s, times.critical_io_s, times.merge_s):
         assert 0 <= part <= times.total_s
     assert 0 <= times.maxsim_s <= 2 * times.total_s  # two threads
+
+
+def test_what_it_says_of_itself(store: Path) -> None:
+    with Index(store, hot="1MiB") as index:
+        assert repr(index) == f"<Index {str(store)!r}: {len(index):,} documents, generation 1>"
+        rows = dict(line.split("  ", 1) for line in index.summary().splitlines())
+        assert rows["path"].strip() == str(store)
+        assert {"documents", "token vectors", "first stage", "in memory: metadata", "in memory: hot", "scored on"} <= set(rows)
+    assert repr(index) == f"<Index {str(store)!r}: closed>"
+    with pytest.raises(errors.EngineClosedError):
+        index.summary()

@@ -475,7 +475,8 @@ def test_several_directories(folder: Path, monkeypatch: pytest.MonkeyPatch, tier
 
 
 def test_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(espnx, "load_encoder", lambda name, **options: toy_encoder(), raising=False)
+    for call in ("load_encoder", "load_named"):
+        monkeypatch.setattr(f"espnx.encoders.{call}", lambda name, **options: toy_encoder())
     path, lines, more = tmp_path / "s", tmp_path / "corpus.jsonl", tmp_path / "ids"
     espnx.build(path, [(f"d{n}", f"old {n}") for n in range(10)], toy_encoder(), nlist=2, directories=[tmp_path / "x"])
     lines.write_text("\n".join(json.dumps({"_id": f"n{n}", "title": "new", "text": f"one {n}"}) for n in range(5)))

@@ -26,6 +26,7 @@ from espnx.retrieval.build import compact as compacting
 from espnx.retrieval.versions import publish
 from espnx.storage import NativeEngine
 from tests.forks import Forks
+from tests.kills import killed, moments
 from tests.retrieval.build.test_faults import KINDS, Impatient, Kind, check_error
 from tests.retrieval.common import EVERYTHING, assert_ranking, exact_scores, memory_folder, section_places, toy_encoder
 from tests.retrieval.store.test_damage import BLUNT, assert_names
@@ -128,55 +129,22 @@ def words(folder: Path, path: Path, name: str) -> dict[str, Any]:
     return {"argv": ["index", name, str(path), *argv], "stdout": folder / "out", "stderr": folder / "err"}
 
 
-EACH: list[tuple[str, str, int]] = [
-    ("publish", "write_manifest", 1),
-    *[("generations", "clean", nth) for nth in (1, 2)],
-    *[("remove", "remove_directory", nth) for nth in (2, 3)],
-]
-PLACES: dict[str, list[tuple[str, str, int]]] = {
-    "add": [
-        ("engine", "rename", 1),
-        *[("engine", "sync", nth) for nth in (1, 2, 3)],
-        *[("engine", "sync_directory", nth) for nth in (1, 2, 3, 4)],
-        ("layout", "append", 1),
-        *[("file", "section", nth) for nth in (1, 6)],
-        ("file", "finish", 1),
-        ("part", "write_texts", 1),
-    ],
-    "delete": [
-        ("engine", "rename", 1),
-        ("engine", "sync", 1),
-        ("engine", "sync", 2),
-        *[("engine", "sync_directory", nth) for nth in (1, 2, 3, 4)],
-    ],
-    "compact": [
-        ("engine", "rename", 1),
-        *[("engine", "sync", nth) for nth in (1, 3, 5)],
-        *[("engine", "sync_directory", nth) for nth in (1, 2, 4)],
-        ("layout", "append", 1),
-        ("file", "finish", 1),
-        ("file", "finish", 2),
-        ("part", "write_texts", 1),
-    ],
-}
-
-
 @pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_killed_at_every_change(folder: Path, known: Path, processes: Forks, sound: NativeEngine, name: str, after: bool) -> None:
-    killed = 0
-    for turn, (owner, place, nth) in enumerate([*PLACES[name], *EACH]):
-        path = folder / f"{place}-{nth}"
+def test_killed_at_every_change(folder: Path, known: Path, processes: Forks, sound: NativeEngine, name: str) -> None:
+    """In each state that the files pass through, about ten for a deletion and twenty for a compaction."""
+    shutil.copytree(known, folder / "noted")
+    reached = moments(processes, folder / "moments", [folder / "noted"], **words(folder, folder / "noted", name))
+    outcomes = []
+    for turn, moment in enumerate(reached):
+        path = folder / f"{moment}"
         shutil.copytree(known, path)
-        code = processes.wait(processes.start(at=(owner, place, nth, after), **words(folder, path, name)))
-        assert code in (0, -signal.SIGKILL), (folder / "err").read_text()
-        killed += code != 0
-        published = settled(path, name, sound)
-        assert published or code != 0
-        assert place != "write_manifest" or published == after
-        go_on(path, name, published, turn, sound)
+        assert killed(processes, moment, **words(folder, path, name)), (folder / "err").read_text()
+        outcomes.append(settled(path, name, sound))
+        go_on(path, name, outcomes[-1], turn, sound)
         shutil.rmtree(path)
-    assert killed >= len(PLACES[name]) + 2, f"only {killed} places were reached"
+    assert outcomes == sorted(outcomes), "published, and then not"
+    assert outcomes.count(False) >= 8, "too few moments to mean anything"
+    assert outcomes.count(True) >= 1
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -240,9 +208,9 @@ def one_change(path: Path, known: Path, name: str, kind: Kind, nth: int, sound: 
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("fault", KINDS)
 def test_every_call_of_a_change(folder: Path, known: Path, sound: NativeEngine, name: str, fault: str) -> None:
-    """Every fourth in turn for an error (of an addition; every second of the rest), and every eleventh or fifth for the other kinds."""
+    """Every fourth in turn for an error (of an addition; every third of the rest), and every eleventh or seventh for the other kinds."""
     kind, single = KINDS[fault], fault == "EIO once"
-    step = (4 if single else 11) if name == "add" else 2 if single else 5
+    step = (4 if single else 11) if name == "add" else 3 if single else 7
     before, outcomes = open_descriptors(), []
     for nth in range(1, 400, step):
         ended_well, hits = one_change(folder / f"{nth}", known, name, kind, nth, sound)
@@ -259,12 +227,20 @@ def test_every_call_of_a_change(folder: Path, known: Path, sound: NativeEngine, 
 CORPUS = [(f"doc-{n}", " ".join(f"word{n * k % 97}" for k in range(1, 90))) for n in range(160)]  # 240 kB of records
 
 
+@pytest.fixture(scope="module")
+def half() -> Iterator[Path]:
+    """A store of half the corpus, less three documents."""
+    with memory_folder() as folder:
+        espnx.build(folder / "s", CORPUS[:80], ENCODER, nlist=2, first_stage_code="flat")
+        espnx.delete(folder / "s", ["doc-0", "doc-64", "doc-79"])
+        yield folder / "s"
+
+
 @contextlib.contextmanager
-def small_disk(folder: Path) -> Iterator[tuple[Path, dict[str, float]]]:
-    """A store of half the corpus, less three documents, on a file system of 60 MB; and what it ranks."""
-    with mounted("tmpfs", "espnx", folder / "tmpfs", "size=60m") as where:
-        espnx.build(where / "s", CORPUS[:80], ENCODER, nlist=2, first_stage_code="flat")
-        espnx.delete(where / "s", ["doc-0", "doc-64", "doc-79"])
+def small_disk(folder: Path, half: Path) -> Iterator[tuple[Path, dict[str, float]]]:
+    """That store on a file system of 20 MB; and what it ranks."""
+    with mounted("tmpfs", "espnx", folder / "tmpfs", "size=20m") as where:
+        shutil.copytree(half, where / "s")
         yield where, scores_of(where / "s")
 
 
@@ -304,8 +280,8 @@ def disk_is_full(where: Path, name: str, before: dict[str, float]) -> None:
 @pytest.mark.parametrize(
     ("name", "room"), [("add", 0), ("add", 40 << 10), ("add", 200 << 10), ("delete", 0), ("compact", 0), ("compact", 60 << 10)]
 )
-def test_a_full_disk(tmp_path: Path, name: str, room: int) -> None:
-    with small_disk(tmp_path) as (where, before):
+def test_a_full_disk(tmp_path: Path, half: Path, name: str, room: int) -> None:
+    with small_disk(tmp_path, half) as (where, before):
         fill(where, room)
         disk_is_full(where, name, before)
 
@@ -321,8 +297,8 @@ LATER = [
 
 @pytest.mark.root
 @pytest.mark.parametrize(("name", "owner", "place"), LATER, ids=[f"{name}-{place}" for name, _, place in LATER])
-def test_a_disk_that_fills_up_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, owner: Any, place: str) -> None:
-    with small_disk(tmp_path) as (where, before):
+def test_a_disk_that_fills_up_later(tmp_path: Path, half: Path, monkeypatch: pytest.MonkeyPatch, name: str, owner: Any, place: str) -> None:
+    with small_disk(tmp_path, half) as (where, before):
         original = getattr(owner, place)
 
         def take(*args: Any, **options: Any) -> Any:

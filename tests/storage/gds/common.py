@@ -62,7 +62,7 @@ def random_plan(seed: int, file_bytes: int, count: int, largest: int) -> tuple[l
     return offsets, sizes
 
 
-def until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:
+def until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end, "waited too long"

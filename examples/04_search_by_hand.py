@@ -1,6 +1,6 @@
 """One search, every step in view, on the pieces that `Index.search` is made of.
 
-    python examples/search_by_hand.py "how do I turn bytes into text"
+    python examples/04_search_by_hand.py "how do I turn bytes into text"
 
 Builds a small index of Python's own documentation, ranks it by hand, and compares with what the index answers.
 """

@@ -1,6 +1,6 @@
 """Decoding with K and V on SSD, every step in view, on the pieces that `KVCache` is made of.
 
-    python examples/decode_by_hand.py
+    python examples/05_decode_by_hand.py
 
 A tiny random Llama chooses tokens; each step's attention reads the rows of all earlier tokens from a file. The framework, with its cache in
 memory, must choose the same.

@@ -1,0 +1,53 @@
+"""Documents of files of lines: JSON objects, or CSV below a line of names."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ..errors import InvalidInputError
+
+_FIELD_CHARACTERS_MAX = 1 << 30
+
+
+def json_rows(name: str, lines: Iterable[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where it stands, the object) of each line that holds one. Raises InvalidInputError for any other that is not empty."""
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        place = f"line {number} of {name}"
+        try:
+            item = json.loads(line.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
+            raise InvalidInputError(
+                place, got=str(error), expected="JSON lines: an object a line",
+                fix='other formats are told by their names (.csv, .tsv, .parquet, .arrow), or by format= (--corpus-format)'
+                if number == 1 else None,
+            ) from error  # fmt: skip
+        if not isinstance(item, dict):
+            raise InvalidInputError(place, got=type(item).__name__, expected="JSON lines: an object a line")
+        yield place, item
+
+
+def csv_rows(name: str, lines: Iterable[bytes], *, delimiter: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where it ends, its fields by the names in the first line) of each row; fields are text. Raises InvalidInputError."""
+    if csv.field_size_limit() < _FIELD_CHARACTERS_MAX:  # of the whole process; a document may be longer than 128 KiB
+        csv.field_size_limit(_FIELD_CHARACTERS_MAX)
+    reader = csv.reader(codecs.iterdecode(lines, "utf-8-sig"), delimiter=delimiter, strict=True)
+    names: list[str] | None = None
+    try:
+        for row in reader:
+            place = f"line {reader.line_num} of {name}"
+            if names is None:
+                names = [each.strip() for each in row]
+                if len(set(names)) < len(names):
+                    raise InvalidInputError(place, got=", ".join(names[:8]), expected="names of columns, each once")
+            elif row:
+                if len(row) != len(names):
+                    raise InvalidInputError(place, got=f"{len(row)} fields", expected=f"{len(names)}: {', '.join(names[:8])}")
+                yield place, dict(zip(names, row, strict=True))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"line {reader.line_num} of {name}", got=str(error), expected="CSV in UTF-8") from error

@@ -1,0 +1,62 @@
+"""The counters of caches for people: of one cache, and of all batches of `espnx generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...sizes import format_size
+from ...tables import render_table
+
+Stats = Mapping[str, Any]
+
+
+def summary(stats: Stats, storage: Sequence[str]) -> str:
+    """Of `KVCache.stats`: a table of several lines."""
+    held = f"{stats['sequences']} sequences of {stats['tokens']:,} tokens, {stats['layers_on_ssd']} layers"
+    memory = f"{format_size(stats['memory_bytes'])} of rows that wait and of checksums, {format_size(stats['buffer_bytes'])} of buffers"
+    rows: list[tuple[str, object]] = [
+        ("directories", ", ".join(storage)),
+        ("holds", held),
+        ("on SSD", format_size(stats["stored_bytes"])),
+        ("in memory", memory),
+        *([("layers in memory", _in_memory(stats))] if stats["layers_in_memory"] else []),
+        *work([stats]),
+    ]
+    return render_table(("", ""), rows)
+
+
+def _in_memory(stats: Stats) -> str:
+    return f"{stats['layers_in_memory']} with windows or states, {format_size(stats['layers_in_memory_bytes'])}"
+
+
+def work(batches: Sequence[Stats]) -> list[tuple[str, object]]:
+    """What caches did, one after the other: rows of a table."""
+
+    def total(name: str) -> float:
+        return sum(stats[name] or 0 for stats in batches)
+
+    last, rows = batches[-1], list[tuple[str, object]]()
+    for name in ("prefill", "decode"):
+        tokens, seconds = total(f"{name}_tokens"), total(f"{name}_s")
+        rows.append((name, f"{tokens:,.0f} tokens, {tokens / seconds:,.1f} tokens/s" if seconds else f"{tokens:,.0f} tokens"))
+    written, asked, moved = (format_size(total(f"bytes_{name}")) for name in ("written", "asked", "moved"))
+    fallback = f" ({last['fallback_reason']})" if last["fallback_reason"] else ""
+    return [
+        *rows,
+        ("bytes", f"{written} written, {asked} asked, {moved} moved"),
+        ("effective path", f"{last['effective_path'] or '-'}{fallback}"),
+        ("waited for the disk", f"{total('waiting_s'):.1f} s"),
+        ("a decode step", "-" if last["step_s"] is None else f"{last['step_s']:.3f} s measured{_predicted(last)}"),
+        ("sequences kept as X", _x_rows(last)),
+    ]
+
+
+def _predicted(stats: Stats) -> str:
+    decision = stats["decision"]
+    return f", {decision['predicted_s'][decision['x_rows']]:.3f} s predicted" if decision and decision["predicted_s"] else ""
+
+
+def _x_rows(stats: Stats) -> str:
+    decision, count = stats["decision"], stats["x_rows"]
+    return f"{count} ({decision['why']})" if decision else f"{count}, as asked" if count else "0"

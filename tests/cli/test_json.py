@@ -1,0 +1,111 @@
+"""What commands write for programs: errors too, in the form that is published."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from espnx import errors
+from espnx.cli.failures import report
+from espnx.cli.main import main
+from espnx.cli.registry import COMMANDS
+from tests.cli.documents import SCHEMA, check, strict_json
+
+jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed (extra [dev])")
+
+PAGE = SCHEMA.with_name("json.md")
+
+
+def test_the_schema_is_one_and_has_every_command() -> None:
+    schema = json.loads(SCHEMA.read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert {key for key in COMMANDS if key != "bench"} <= set(schema["$defs"])
+    whole = jsonschema.Draft202012Validator(schema)
+    whole.validate({"schema_version": 1, "command": "cache rm", "removed": ["a"]})
+    for wrong in ({"command": "cache rm", "removed": []}, {"schema_version": 1, "command": "cache rm", "removed": [1]}):
+        assert not whole.is_valid(wrong)
+
+
+def test_the_example_of_the_page() -> None:
+    [example] = re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    check(json.loads(example))
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["search", "{0}/nowhere", "x"], {"class": "StoreNotFoundError", "exit_code": 1, "path": "{0}/nowhere"}),
+        (["search", "{0}/nowhere"], {"class": "InvalidInputError", "exit_code": 2, "what": "espnx search", "got": "no query"}),
+        (
+            ["search", "--nprob", "3"],
+            {"class": "UsageError", "exit_code": 2, "message": "the following arguments are required: store, query"},
+        ),
+        (["cache", "ls", "{0}", "--alll"], {"class": "UsageError", "exit_code": 2, "message": "unrecognized arguments: --alll"}),
+        (["index"], {"class": "UsageError", "exit_code": 2}),
+        (["nonsense"], {"class": "UsageError", "exit_code": 2}),
+        (["doctor", "--path", "{0}/nowhere"], {"class": "InvalidInputError", "fix": "--path DIR"}),
+    ],
+)
+def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], expected: dict[str, object]) -> None:
+    words = [word.format(tmp_path) for word in argv]
+    target = tmp_path / "e.json"
+    for option in (["--json", str(target)], [f"--json={target}"]):
+        code = main([*words, *option])
+        said = capsys.readouterr()
+        assert said.out == ""
+        error = strict_json(target.read_text())["error"]
+        target.unlink()
+        assert error["exit_code"] == code
+        wanted = {name: value.format(tmp_path) if isinstance(value, str) else value for name, value in expected.items()}
+        assert {name: error[name] for name in wanted} == wanted
+        assert error["message"] in " ".join(said.err.split())
+    main([*words, "--json=-"])
+    assert strict_json(capsys.readouterr().out)["error"] == error
+
+
+ANY: list[BaseException] = [
+    errors.DiskFullError("write", needed_bytes=2, free_bytes=1, path="x"),
+    errors.InvalidInputError("k", got=0, expected=[1, 2]),
+    errors.PathUnavailableError("no gds"),
+    ImportError("no torch", name="torch"),
+    OSError(5, "Input/output error"),
+    ZeroDivisionError("division by zero"),
+    KeyboardInterrupt(),
+]
+
+
+@pytest.mark.parametrize("error", ANY, ids=lambda error: type(error).__name__)
+def test_every_kind_of_failure_has_the_same_form(error: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
+    error.add_note("noted on its way")
+    code = report(error, command="search", json="-")
+    said = capsys.readouterr()
+    document = strict_json(said.out)
+    assert (
+        document["error"]["exit_code"]
+        == code
+        == {"InvalidInputError": 2, "PathUnavailableError": 3, "KeyboardInterrupt": 130}.get(type(error).__name__, 1)
+    )
+    assert "noted on its way" in document["error"]["message"]
+    assert said.err.count("\n") == 1
+    assert "noted on its way" in said.err
+
+
+def test_a_file_that_cannot_be_written_is_told_beside_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["search", str(tmp_path / "nowhere"), "x", "--json", str(tmp_path / "no" / "x.json")]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert "no published store" in said[0]
+    assert "cannot write JSON" in said[1]
+
+
+@pytest.mark.parametrize("words", [["doctor"], ["env"], ["bench", "ls"], ["bench", "clean"]], ids=" ".join)
+def test_results_that_no_other_test_looks_at(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("espnx.cli.env.torch_facts", dict)  # a process of its own
+    monkeypatch.chdir(tmp_path)
+    assert main([*words, "--json", "-"]) == 0
+    strict_json(capsys.readouterr().out)
