@@ -8,6 +8,7 @@ import faiss
 import numpy.random  # noqa: F401 - as what `load` imports: for all children
 
 import espnx
+from espnx import encoders
 from espnx.retrieval.build import builder as module
 from espnx.retrieval.first_stage import probing
 from espnx.retrieval.store.part_file import FileWriter
@@ -54,7 +55,7 @@ def run(job: dict[str, Any]) -> int:
         owner, name, nth, after = job["at"]
         killed_at(OWNERS[owner], name, nth, after)
     if "argv" in job:
-        espnx.load_encoder = lambda name, **options: toy_encoder(job.get("delay_s", 0.0))
+        espnx.load_encoder = encoders.load_encoder = lambda name, **options: toy_encoder(job.get("delay_s", 0.0))
         return command_line(job)
     build(job["path"], iter(corpus(job["count"], seed=job["seed"])), replace=True, directories=job.get("directories", ()))
     return 0

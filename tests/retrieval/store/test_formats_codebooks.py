@@ -140,7 +140,8 @@ def test_a_manifest_of_an_unknown_format_is_named(folder: Path, tier: str, unkno
 def test_formats_that_are_no_names(folder: Path, unknown: Any) -> None:
     with pytest.raises(errors.InvalidInputError, match="unknown token format"):
         token_format(unknown)
-    refused(folder, corpus(3, dim=DIM), "unknown record format", format=unknown)
+    if unknown is not None:  # the default of a build
+        refused(folder, corpus(3, dim=DIM), "unknown record format", format=unknown)
 
 
 @pytest.mark.parametrize("fmt", RESIDUAL)
