@@ -1,4 +1,4 @@
-"""Numbers that a caller gave, checked."""
+"""Numbers, paths and functions that a caller gave, checked."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ def check_finite(name: str, value: object) -> None:
     """Raises InvalidInputError unless the value is a number that float32 holds."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= FLOAT32_MAX:
         raise errors.InvalidInputError(name, got=repr(value), expected="a finite number that float32 can hold")
+
+
+def check_callable(name: str, value: object) -> None:
+    """Raises InvalidInputError unless the value can be called."""
+    if not callable(value):
+        raise errors.InvalidInputError(name, got=repr(value), expected="a function")
 
 
 def check_path(name: str, value: object) -> str:

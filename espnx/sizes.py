@@ -22,6 +22,8 @@ def parse_size(text: str | int) -> int:
         if text < 0:
             raise InvalidInputError("a size cannot be negative", got=text, expected="bytes, at least 0")
         return text
+    if not isinstance(text, str):
+        raise InvalidInputError("cannot read a size", got=repr(text), expected="bytes, or a text such as 64KiB or 1.5GiB")
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match.group(2).lower() not in _BY_LOWER_CASE:
         raise InvalidInputError("cannot read a size", got=repr(text), expected="a number and a unit, such as 4096, 64KiB or 1.5GiB")

@@ -1,4 +1,4 @@
-"""What benchmarks leave in a directory to be used again: how large it is, and how it goes away."""
+"""What benchmarks leave in a directory to be used again: how large it is, and how it goes away. A file of its own: it alone removes."""
 
 from __future__ import annotations
 

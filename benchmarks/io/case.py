@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from espnx.errors import InvalidInputError
+from espnx.errors import InvalidInputError, WriteError
 from espnx.sizes import parse_size
 
 from ..harness.arguments import choices
@@ -42,7 +42,7 @@ engine and the baselines take turns, shuffled, --pairs times; a ratio is the med
   espnx bench io --path /mnt/nvme --baseline fio,mmap                      the standard points, five to eight minutes
   espnx bench io --path /mnt/nvme --baseline fio --throttle 800MB/s        and a long read at a fixed rate (root, cgroup v1)
   espnx bench io --path /mnt/nvme --block 4KiB,64KiB --queue-depth 1,128   these points, every combination
-  espnx bench io --path /mnt/nvme --tune                                   the best settings for this disk, to paste
+  espnx bench io --path /mnt/nvme --tune nvme.toml                         the best settings for this disk, for --engine nvme.toml
 
 The baseline `fio` is the best, by median, of several ways to run it: 256KiB/QD32, 512KiB/QD16 and 960KiB/QD8 for sequential transfers
 of 256 KiB and more, one by one and in batches for small random ones. Each way has a row of its own."""
@@ -83,7 +83,10 @@ def configure(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--checksums", action="store_true", default=True, help="check the CRC32C of every block (default)")
     parser.add_argument("--cache", choices=("cold", "warm"), default="cold", help="state of the page cache before each run (default: cold)")
-    parser.add_argument("--tune", action="store_true", help="try settings and print the best as configuration, instead of comparing")
+    parser.add_argument(
+        "--tune", nargs="?", const="-", metavar="FILE.toml",
+        help="try settings, instead of comparing, and write the best to a file that stands wherever an engine is named (none: print them)",
+    )  # fmt: skip
 
 
 def read_options(args: Namespace) -> Options:
@@ -226,13 +229,26 @@ def _baselines(work: Work, options: Options, say: Say) -> list[System]:
 
 
 def standalone(args: Namespace, say: Say) -> str | None:
-    """``--tune``: measures settings and returns the best as configuration."""
+    """``--tune``: measures settings, and writes the best, or returns them."""
     if not args.tune:
         return None
+    from espnx.storage.settings import SUFFIX
+
     from .tune import tune
 
+    if args.tune != "-" and not args.tune.endswith(SUFFIX):
+        raise InvalidInputError("--tune", got=repr(args.tune), expected=f"a name that ends with {SUFFIX}: an engine is known by that")
+    if not (folder := Path(args.tune).absolute().parent).is_dir():  # not after a minute of measuring
+        raise InvalidInputError("--tune", got=f"no directory {folder}", expected="a file in a directory that is there")
     options = read_options(args)
-    return tune(_data_file(options, "read", say), options.engines, quick=args.quick, seed=args.seed, say=say)
+    text = tune(_data_file(options, "read", say), options.engines, quick=args.quick, seed=args.seed, say=say)
+    if args.tune == "-":
+        return text
+    try:
+        Path(args.tune).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise WriteError("cannot write settings", path=args.tune, errno=error.errno, fix="name another file after --tune") from error
+    return f"{text}# written to {args.tune}: --engine {args.tune}, or engine={args.tune!r}\n"
 
 
 def leaves(directory: Path) -> list[Path]:

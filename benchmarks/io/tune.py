@@ -1,4 +1,4 @@
-"""``espnx bench io --tune``: short runs over engines, queue depths and request sizes; the best, as configuration to paste."""
+"""``espnx bench io --tune``: short runs over engines, queue depths and request sizes; the best, as settings that the engine reads."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from espnx.errors import EspnxError
 from espnx.sizes import format_size
+from espnx.storage import EngineSettings
 
 from ..harness.registry import Say
 from .content import DataFile
@@ -43,7 +44,7 @@ def smallest_of_the_best(rates: dict[Setting, float]) -> Setting:
 
 
 def tune(data: DataFile, engines: Sequence[str], *, quick: bool, seed: int, say: Say) -> str:
-    """Configuration text: path and queue depth by random 4 KiB reads, request size by sequential ones."""
+    """The text of a file of settings: path and queue depth by random 4 KiB reads, request size by sequential ones."""
     rounds, seconds = (1, 0.02) if quick else (5, 0.25)
     depths = [Setting(engine, depth, 4 * KIB) for engine, depth in itertools.product(engines, DEPTHS)]
     small = measure(data, "random", depths, rounds, seconds, seed, say)
@@ -52,11 +53,12 @@ def tune(data: DataFile, engines: Sequence[str], *, quick: bool, seed: int, say:
     requests = [Setting(chosen.engine, max(4, (32 << 20) // size), size) for size in REQUESTS]
     large = measure(data, "sequential", requests, rounds, 2 * seconds, seed, say)
     request = smallest_of_the_best(large)
-    return (
-        f"# {data.path.parent}: random 4 KiB {small[chosen] / 4096 / 1e3:.1f}k/s, sequential {large[request] / 1e6:.0f} MB/s "
-        f"(medians of {rounds} rounds of {seconds:g} s and more)\n"
-        f"storage:\n  path: {chosen.engine}\n  queue_depth: {chosen.queue_depth}\n  request_bytes: {request.request_bytes}\n"
+    comment = (
+        f"{data.path.parent}: random 4 KiB {small[chosen] / 4096 / 1e3:.1f}k/s, sequential {large[request] / 1e6:.0f} MB/s "
+        f"(medians of {rounds} rounds of {seconds:g} s and more)"
     )
+    settings = EngineSettings(path=chosen.engine, queue_depth=chosen.queue_depth, request_bytes=request.request_bytes)
+    return settings.text(comment)
 
 
 def measure(

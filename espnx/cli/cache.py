@@ -7,6 +7,7 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from ..sizes import format_size
 from ..tables import render_table
 from .output import add_json_option, emit, json_document
 
@@ -35,15 +36,14 @@ def run_ls(args: argparse.Namespace) -> int:
 
     found = entries(_directories(args))
     rows = [_row(entry) for entry in found]
-    headers = ("name", "model", "sequences", "tokens", "MiB", "last used", "open")
+    headers = ("name", "model", "sequences", "tokens", "size", "last used", "open")
     emit(args, render_table(headers, rows, right=headers[2:5]), json_document("cache ls", caches=[asdict(entry) for entry in found]))
     return 0
 
 
 def _row(entry: Entry) -> tuple[object, ...]:
     used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_used_s)) if entry.last_used_s else "-"
-    size = f"{entry.size_bytes / 2**20:,.1f}"
-    return entry.name, entry.model, entry.sequences, entry.tokens, size, used, "yes" if entry.is_open else "no"
+    return entry.name, entry.model, entry.sequences, entry.tokens, format_size(entry.size_bytes), used, "yes" if entry.is_open else "no"
 
 
 def configure_verify(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +60,7 @@ def run_verify(args: argparse.Namespace) -> int:
     for name in args.name:  # all of them: one that is damaged says nothing about the next
         try:
             seen_bytes = verify(_directories(args), name)
-            lines.append(f"{name}: {seen_bytes / 2**20:,.1f} MiB of rows, every checksum right")
+            lines.append(f"{name}: {format_size(seen_bytes)} of rows, every checksum right")
             found.append({"name": name, "is_sound": True, "bytes": seen_bytes})
         except StorageError as error:
             lines.append(f"{name}: {' '.join(str(error).split())}")

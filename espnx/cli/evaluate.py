@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..tables import render_table
 from .output import add_json_option, emit, json_document
+from .progress import ProgressLine
 from .queries import read_queries
 from .search import add_index_options, add_search_options, open_index, search_options
 
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
     queries, qrels = read_queries(args.queries), read_qrels(args.qrels)
     metrics = [metric.strip() for metric in args.metrics.split(",")]
-    with open_index(args) as index:
+    with ProgressLine(is_terse=True) as progress, progress.loading(f"{args.store} and its encoder"), open_index(args) as index:
         values = index.evaluate(queries, _ids_of(index, qrels), metrics, **search_options(args))
         path = index.store.effective_path
     judged = [query for query, relevant in qrels.items() if any(gain > 0 for gain in relevant.values())]

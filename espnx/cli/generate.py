@@ -72,7 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--memory", metavar="SIZE", help="stream weights that do not fit into so much (default: load them all)")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="default: that of the checkpoint")
-    parser.add_argument("--engine", default="auto", help="auto, uring, posix (default: %(default)s)")
+    parser.add_argument("--engine", default="auto", help="auto, uring, posix, or settings such as nvme.toml (default: %(default)s)")
     add_json_option(parser)
 
 
@@ -88,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
         try:
             report = _generate(args, out, progress)
         except BaseException as error:
-            if out is not None and os.path.exists(out):
+            is_under_way = not isinstance(error, InvalidInputError) and out is not None and os.path.exists(out)
+            if is_under_way and os.path.getsize(str(out)):
                 error.add_note(f"the same command goes on after the results in {out}")
             raise
     document = json_document(
@@ -102,7 +103,6 @@ def run(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace, out: str | None, progress: ProgressLine) -> Report:
     with progress.loading("PyTorch and transformers"):
         import torch
-        from transformers.utils import logging
 
         from ..integrations.generate.generate import generate_file
         from ..integrations.generate.model_folder import load_model, model_fingerprint
@@ -127,7 +127,6 @@ def _generate(args: argparse.Namespace, out: str | None, progress: ProgressLine)
     if out is not None:
         read_done(out, settings, prompts)  # what it refuses it refuses before a model is loaded
     cache_options = {"x_rows": args.x_rows, "format": args.format, "capacity_tokens": args.capacity, "engine": args.engine}
-    logging.disable_progress_bar()  # ours says what is being loaded
     with progress.loading(f"model {args.model}"):
         model, tokenizer = load_model(args.model, args.memory, getattr(torch, args.dtype) if args.dtype else None)
     return generate_file(

@@ -13,9 +13,14 @@ _PLAIN_EVERY_S = 10.0
 
 
 class ProgressLine:
-    """Shows one phase at a time; a context manager."""
+    """Shows one phase at a time; a context manager.
 
-    def __init__(self) -> None:
+    Args:
+        is_terse: nothing is said where there is no terminal: for commands that are over in a moment.
+    """
+
+    def __init__(self, *, is_terse: bool = False) -> None:
+        self._is_terse = is_terse
         self._bar: Any = None
         self._task: Any = None
         self._phase = self._line = self._printed = ""
@@ -39,10 +44,11 @@ class ProgressLine:
     def loading(self, what: str) -> Iterator[None]:
         """Says what takes the time before there is anything to count."""
         if self._bar is None:
-            print(f"loading {what} ...", file=sys.stderr, flush=True)
+            if not self._is_terse:
+                print(f"loading {what} ...", file=sys.stderr, flush=True)
             yield
             return
-        task = self._bar.add_task(f"loading {what}", total=None, rate="")
+        task = self._bar.add_task(f"loading {what}", total=None, shown="")
         try:
             yield
         finally:
@@ -57,10 +63,11 @@ class ProgressLine:
             self._end_phase()
             self._phase, self._begun, self._last, self._first_done = phase, now, now - _PLAIN_EVERY_S, done
             if self._bar is not None:
-                self._task = self._bar.add_task(phase, total=total, rate="")
+                self._task = self._bar.add_task(phase, total=total, shown="")
         rate = (done - self._first_done) / max(now - self._begun, 1e-9)
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=total, rate=_rate(rate))
+            shown = _rate(rate) if total is not None else f"{done:,}  {_rate(rate)}"
+            self._bar.update(self._task, completed=done, total=total, shown=shown)
             return
         left = f", {(total - done) / rate:,.0f} s left" if total and rate > 0 and done < total else ""
         self._line = f"{phase}: {done:,}{f' of {total:,}' if total else ''}{', ' if rate > 0 else ''}{_rate(rate)}{left}"
@@ -114,15 +121,14 @@ def _make_bar() -> Any:
             self._column, self._otherwise = column, otherwise
 
         def render(self, task: Task) -> Any:
-            if task.total is not None:
-                return self._column.render(task)
-            return Text("") if self._otherwise is None else self._otherwise.render(task)
+            column = self._column if task.total is not None else self._otherwise
+            return Text("") if column is None else column.render(task)
 
     return Progress(
         TextColumn("{task.description}"),
         Counted(BarColumn(), SpinnerColumn("line")),
-        Counted(MofNCompleteColumn(), TextColumn("{task.completed:,.0f}")),
-        TextColumn("{task.fields[rate]}"),
+        Counted(MofNCompleteColumn()),
+        TextColumn("{task.fields[shown]}"),
         TimeElapsedColumn(),
         Counted(TimeRemainingColumn()),
         console=Console(stderr=True),

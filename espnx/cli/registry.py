@@ -136,7 +136,7 @@ COMMANDS = {
         {
             "bench ls": "the cases",
             "bench io --path /mnt/nvme --baseline fio,mmap --json io.json": "a disk, beside fio and mmap",
-            "bench io --path /mnt/nvme --tune": "the best settings for it, to paste",
+            "bench io --path /mnt/nvme --tune nvme.toml": "the best settings for it, which --engine nvme.toml then takes",
             "bench clean --path /mnt/nvme": "remove the data files that benchmarks leave to use again",
         },
     ),

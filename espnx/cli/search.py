@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from .output import add_json_option, emit, json_document
+from .progress import ProgressLine
 from .queries import read_queries
 
 if TYPE_CHECKING:
@@ -56,7 +58,11 @@ def add_index_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hot", default="0", metavar="SIZE", help="RAM for documents that several queries want (default: none)")
     parser.add_argument("--coarse", default="ssd", choices=("ssd", "ram"), help="where coarse records are read from (default: %(default)s)")
     parser.add_argument("--encoder", help="default: the one the store was built with")
-    parser.add_argument("--engine", default="auto", help="path of the reads: auto, uring, posix, memory (default: %(default)s)")
+    parser.add_argument(
+        "--engine",
+        default="auto",
+        help="path of the reads: auto, uring, posix, memory or a file of settings such as nvme.toml (default: %(default)s)",
+    )
     parser.add_argument("--compute", default="cpu", help="cpu or cuda (default: %(default)s)")
 
 
@@ -87,6 +93,16 @@ def _ids(words: list[str] | None) -> list[int | str] | None:
     return [*words, *(number for number in numbers if -(2**63) <= number < 2**63)]
 
 
+def _warn_of_unknown(index: Index, args: argparse.Namespace) -> None:
+    """An id that the store does not hold has no effect, and nothing else would show that it was mistyped."""
+    for option, words in (("--include", args.include), ("--exclude", args.exclude)):
+        missing = [word for word in words or [] if not any(each in index for each in _ids([word]) or [])]
+        if missing:
+            count = "none" if len(missing) == len(words) else f"{len(words) - len(missing):,}"
+            shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+            print(f"espnx: warning: {option}: {count} of the {len(words):,} ids in the store; not {shown}", file=sys.stderr)
+
+
 def run(args: argparse.Namespace) -> int:
     from ..errors import InvalidInputError
 
@@ -96,7 +112,8 @@ def run(args: argparse.Namespace) -> int:
     if not queries:
         raise InvalidInputError("espnx search", got="no query", expected="queries after the store, or --queries FILE")
     options = search_options(args) | {"prefetch_step": _steps(args.prefetch_step), "explain": args.explain}
-    with open_index(args) as index:
+    with ProgressLine(is_terse=True) as progress, progress.loading(f"{args.store} and its encoder"), open_index(args) as index:
+        _warn_of_unknown(index, args)
         texts = [text for _, text in queries]
         results = index.search(texts, k=args.k, include=_ids(args.include), exclude=_ids(args.exclude), **options)
     found = list(zip(queries, results, strict=True))

@@ -45,6 +45,8 @@ def default_name(engine: object, compute: torch.device | None) -> str:
 def _factory(name: str) -> Any:
     """Raises InvalidInputError, MissingDependencyError."""
     known = _known()
+    if not isinstance(name, str):
+        raise errors.InvalidInputError("device", got=repr(name), expected=", ".join(sorted(known)))
     entry = EntryPoint(name, name, GROUP) if ":" in name else known.get(name)
     if entry is None:
         raise errors.InvalidInputError(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..checks import check_path
 from ..errors import InvalidInputError
 from ..retrieval.build.builder import Progress, build
 from ..retrieval.build.documents import Document
@@ -56,7 +57,7 @@ def open_index(folder: Path) -> IndexFolder:
 
 def inspect_index(folder: str | os.PathLike[str]) -> IndexSummary:
     """What an index folder holds, from its metadata. Raises what `import_index` raises."""
-    index = open_index(Path(folder))
+    index = open_index(Path(check_path("index folder", folder)))
     return IndexSummary(index.documents, index.tokens, index.dim, index.format, index.codebook.n_centroids)
 
 
@@ -74,7 +75,7 @@ def import_index(
     nlist: int | None = None,
     centroids: int | None = None,
     memory: int | str | None = None,
-    directories: Sequence[str] | None = None,
+    directories: Sequence[str | os.PathLike[str]] | None = None,
     engine: NativeEngine | None = None,
     restart: bool = False,
     replace: bool = False,
@@ -101,7 +102,7 @@ def import_index(
         FormatError: the index is damaged, incomplete or contradicts itself. What was built is kept as an unfinished build.
         DiskFullError, WriteError, StoreBusyError: as `espnx.build`.
     """
-    index, makes = open_index(Path(folder)), encoder_of(encoder)
+    index, makes = open_index(Path(check_path("index folder", folder))), encoder_of(encoder)
     if makes is not None and (makes.d_cls, makes.dim) != (0, index.dim):
         got = f"vectors of {makes.dim} dimensions" + (f" and a CLS of {makes.d_cls}" if makes.d_cls else "")
         raise InvalidInputError(f"import {folder} with encoder {makes.name}", got=got, expected=f"the index's {index.dim} and no CLS")

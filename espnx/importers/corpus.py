@@ -125,7 +125,12 @@ class Corpus:
         return lines if self.format == "jsonl" else max(0, lines - 1)
 
 
-def read_corpus(path: str | os.PathLike[str], *, format: str | None = None, columns: Mapping[str, str] | None = None) -> Corpus:  # noqa: A002
+def read_corpus(
+    path: str | os.PathLike[str],
+    *,
+    format: str | None = None,  # noqa: A002
+    columns: Mapping[str, str] | None = None,
+) -> Corpus:
     """See `Corpus`."""
     return Corpus(path, format=format, columns=columns)
 

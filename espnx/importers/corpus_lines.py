@@ -1,4 +1,4 @@
-"""Documents of files of lines: JSON objects, or CSV below a line of names."""
+"""Documents of files of lines: JSON objects, or CSV below a line of names. A file of its own: formats are read, and know of no others."""
 
 from __future__ import annotations
 

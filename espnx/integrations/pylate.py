@@ -27,6 +27,7 @@ from ..retrieval.build.documents import Document
 from ..retrieval.encoder import Encoded
 from ..retrieval.search.index import Index
 from ..retrieval.store.texts import DocumentId, document_id, document_ids
+from ..storage.files import make_given_directory
 from ..storage.manifest import NAME as MANIFEST
 
 CANDIDATES = 1000
@@ -132,6 +133,7 @@ class EspnxIndex:
             return self
         dim = _matrix(documents_embeddings[0], "embeddings of document 0").shape[1]
         # What an attempt that failed has spooled is of documents that may have changed since.
+        make_given_directory(self.path.parent)
         build(self.path, documents, dims=(0, dim), restart=True, replace=self._override, **self._build_options)
         self._override = False
         return self

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .. import errors
-from ..checks import check_whole
+from ..checks import check_callable, check_whole
 from ..device.interface import READ_AHEAD_BYTES, RowDevice
 from ..device.registry import check_rows, default_name, open_rows
 from ..device.row_layout import DTYPES, RowLayout, format_of
@@ -117,7 +117,8 @@ class SsdCache:
         spill_interval: new tokens wait in memory until there are so many; None: as many as fill whole pages.
         read_ahead_bytes: of rows read before they are asked for, on each device; a size (``48MiB``).
         capacity_tokens: of each sequence: space for as many is reserved when the first rows come, so that a full disk shows then.
-        engine: ``auto``, ``uring``, ``posix``, ``gds``, ``gds-compat``, or how to make an engine (tests inject faults so).
+        engine: ``auto``, ``uring``, ``posix``, ``gds``, ``gds-compat``, a file of settings (``nvme.toml``, see docs/engine.md), or how to
+            make an engine (tests inject faults so).
         device: what keeps the rows and attends over them, by name (`espnx.device.registry`); None: ``ssd``, or ``gpu`` where rows are
             computed on in a GPU's memory.
         compute: where rows are computed on: ``cpu``, ``cuda``; None: where the model's K and V turn out to be. The devices are opened when
@@ -141,7 +142,7 @@ class SsdCache:
         spill_interval: int | None = None,
         read_ahead_bytes: int | str = READ_AHEAD_BYTES,
         capacity_tokens: int | None = None,
-        engine: str | Callable[[], Any] = "auto",
+        engine: str | os.PathLike[str] | Callable[[], Any] = "auto",
         device: str | None = None,
         compute: str | torch.device | None = None,
         threads: int | None = None,
@@ -162,9 +163,13 @@ class SsdCache:
         self.capacity_tokens = capacity_tokens
         self._places = [(directory, names[i] if names else None) for i, directory in enumerate(directories_of(storage))]
         self._options: dict[str, Any] = {"read_ahead_bytes": read_ahead_bytes, "threads": threads, "deadline_s": deadline_s}
-        self._device, self._compute = device, None if compute is None else torch.device(compute)
+        self._device, self._compute = device, None if compute is None else _device_of(compute)
         self._process = os.getpid()
         self._has_heap_to_trim = False
+        if isinstance(engine, os.PathLike):
+            engine = os.fspath(engine)
+        if not isinstance(engine, str):
+            check_callable("engine", engine)
         self._engines = [engine if isinstance(engine, str) else engine() for _ in self._places]
         self.striped = StripedDevices(len(self._places), self._open_device)
         # What is wrong with a place shows now, also where the devices wait for the first rows.
@@ -558,6 +563,14 @@ class SsdCache:
 
     def close(self) -> None:
         self.striped.close()
+
+
+def _device_of(compute: str | torch.device) -> torch.device:
+    """Raises InvalidInputError for what names none."""
+    try:
+        return torch.device(compute)
+    except (RuntimeError, TypeError) as error:
+        raise errors.InvalidInputError("compute", got=repr(compute), expected="cpu or cuda") from error
 
 
 def trim_heap() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInputError
 from .engine import DEFAULT_DEADLINE_S, PATHS, Engine, EngineStats, FileHandle, Future, Plan
 from .native import FaultRule, FaultyEngine, NativeEngine
+from .settings import EngineSettings, is_file
 
 if TYPE_CHECKING:
     import torch
@@ -15,6 +17,7 @@ __all__ = [
     "DEFAULT_DEADLINE_S",
     "PATHS",
     "Engine",
+    "EngineSettings",
     "EngineStats",
     "FaultRule",
     "FaultyEngine",
@@ -27,7 +30,7 @@ __all__ = [
 
 
 def open_engine(
-    path: str = "auto",
+    path: str | os.PathLike[str] = "auto",
     *,
     threads: int | None = None,
     queue_depth: int | None = None,
@@ -44,7 +47,8 @@ def open_engine(
 
     Args:
         path: ``auto`` (io_uring, else a thread pool; says why it fell back), ``uring``, ``posix``, ``memory``, or ``gds`` or ``gds-compat``
-            for reads into GPU memory. A named path never falls back.
+            for reads into GPU memory. A named path never falls back. A file of settings, such as ``nvme.toml`` (`espnx bench io --tune`
+            writes it), stands for a path and the options that are not given.
         threads, queue_depth, request_bytes, pool_bytes: of `NativeEngine`; None: its default.
         threads, device, batch_size, batches, batch_bytes, large_bytes, arena_bytes: of `espnx.storage.gds.engine.GdsEngine`; None: its
             default.
@@ -53,8 +57,8 @@ def open_engine(
         PathUnavailableError: the named path cannot be had here.
         InvalidInputError: no such path; an option that the path has not, or that is out of range.
     """
-    if path not in PATHS:
-        raise InvalidInputError("unknown storage path", got=repr(path), expected=", ".join(PATHS))
+    if path not in PATHS and not is_file(path):
+        raise InvalidInputError("unknown storage path", got=repr(path), expected=f"{', '.join(PATHS)}, or a file of settings (.toml)")
     of_host = {"queue_depth": queue_depth, "request_bytes": request_bytes, "pool_bytes": pool_bytes}
     of_gpu = {
         "device": device, "batch_size": batch_size, "batches": batches, "batch_bytes": batch_bytes, "large_bytes": large_bytes,
@@ -67,5 +71,5 @@ def open_engine(
     if own is of_gpu:
         from .gds.engine import GdsEngine
 
-        return GdsEngine(path, **given)
+        return GdsEngine(str(path), **given)
     return NativeEngine(path, **given)

@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, cast
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Self, cast
 import torch
 
 from .. import errors
+from ..checks import check_whole
+from . import settings
 from .engine import DEFAULT_DEADLINE_S, Engine, EngineStats, FileHandle, Plan, because
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ log = logging.getLogger(__name__)
 
 #: Instruction sets of the kernels, as csrc/cpu/cpu_level.hpp numbers them.
 CPU_LEVELS = ("portable", "AVX2", "AVX-512", "AVX-512 and VNNI", "AMX")
+_DEFAULTS = {"queue_depth": 128, "threads": 32, "request_bytes": 960 << 10, "pool_bytes": 256 << 20}
 _RETRYABLE_FIX = "check the device (dmesg, smartctl), then try again; the object is still usable"
 
 
@@ -174,11 +178,12 @@ class NativeEngine:
     """See `espnx.storage.engine.Engine`.
 
     Args:
-        path: ``auto``, ``uring``, ``posix`` or ``memory``.
-        queue_depth: requests with the device at a time.
-        threads: of the ``posix`` path.
-        request_bytes: longer transfers are cut into requests of this size.
-        pool_bytes: unused buffer memory kept for the next read.
+        path: ``auto``, ``uring``, ``posix`` or ``memory``; or a file of settings (``nvme.toml``, see `espnx.storage.settings`), which names
+            one of them, and of the next four those that are None.
+        queue_depth: requests with the device at a time; None: 128.
+        threads: of the ``posix`` path; None: 32.
+        request_bytes: longer transfers are cut into requests of this size; None: 960 KiB.
+        pool_bytes: unused buffer memory kept for the next read; None: 256 MiB.
         poison: fills buffers with 0xA5 before use (tests).
         rules, seed: injected faults; use `FaultyEngine`.
 
@@ -189,27 +194,31 @@ class NativeEngine:
 
     def __init__(
         self,
-        path: str = "auto",
+        path: str | os.PathLike[str] = "auto",
         *,
-        queue_depth: int = 128,
-        threads: int = 32,
-        request_bytes: int = 960 * 1024,
-        pool_bytes: int = 256 * 1024 * 1024,
+        queue_depth: int | None = None,
+        threads: int | None = None,
+        request_bytes: int | None = None,
+        pool_bytes: int | None = None,
         poison: bool = False,
         rules: Sequence[FaultRule] = (),
         seed: int = 0,
     ):
+        given = {"queue_depth": queue_depth, "threads": threads, "request_bytes": request_bytes, "pool_bytes": pool_bytes}
+        stored = settings.load(path) if settings.is_file(path) else None
+        if stored is not None:
+            given = {name: getattr(stored, name) if value is None else value for name, value in given.items()}
+        for name, value in given.items():
+            if value is not None:
+                check_whole(f"{name} of an engine", value, 0)
+        self.requested = str(path) if stored is None else stored.path
         self._native = load_native().Engine(
-            path=path,
-            queue_depth=queue_depth,
-            threads=threads,
-            request_bytes=request_bytes,
-            pool_bytes=pool_bytes,
+            path=self.requested,
+            **{name: _DEFAULTS[name] if value is None else value for name, value in given.items()},
             poison=poison,
             rules=[asdict(rule) for rule in rules],
             seed=seed,
         )
-        self.requested = path
         self.effective: str = self._native.effective
         self.fallback_reason: str = self._native.fallback_reason
         log.debug("engine %s takes %s%s", path, self.effective, because(self.fallback_reason))
@@ -325,10 +334,10 @@ class FaultyEngine(NativeEngine):
         path: str = "auto",
         *,
         seed: int = 0,
-        queue_depth: int = 128,
-        threads: int = 32,
-        request_bytes: int = 960 * 1024,
-        pool_bytes: int = 256 * 1024 * 1024,
+        queue_depth: int | None = None,
+        threads: int | None = None,
+        request_bytes: int | None = None,
+        pool_bytes: int | None = None,
         poison: bool = False,
     ):
         super().__init__(
@@ -342,6 +351,18 @@ def _how(is_buffered: bool, direct: bool | None) -> str:
     if not is_buffered:
         return ""
     return ", buffered: " + ("as asked" if direct is False else "the file system refuses O_DIRECT")
+
+
+@contextmanager
+def given_engine(given: NativeEngine | None) -> Iterator[NativeEngine]:
+    """The engine that a caller gave, or one of our own for as long as it is wanted. Raises InvalidInputError for what is none."""
+    if given is not None:
+        if not isinstance(given, NativeEngine):
+            raise errors.InvalidInputError("engine", got=repr(given), expected="None, or an engine such as NativeEngine('uring')")
+        yield given
+        return
+    with NativeEngine(pool_bytes=64 << 20) as own:
+        yield own
 
 
 def host_engine(engine: Engine) -> NativeEngine | None:

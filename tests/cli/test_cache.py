@@ -33,7 +33,7 @@ def test_ls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with KVCache(enabled("llama").config, folder, name="second"):
         code, out, err = run(capsys, "cache", "ls", folder)
         assert (code, err) == (0, "")
-        assert out.splitlines()[0].split() == ["name", "model", "sequences", "tokens", "MiB", "last", "used", "open"]
+        assert out.splitlines()[0].split() == ["name", "model", "sequences", "tokens", "size", "last", "used", "open"]
         assert [line.split()[:4] for line in out.splitlines()[1:]] == [
             ["first", "damaged", "0", "0"],
             ["second", "LlamaForCausalLM", "2", "21"],

@@ -252,7 +252,7 @@ def test_a_mistyped_directory_shows_before_a_model_is_loaded(model: Path, folder
 
 
 def test_results_of_other_prompts_stay(model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What an earlier run did for prompts that are asked no more comes first; the file's mode, and a link to it, stay."""
+    """What an earlier run did for prompts that are asked no more comes last; the file's mode, and a link to it, stay."""
     prompts, out = write(folder / "p.jsonl", PROMPTS[:4]), folder / "out"
     assert run(capsys, *options(model, folder, prompts), "--out", out)[0] == 0
     os.chmod(out, 0o640)
@@ -260,5 +260,5 @@ def test_results_of_other_prompts_stay(model: Path, folder: Path, capsys: pytest
     lines = [json.loads(line) for line in prompts.read_text().splitlines()]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in [{"id": "new", "prompt": PROMPTS[1]}, lines[3], lines[0]]))
     assert run(capsys, *options(model, folder, prompts), "--out", folder / "link")[0] == 0
-    assert list(results(out)) == ["p1", "p2", "new", "p3", "p0"]
+    assert list(results(out)) == ["new", "p3", "p0", "p1", "p2"]
     assert ((folder / "link").is_symlink(), out.stat().st_mode & 0o777) == (True, 0o640)

@@ -50,7 +50,7 @@ def test_an_edited_prompt_is_refused(
             patch.setattr(model_folder, "load_model", refuse_to_load)
             code, _, err = run(capsys, *words)
         assert (code, out.read_bytes()) == (2, before), err
-        assert f"id '{2 if edited[0] == PROMPTS[0] else 3}'" in err  # the longest was written first
+        assert f"id '{2 if edited[0] == PROMPTS[0] else 1}'" in err
         assert "name another --out" in err
     write(prompts, PROMPTS[:1])
     code, said, _ = run(capsys, *words)

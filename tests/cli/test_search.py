@@ -154,3 +154,13 @@ def test_without_any_query(store: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert (code, "--queries FILE" in err) == (2, True)
     code, _, err = run(capsys, "search", store, "--queries", tmp_path / "missing", "--encoder", "toy")
     assert (code, "missing" in err) == (2, True)
+
+
+def test_ids_that_nobody_has(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Have no effect, and that is said; a number stands for itself and for a text."""
+    words = ["search", store, "red", "--encoder", "toy"]
+    code, out, err = run(capsys, *words, "--include", "nope")
+    assert (code, len(out.splitlines())) == (0, 2)
+    assert err == "espnx: warning: --include: none of the 1 ids in the store; not nope\n"
+    _, _, err = run(capsys, *words, "--include", "a", "--include", "3", "--include", "7", "--exclude", "b")
+    assert err == "espnx: warning: --include: 2 of the 3 ids in the store; not 7\n"

@@ -150,8 +150,13 @@ def generate_file(
             append(out, lines)
         report.prompts += len(batch)
         progress(report.prompts, len(left))
+    _into_order(report, out, prompts)
+    return report
+
+
+def _into_order(report: Report, out: str | os.PathLike[str] | None, prompts: Sequence[Prompt]) -> None:
+    """Of the prompts; batches came by length."""
     order = {prompt.id: number for number, prompt in enumerate(prompts)}
     report.results.sort(key=lambda line: order[line["id"]])
-    if out is not None:
+    if out is not None and report.prompts:
         sort_results(out, order)
-    return report

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from ... import errors
 from ...encoders.checkpoints import TOKENIZER_FILES
@@ -72,11 +73,13 @@ def _ends(offset: int, length: int, each: int) -> list[tuple[int, int]]:
 
 
 def load_model(path: str, memory: str | None, dtype: torch.dtype | None) -> tuple[Any, Any]:
-    """(model, tokenizer) of a folder or a GGUF file; with `memory`, weights that do not fit into it are streamed.
+    """(model, tokenizer) of a folder or a GGUF file; with `memory`, weights that do not fit into it are streamed. The framework's own
+    progress bar is off.
 
     Raises InvalidInputError where the folder holds none, or a GGUF file is to be streamed; what `load_gguf` raises.
     """
     _check_folder(path)
+    logging.disable_progress_bar()  # of the process
     if (gguf := find_gguf(path)) is not None:
         if memory is not None:
             raise errors.InvalidInputError(

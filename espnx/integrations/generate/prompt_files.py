@@ -132,13 +132,13 @@ def append(path: str | os.PathLike[str], lines: Sequence[dict[str, Any]]) -> Non
 
 
 def sort_results(path: str | os.PathLike[str], order: Mapping[str, int]) -> None:
-    """Puts whole results into the order of their prompts, in one step; those of other prompts, of an earlier run, come first.
+    """Puts whole results into the order of their prompts, in one step; those of other prompts, of an earlier run, come last.
 
     Raises WriteError, DiskFullError: the results are as they were.
     """
     file = Path(os.path.realpath(path))
     lines = file.read_bytes().splitlines(keepends=True)
-    ordered = sorted(lines, key=lambda line: order.get(json.loads(line)["id"], -1))
+    ordered = sorted(lines, key=lambda line: order.get(json.loads(line)["id"], len(order)))
     if ordered == lines:
         return
     temporary = file.with_name(f"{file.name}.new")

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import Cache, GenerationConfig, PreTrainedModel
 
 from ... import errors
+from ...checks import check_path
 from ...sizes import parse_size
 from ...storage import Engine, open_engine
 from ...weights.layers import Share, share
@@ -34,7 +35,7 @@ def load_streamed(
     path: str | os.PathLike[str],
     memory: int | str,
     dtype: torch.dtype | None = None,
-    engine: str | Callable[[], Engine] = "auto",
+    engine: str | os.PathLike[str] | Callable[[], Engine] = "auto",
     *,
     read_ahead: int = 1,
 ) -> PreTrainedModel:
@@ -44,7 +45,7 @@ def load_streamed(
         path: a Hugging Face model's folder: ``config.json``, and ``model.safetensors`` or shards with an index.
         memory: for weights and the buffers that they are read into; K, V and activations come on top.
         dtype: converts floating-point weights, each layer's when it arrives; None keeps what is in the files.
-        engine: ``auto``, ``uring``, ``posix``, or how to make an engine.
+        engine: ``auto``, ``uring``, ``posix``, a file of settings (``nvme.toml``, see docs/engine.md), or how to make an engine.
         read_ahead: layers that are read while one computes. More than one pays where layers differ much in size.
 
     Returns:
@@ -57,13 +58,13 @@ def load_streamed(
     """
     if read_ahead < 1:
         raise errors.InvalidInputError("read_ahead", got=read_ahead, expected="at least 1")
-    folder, budget_bytes = Path(path), parse_size(memory)
+    folder, budget_bytes = Path(check_path("model", path)), parse_size(memory)
     config = read_config(folder)
     tensors = find_tensors(folder)
     model = empty_model(config, dtype or main_dtype(tensors))
     weights = match(model, tensors, dtype)
     plan = share(weights.other_bytes, weights.layers, budget_bytes, read_ahead)
-    files = WeightFiles(open_engine(engine) if isinstance(engine, str) else engine())
+    files = WeightFiles(open_engine(engine) if isinstance(engine, (str, os.PathLike)) else engine())
     try:
         model.espnx_weights = StreamedWeights(model, weights, plan, files, budget_bytes)
     except BaseException:

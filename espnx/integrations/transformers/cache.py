@@ -8,6 +8,7 @@ layers that hold little stay the framework's own, in memory.
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -59,7 +60,8 @@ class KVCache(Cache):
         spill_interval: how many new tokens wait in memory before they are written; None: as many as fill whole pages.
         read_ahead_bytes: of rows read before they are asked for, on each device; a size (``48MiB``).
         capacity_tokens: of each sequence: space for as many is reserved when the first rows come, so that a full disk shows then.
-        engine: ``auto``, ``uring``, ``posix``, ``gds``, ``gds-compat``, or how to make an engine (tests inject faults so).
+        engine: ``auto``, ``uring``, ``posix``, ``gds``, ``gds-compat``, a file of settings (``nvme.toml``, see docs/engine.md), or how to
+            make an engine (tests inject faults so).
         device: what keeps the rows and attends over them, by name (`espnx.device.registry`); None: ``ssd``, or ``gpu`` where rows are
             computed on in a GPU's memory.
         compute: where rows are computed on: ``cpu``, ``cuda``; None: where the model's K and V turn out to be.
@@ -94,7 +96,7 @@ class KVCache(Cache):
         spill_interval: int | None = None,
         read_ahead_bytes: int | str = READ_AHEAD_BYTES,
         capacity_tokens: int | None = None,
-        engine: str | Callable[[], Any] = "auto",
+        engine: str | os.PathLike[str] | Callable[[], Any] = "auto",
         device: str | None = None,
         compute: str | torch.device | None = None,
         threads: int | None = None,

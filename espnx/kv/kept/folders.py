@@ -31,7 +31,7 @@ _LOCK_ATTEMPTS, _LOCK_PAUSE_S = 50, 0.02  # whoever lists caches holds each lock
 
 
 def check_name(name: str) -> None:
-    if not _NAMES.fullmatch(name):
+    if not isinstance(name, str) or not _NAMES.fullmatch(name):
         raise errors.InvalidInputError("name of a cache", got=repr(name), expected="letters, digits, dots, dashes and underscores")
 
 

@@ -23,12 +23,12 @@ from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
 from ... import errors
-from ...checks import check_path
+from ...checks import check_callable, check_path
 from ...ops.maxsim import Codebook
 from ...storage import NativeEngine
 from ...storage.files import check_given_directory, crc32c, make_directory, read_file, write_file
 from ...storage.lock import LOCK_NAME, DirectoryLock
-from ...storage.native import free_bytes
+from ...storage.native import free_bytes, given_engine
 from ...storage.parse import Fields
 from ..encoder import Encoder, EncoderLike, encoder_of
 from ..first_stage.interface import FirstStage
@@ -432,7 +432,7 @@ def build(
     centroids: int | None = None,
     cls_weight: float | None = None,
     memory: int | str | None = None,
-    directories: Sequence[str] | None = None,
+    directories: Sequence[str | os.PathLike[str]] | None = None,
     dims: tuple[int, int] | None = None,
     engine: NativeEngine | None = None,
     codebook: Codebook | None = None,
@@ -469,8 +469,12 @@ def build(
         format=format, coarse=coarse, pca=pca, pooling=pooling, first_stage_kind=first_stage_kind, first_stage_code=first_stage_code,
         nlist=nlist, centroids=centroids, cls_weight=cls_weight, memory=memory, directories=directories,
     )  # fmt: skip
+    for name, value, kind in (("trained", trained, Trained), ("codebook", codebook, Codebook)):
+        if value is not None and not isinstance(value, kind):
+            raise errors.InvalidInputError(name, got=type(value).__name__, expected=f"a {kind.__name__}, or None")
     chosen = BuildOptions(**given) if trained is None else options_of(trained, given)
     check_documents(documents)
+    check_callable("progress", progress)
     makes = encoder_of(encoder)
     checked = _checked_dims(makes, dims, trained)
     stage = None if trained is None else trained.first_stage
@@ -516,6 +520,7 @@ def train(
     )  # fmt: skip
     chosen = BuildOptions(**given)
     check_documents(documents)
+    check_callable("progress", progress)
     makes = encoder_of(encoder)
     recipe = Recipe.of(chosen, _checked_dims(makes, dims, None), makes.name if makes else None, codebook=None)
     with _locked(path, engine) as (where, owned):
@@ -544,9 +549,8 @@ def _locked(
     for directory in (where, *directories):
         check_given_directory(directory)
     made = [directory for directory in (where, *directories) if not os.path.lexists(directory)]
-    make_directory(where)
-    owned = NativeEngine(pool_bytes=64 << 20) if engine is None else engine
-    try:
+    with given_engine(engine) as owned:
+        make_directory(where)
         with DirectoryLock(where):
             try:
                 yield where, owned
@@ -558,6 +562,3 @@ def _locked(
                     with suppress(OSError):  # it holds what the next call goes on with
                         os.rmdir(directory)
                 raise
-    finally:
-        if engine is None:
-            owned.close()

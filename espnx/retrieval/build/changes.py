@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from ... import errors
+from ...checks import check_callable, check_path
 from ...storage import NativeEngine
 from ...storage.lock import DirectoryLock
+from ...storage.native import given_engine
 from ..encoder import AUTO, Encoder, EncoderLike, check_same_encoder, encoder_of, remembered_encoder
 from ..store.manifest import Manifest, read_store_manifest
 from ..store.places import BUILDING, claim
@@ -39,9 +41,8 @@ def _ignore(phase: str, done: int, total: int | None) -> None:
 @contextmanager
 def _writing(path: str | os.PathLike[str], engine: NativeEngine | None) -> Iterator[Version]:
     """The store, locked for writing. What a change leaves that fails, or that was killed before, is removed."""
-    where = os.fspath(path)
-    owned = NativeEngine(pool_bytes=64 << 20) if engine is None else engine
-    try:
+    where = check_path("path of a store", path)
+    with given_engine(engine) as owned:
         read_store_manifest(owned, where)  # before a lock would be made in a directory that is no store
         with DirectoryLock(where):
             version = Version(where, owned)
@@ -57,9 +58,6 @@ def _writing(path: str | os.PathLike[str], engine: NativeEngine | None) -> Itera
                     with suppress(OSError):  # the first error is the one to tell
                         generations.clean(where, version.manifest)
                 raise
-    finally:
-        if engine is None:
-            owned.close()
 
 
 def _refuse_interrupted_build(path: str, engine: NativeEngine, live_generation: int) -> None:
@@ -100,6 +98,7 @@ def add(
             in it, and only the last flush failed.
     """
     check_documents(documents)
+    check_callable("progress", progress)
     remembers = isinstance(encoder, str) and encoder == AUTO
     given = None if remembers else encoder_of(encoder)
     with _writing(path, engine) as version:
@@ -200,6 +199,7 @@ def compact(
         StoreNotFoundError, StoreBusyError, DiskFullError, WriteError, ReadError, ...: the store stays as it is, unless a WriteError says
             "published": then it is compacted, and only the last flush failed.
     """
+    check_callable("progress", progress)
     with _writing(path, engine) as version:
         total = sum(part.count for part in version.parts)
         manifest = write_compacted(version, MemoryBudget(memory), progress)

@@ -8,17 +8,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ... import errors
+from ...checks import check_path
 from ...storage import NativeEngine, ownership
 from ...storage.files import StreamWriter, file_sums, make_directory, read_windows
 from ...storage.lock import DirectoryLock
 from ...storage.manifest import write_manifest
+from ...storage.native import given_engine
 from ..store.manifest import MAGIC, Manifest, read_store_manifest
 from ..store.part import PartEntry
 from ..store.part_file import VERSION
 from ..store.places import check_paths, data_paths, make_home, own_home, shared_homes, tidy
 from ..store.store import EmbeddingStore
 from ..versions import generations
-from .options import BuildOptions
+from .options import BuildOptions, given_options
 from .reports import DetachReport
 
 
@@ -40,10 +42,9 @@ def detach(
     Raises:
         StoreNotFoundError, StoreBusyError; ChecksumError, ...: the data are damaged; DiskFullError, WriteError: the store stays as it is.
     """
-    where = os.fspath(path)
-    into = list(BuildOptions(directories=[os.fspath(directory) for directory in directories]).directories)
-    owned = NativeEngine(pool_bytes=64 << 20) if engine is None else engine
-    try:
+    where = check_path("path of a store", path)
+    into = list(BuildOptions(**given_options(directories=directories)).directories)
+    with given_engine(engine) as owned:
         read_store_manifest(owned, where)  # before a lock would be made in a directory that is no store
         if adopt and into:
             raise errors.InvalidInputError("adopt", got=f"directories={into}", expected="one of the two")
@@ -51,9 +52,6 @@ def detach(
             manifest = read_store_manifest(owned, where)
             check_paths(manifest, where)
             return _adopt(where, manifest) if adopt else _copy(owned, where, manifest, into)
-    finally:
-        if engine is None:
-            owned.close()
 
 
 def _adopt(where: str, manifest: Manifest) -> DetachReport:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,12 +21,14 @@ from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
 from ... import errors
+from ...checks import check_path
 from ...device.record_layout import FORMAT_NUMBERS, RecordSchema
 from ...ops.maxsim import Codebook
 from ...storage import NativeEngine
 from ...storage.files import crc32c, make_given_directory, read_file, write_file
 from ...storage.manifest import NAME as MANIFEST_NAME
 from ...storage.manifest import read_manifest, write_manifest
+from ...storage.native import given_engine
 from ...storage.parse import Fields, check_plain_file
 from ..first_stage.interface import FirstStage
 from ..first_stage.registry import described, parse_stage
@@ -98,11 +99,11 @@ class Trained:
 
         Raises InvalidInputError for one that does; DiskFullError, WriteError.
         """
-        where = os.fspath(path)
+        where = check_path("path of what was trained", path)
         make_given_directory(where)
         if others := sorted(set(os.listdir(where)) - {"LOCK"}):
             raise errors.InvalidInputError(f"{where} is not empty", got=", ".join(others[:3]), fix="give a new or empty directory")
-        with _engine(engine) as owned:
+        with given_engine(engine) as owned:
             size, crc = write_file(owned, os.path.join(where, TENSORS), save_safetensors(self.model))
             owned.sync_directory(where)
             tensors = {"size_bytes": size, "crc32c": crc}
@@ -111,8 +112,8 @@ class Trained:
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, engine: NativeEngine | None = None) -> Trained:
         """Reads what `save` wrote. Raises StoreNotFoundError; FormatError, ChecksumError, ...: nothing damaged is loaded."""
-        where = os.fspath(path)
-        with _engine(engine) as owned:
+        where = check_path("path of what was trained", path)
+        with given_engine(engine) as owned:
             fields = Fields(read_manifest(owned, where, MAGIC, VERSION), os.path.join(where, MANIFEST_NAME), fix=_FIX)
             model = _read_tensors(owned, os.path.join(where, TENSORS), fields.inner("tensors"))
         return cls._parse(fields, model, os.path.join(where, TENSORS))
@@ -140,16 +141,6 @@ class Trained:
         if fields.hexadecimal("id", 32) != found.id:
             fields.refuse("id", found.id)
         return found
-
-
-@contextmanager
-def _engine(given: NativeEngine | None) -> Iterator[NativeEngine]:
-    owned = NativeEngine(pool_bytes=64 << 20) if given is None else given
-    try:
-        yield owned
-    finally:
-        if given is None:
-            owned.close()
 
 
 def _read_tensors(engine: NativeEngine, path: str, entry: Fields) -> dict[str, np.ndarray]:

@@ -59,8 +59,8 @@ class Index:
         encoder: for queries given as text: an encoder, or a description of one as `espnx.load_encoder` takes it; must be the one the store
             was built with. ``auto``: the one that the store remembers, loaded when the first text comes; one out of a folder has to be
             named, as a store does not know where that lies. None: queries are vectors.
-        engine: path of the record reads (``auto``, ``uring``, ``posix``, ``memory``; ``gds`` or ``gds-compat`` with a CUDA device), or an
-            engine, which stays the caller's.
+        engine: path of the record reads (``auto``, ``uring``, ``posix``, ``memory``; ``gds`` or ``gds-compat`` with a CUDA device), a file
+            of settings (``nvme.toml``, see docs/engine.md), or an engine, which stays the caller's.
         compute: where records are scored: ``cpu``, ``cuda`` (the thread's current GPU, once for all), or ``cuda:1``.
         threads: that scan the first stage's lists for one search; None for as many as there are cores, at most 4.
         first_stage_on: where the lists are scanned: ``cpu``, or ``cuda`` where faiss-gpu is installed (at most 2,032 candidates), then on
@@ -82,7 +82,7 @@ class Index:
         path: str | os.PathLike[str],
         encoder: EncoderLike | None = AUTO,
         *,
-        engine: str | Engine = "auto",
+        engine: str | os.PathLike[str] | Engine = "auto",
         compute: str | torch.device = "cpu",
         threads: int | None = None,
         first_stage_on: str = "cpu",
@@ -92,6 +92,7 @@ class Index:
         device: RecordDevice | None = None,
     ):
         self._path = check_path("path of a store", path)
+        _check_has("device", device, ("compute", "keep_records", "path_report"))
         self.compute = _device(compute) if device is None else device.compute
         for name, value, known in (("coarse", coarse, ("ssd", "ram")), ("first_stage_on", first_stage_on, ("cpu", "cuda"))):
             if value not in known:
@@ -120,11 +121,15 @@ class Index:
                 self._newest.check_encoder(self._encoder)
             self._opened = opened.pop_all()
 
-    def _open_device(self, engine: str | Engine, device: RecordDevice | None, opened: ExitStack) -> tuple[NativeEngine, RecordDevice]:
+    def _open_device(
+        self, engine: str | os.PathLike[str] | Engine, device: RecordDevice | None, opened: ExitStack
+    ) -> tuple[NativeEngine, RecordDevice]:
         """(what reads all but records, what keeps and scores those)."""
-        if isinstance(engine, str):
+        if isinstance(engine, (str, os.PathLike)):
+            engine = os.fspath(engine)
             on_gpu = {"device": self.compute} if engine in _GDS_PATHS and self.compute.type == "cuda" else {}
             engine = opened.enter_context(open_engine(engine, **on_gpu))
+        _check_has("engine", engine, ("open", "read", "stats"))
         # Of an engine that reads into GPU memory: manifest, metadata and first stage are read into host memory all the same.
         native = host_engine(engine) or opened.enter_context(NativeEngine())
         if device is None:
@@ -453,6 +458,12 @@ class Index:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _check_has(name: str, given: object, parts: tuple[str, ...]) -> None:
+    """Raises InvalidInputError for an object that lacks one of its parts; None is none."""
+    if given is not None and not all(hasattr(given, part) for part in parts):
+        raise errors.InvalidInputError(name, got=repr(given), expected=f"an object with {', '.join(parts)}")
 
 
 def _device(name: str | torch.device) -> torch.device:

@@ -18,7 +18,7 @@ from espnx.benchmarks.io import case as io_case
 from espnx.benchmarks.io import engine as io_engine
 from espnx.cli import bench
 from espnx.cli.main import main
-from espnx.storage import FaultRule, FaultyEngine
+from espnx.storage import FaultRule, FaultyEngine, open_engine
 from tests.retrieval.common import build
 from tests.retrieval.common import corpus as documents
 
@@ -201,7 +201,19 @@ def test_tune_prints_configuration_alone(tmp_path: Path, capsys: pytest.CaptureF
     assert bench_io(tmp_path, "--engine", "posix", "--tune") == 0
     out = capsys.readouterr().out
     assert out.startswith("# ")
-    assert "queue_depth: " in out
+    assert "queue_depth = " in out
+
+
+def test_tune_writes_a_file_that_an_engine_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "nvme.toml"
+    assert bench_io(tmp_path, "--engine", "posix", "--tune", str(file)) == 0
+    assert f"written to {file}" in capsys.readouterr().out
+    with open_engine(file) as engine:
+        assert engine.requested == "posix"
+    before = sorted(tmp_path.iterdir())
+    for wrong, code in ((tmp_path / "nvme.yaml", 2), (tmp_path / "no" / "x.toml", 2)):
+        assert bench_io(tmp_path, "--engine", "posix", "--tune", str(wrong)) == code
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_render_check_of_this_tree(capsys: pytest.CaptureFixture[str]) -> None:
