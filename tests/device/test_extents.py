@@ -216,8 +216,9 @@ def test_a_claim_past_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["posix", "uring"])
-def test_the_file_itself(tmp_path: Path, path: str) -> None:
+def test_the_file_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """Grows in large steps, is cut at its last byte in use, and takes more disk than it says nowhere."""
+    monkeypatch.setattr(extents, "_GROW_BYTES", 64 * MIB)
     with NativeEngine(path) as engine:
         (tmp_path / "rows").touch()
         file = engine.open(tmp_path / "rows", "r+")

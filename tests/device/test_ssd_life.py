@@ -33,6 +33,7 @@ def mode(path: str | Path) -> int:
 
 def test_the_file_without_a_name(folder: Path) -> None:
     """Nobody else can read it, and nobody finds it; the directory is made where it is missing."""
+    (folder / "a").mkdir()
     before, umask = open_descriptors(), os.umask(0)
     try:
         with opened(folder / "a" / "b") as device:
@@ -72,7 +73,7 @@ def test_the_file_with_a_name(folder: Path) -> None:
 def test_a_directory_that_cannot_be_written(folder: Path) -> None:
     (folder / "file").touch()
     before = open_descriptors()
-    with pytest.raises(errors.WriteError, match="cannot create the file for rows") as caught:
+    with pytest.raises(errors.WriteError, match="Not a directory") as caught:
         SsdDevice(folder / "file" / "below")
     assert str(folder / "file" / "below") in str(caught.value.path)
     assert until(lambda: open_descriptors() <= before)

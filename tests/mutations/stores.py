@@ -155,12 +155,12 @@ def _link(target: str, path: Path) -> None:
 def make_interrupted(path: Path) -> None:
     """A build that stopped after its spool."""
 
-    def stops() -> Iterator[espnx.Document]:
-        yield from DOCUMENTS
-        raise KeyboardInterrupt
+    def stops(phase: str, done: int, total: int | None) -> None:
+        if phase == "arrange":
+            raise KeyboardInterrupt
 
     try:
-        build(path / "s", stops())
+        build(path / "s", DOCUMENTS, progress=stops)
     except KeyboardInterrupt:
         pass
 

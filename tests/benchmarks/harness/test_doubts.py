@@ -6,13 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from espnx.benchmarks.harness import cells
+from espnx.benchmarks.harness import cells, doubts
 from espnx.benchmarks.harness.doubts import doubtful, without_doubtful
 from espnx.benchmarks.harness.result import Row, make_document
 from tests.benchmarks.common import MACHINE
 
 OURS = Row("maxsim", {"threads": 1, "d": 32}, "espnx", "measured", "memory", "memory", "warm", 3, 1.0, 1.0, 0.0, 100, 100, True)
 THEIRS = replace(OURS, system="torch", median_s=2.0)
+
+
+@pytest.fixture(autouse=True)
+def no_doubts() -> None:
+    """In place of the one of all benchmarks: these are about the doubts."""
+    assert (doubts.WIDE_SHARE, doubts.SLOWER) == (0.5, 1.1)
 
 
 def compared(ratio: float, iqr: float, **params: int) -> Row:

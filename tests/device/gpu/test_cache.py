@@ -46,7 +46,7 @@ def test_passes_that_fail(folder: Path, shape: str) -> None:
     for operation, value in (("read", 5), ("write", 5), ("write", 28)):
         for nth in (1, 4, 9):
             rule = FaultRule("error", operation=operation, nth=nth, count=1, value=value)
-            failed += test_rollback.run(folder, test_rollback.SHAPES[shape], rule)[0]
+            failed += test_rollback.run(folder, shape, rule)[0]
     assert failed > 3
 
 

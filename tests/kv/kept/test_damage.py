@@ -199,7 +199,8 @@ def test_another_format(storage: list[Path], change: dict[str, Any], match: str)
     with pytest.raises(errors.FormatError, match=match) as caught:
         KVCache(enabled("llama").config, storage, name="c")
     assert str(storage[0] / "c") in str(caught.value.path)
-    assert main(["cache", "verify", "c", *(word for path in storage for word in ("--storage", str(path)))]) == 1
+    further = [word for path in storage[1:] for word in ("--storage", str(path))]
+    assert main(["cache", "verify", str(storage[0]), "c", *further]) == 1
 
 
 def changed(*, name: str = "model.layers.1.self_attn.k_proj.weight", **options: Any) -> Any:

@@ -32,6 +32,7 @@ def duplicates() -> list[espnx.Document]:
 def test_eight_parts_rank_as_one(tmp_path_factory: pytest.TempPathFactory, duplicates: list[espnx.Document], k: int, options: Any) -> None:
     folder = tmp_path_factory.getbasetemp() / "ties"
     if not folder.exists():
+        folder.mkdir()
         build(folder / "whole", duplicates, coarse="int8", nlist=1, format="fp32")
         for part in range(PARTS):
             build(folder / str(part), duplicates[part::PARTS], coarse="int8", nlist=1, format="fp32")

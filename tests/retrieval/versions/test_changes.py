@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -210,19 +210,19 @@ def test_where_no_store_is(folder: Path) -> None:
 def test_an_interrupted_build_is_not_thrown_away(folder: Path) -> None:
     """Unlike an interrupted addition."""
 
-    def failing() -> Iterator[espnx.Document]:
-        yield from DOCUMENTS[:30]
-        raise KeyError("caller's own")
+    def fails(phase: str, done: int, total: int | None) -> None:
+        if phase == "arrange":
+            raise KeyError("caller's own")
 
     path = folder / "s"
     build(path, DOCUMENTS[:5])
     with pytest.raises(KeyError, match="caller's own"):
-        build(path, failing(), replace=True)
+        build(path, DOCUMENTS[:30], replace=True, progress=fails)
     for change in (lambda: espnx.add(path, DOCUMENTS[5:6]), lambda: espnx.delete(path, ["doc-0"]), lambda: espnx.compact(path)):
         with pytest.raises(errors.InvalidInputError, match="interrupted build"):
             change()
-    build(path, DOCUMENTS[:40], replace=True)
-    check(path, DOCUMENTS[:40])
+    build(path, DOCUMENTS[:30], replace=True)
+    check(path, DOCUMENTS[:30])
 
 
 def test_an_id_again(folder: Path) -> None:

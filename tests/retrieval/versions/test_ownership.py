@@ -132,12 +132,12 @@ def test_links_lead_nowhere(folder: Path, decoy: Path, name: str) -> None:
 def test_a_state_that_names_other_directories(folder: Path, decoy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an interrupted build that came with an archive."""
 
-    def stops() -> Any:
-        yield from DOCUMENTS[:10]
-        raise KeyboardInterrupt
+    def stops(phase: str, done: int, total: int | None) -> None:
+        if phase == "arrange":
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build(folder / "made", stops(), directories=[decoy])
+        build(folder / "made", DOCUMENTS[:10], directories=[decoy], progress=stops)
     before = contents(decoy)
     shutil.copytree(folder / "made", folder / "s")
     with pytest.warns(UserWarning, match="another directory"):
