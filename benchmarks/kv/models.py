@@ -219,27 +219,35 @@ def _silently(work: Any) -> Any:
 def logit_tolerance(task: Task, lossy: str | None) -> float:
     """How far two right results may lie apart, in standard deviations of the logits (see `rounding`).
 
-    int8 rows add an error of about 1.5 % to an attention's output (a row's largest value, 3.3 deviations, over 127 steps, K and V).
+    Beside the sums of the projections there are those of a score over d terms, whose K have deviation 2 (so 4 d, halved, since partial sums
+    grow), and of an attention's output over the context. int8 rows add an error of about 1.5 % to an attention's output (a row's largest
+    value, 3.3 deviations, over 127 steps, K and V).
     """
-    roundoff = ROUNDOFF[task.dtype]
-    return rounding(KVShape.of(task.hf_config()).layers, max(roundoff, 2.0**-6) if lossy == "int8" else roundoff)
+    config, roundoff = task.hf_config(), ROUNDOFF[task.dtype]
+    shape = KVShape.of(config)
+    summed = _terms_of_projections(config) + 2 * shape.d + task.context
+    return rounding(shape.layers, max(roundoff, 2.0**-6) if lossy == "int8" else roundoff, summed)
 
 
-def rounding(layers: int, roundoff: float, summed: int = 0) -> float:
+def rounding(layers: int, roundoff: float, summed: int) -> float:
     """How far the logits of one token may lie apart in two right computations, in standard deviations of all logits of that token.
 
     A layer rounds about twelve times on the way into the residual stream (norms, projections, scores, weights, sums), each by up to one
     unit roundoff and independent of the others: sqrt(12 x layers) of them. Five deviations hold for the largest of a million logits.
 
     Args:
-        summed: terms in the sums of a layer's matrix products, where the two add them in different orders, as products of other shapes
-            do: each term rounds once more, in fp32 whatever the dtype.
+        summed: terms in the sums of a layer, which the two add in different orders: each term rounds once more, in fp32 whatever the dtype.
     """
     return 5 * math.sqrt(layers * (12 * roundoff**2 + summed * ROUNDOFF["fp32"] ** 2))
 
 
 def tolerance_of_other_shapes(config: Any, dtype: str) -> float:
-    """`rounding` between a prompt that was computed at once and one that was computed in two parts: each layer sums over the hidden size
-    in its projections to Q, K and V, from attention, and into the feed-forward part, and over that part's width on the way back."""
+    """`rounding` between a prompt that was computed at once and one that was computed in two parts."""
+    return rounding(config.num_hidden_layers, ROUNDOFF[dtype], _terms_of_projections(config))
+
+
+def _terms_of_projections(config: Any) -> int:
+    """Each layer sums over the hidden size in its projections to Q, K and V, from attention, and into the feed-forward part, and over that
+    part's width on the way back."""
     wide = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", None) or 4 * config.hidden_size
-    return rounding(config.num_hidden_layers, ROUNDOFF[dtype], 3 * config.hidden_size + wide)
+    return int(3 * config.hidden_size + wide)
