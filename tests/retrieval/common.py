@@ -148,6 +148,27 @@ def section_places(path: Path) -> dict[str, SectionPlace]:
     return found
 
 
+@dataclass(frozen=True)
+class RowPlace:
+    """The row of a record in a part's file."""
+
+    offset_bytes: int
+    data: bytes
+
+
+def rows_of_part(path: Path) -> list[RowPlace]:
+    """In record order, read here as the written format says."""
+    whole, places = path.read_bytes(), section_places(path)
+    table = places["groups"]
+    firsts, offsets = np.frombuffer(whole[table.offset_bytes : table.offset_bytes + table.size_bytes], "<i8").reshape(2, -1).tolist()
+    found = []
+    for group, offset in enumerate(offsets[:-1]):
+        records, at = firsts[group + 1] - firsts[group], places["rows"].offset_bytes + offset
+        ends = [0, *struct.unpack_from(f"<{records}I", whole, at)]
+        found += [RowPlace(at + 4 * records + a, whole[at + 4 * records + a : at + 4 * records + b]) for a, b in itertools.pairwise(ends)]
+    return found
+
+
 def section_tensors(path: Path, name: str) -> dict[str, np.ndarray]:
     """A section of a part's file that holds tensors."""
     place = section_places(path)[name]

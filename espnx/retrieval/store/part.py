@@ -240,6 +240,11 @@ class Part:
         with self.opened() as (file, sections):
             yield from section_windows(self._engine, file, self._section(sections, stage_section(name)))
 
+    @property
+    def texts_resident_bytes(self) -> int:
+        """Of what ids and texts keep in memory."""
+        return self._texts.resident_bytes
+
     def texts(self, numbers: Sequence[int]) -> list[tuple[DocumentId, str]]:
         """(id, text) of record numbers, in the order asked; no wrong one is handed out."""
         with self.opened() as (file, sections):

@@ -18,7 +18,7 @@ from ...storage import NativeEngine, Plan
 from ...storage.engine import FileHandle
 from ...storage.files import StreamWriter, aligned_empty, crc32c, read_range
 
-VERSION = 3
+VERSION = 4
 HEADER_BYTES = 4096
 MAIN = 0xFFFFFFFF  # number of the file that holds a part's sections; those that hold records alone count from 0
 REBUILD = "restore the store from a copy, or build it again"

@@ -1,9 +1,9 @@
 """External ids and texts of a part: rows that one read fetches, found by record number; and record numbers, found by id.
 
-Nothing of them stays in memory but one hash for every 255 ids. Sections of the part's file:
+Of them stays in memory, once it was needed, where each group of rows begins, and one hash for every 255 ids. Sections of the part's file:
 
-    rows      each record's row: CRC32C, kind of the id, size of the id, id, text
-    row_ends  int64, where each row ends
+    rows      groups of about 4 KiB: where each row of the group ends, then the rows: CRC32C, kind of the id, size of the id, id, text
+    groups    int64, first record and offset of each group, and of what would be the next
     ids       blocks of 4 KiB: (hash of the id, record) ascending by hash, and the block's CRC32C
     fences    uint64, the first hash of each block
 """
@@ -27,6 +27,9 @@ from .texts import DocumentId
 _ROW = struct.Struct("<IB3xI")  # CRC32C of what follows, 0: an int, 1: a str; size of the id
 _ENTRY = np.dtype([("hash", "<u8"), ("record", "<u8")])
 BLOCK_BYTES, BLOCK_ENTRIES = 4096, 255
+#: A group takes no more, unless one row does; and no more rows.
+_GROUP_BYTES, _GROUP_ROWS = 4096, 64
+_END_BYTES = 4
 _TAIL = struct.Struct("<II8x")  # CRC32C of the entries, how many there are
 _IDS_AT_ONCE = 4096
 _READ_BYTES = 16 << 20
@@ -46,23 +49,30 @@ def _row(number: int, identifier: DocumentId, text: str, salt: int) -> bytes:
 
 
 def write_texts(file: FileWriter, rows: Iterable[tuple[DocumentId, str]], count: int, first_number: int, salt: int) -> None:
-    """The four sections, of (id, text) in record order. Holds 32 bytes a record while it writes."""
-    ends, hashes = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.uint64)
+    """The four sections, of (id, text) in record order. Holds 32 bytes a record while it writes, and some for each group."""
+    hashes, firsts, offsets = np.empty(count, dtype=np.uint64), [0], [0]
 
-    def bytes_of_rows() -> Iterator[bytes]:
-        at, pending, held = 0, list[bytes](), 0
+    def bytes_of_groups() -> Iterator[bytes]:
+        group, held = list[bytes](), 0
         for place, (identifier, text) in enumerate(rows):
             row = _row(first_number + place, identifier, text, salt)
-            at, held = at + len(row), held + len(row)
-            ends[place], hashes[place] = at, id_hash(identifier)
-            pending.append(row)
-            if held > 1 << 18:
-                yield b"".join(pending)
-                pending, held = [], 0
-        yield b"".join(pending)
+            hashes[place] = id_hash(identifier)
+            if group and (held + _END_BYTES + len(row) > _GROUP_BYTES or len(group) == _GROUP_ROWS):
+                yield close(group)
+                group, held = [], 0
+            group.append(row)
+            held += _END_BYTES + len(row)
+        if group:
+            yield close(group)
 
-    file.section("rows", bytes_of_rows())
-    file.section("row_ends", [ends])
+    def close(group: list[bytes]) -> bytes:
+        data = np.cumsum([len(row) for row in group]).astype("<u4").tobytes() + b"".join(group)
+        firsts.append(firsts[-1] + len(group))
+        offsets.append(offsets[-1] + len(data))
+        return data
+
+    file.section("rows", bytes_of_groups())
+    file.section("groups", [np.array([firsts, offsets], dtype="<i8")])
     order = np.argsort(hashes, kind="stable")
     file.section("ids", _blocks(hashes, order, salt))
     file.section("fences", [hashes[order[::BLOCK_ENTRIES]]])
@@ -92,6 +102,12 @@ class PartTexts:
     def __init__(self, engine: NativeEngine, path: str, first_number: int, count: int, salt: int):
         self._engine, self._path, self._first, self._count, self._salt = engine, path, first_number, count, salt
         self._fences: np.ndarray | None = None
+        self._groups: tuple[np.ndarray, np.ndarray] | None = None
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of the tables that were needed so far."""
+        return sum(table.nbytes for table in (*(self._groups or ()), self._fences) if table is not None)
 
     def get(self, file: FileHandle, sections: dict[str, Section], numbers: Sequence[int]) -> list[tuple[DocumentId, str]]:
         """(id, text) of each record number, in the order asked. Raises ChecksumError, FormatError: no wrong text is handed out."""
@@ -99,24 +115,38 @@ class PartTexts:
         places = np.asarray(numbers, dtype=np.int64) - self._first
         for begin in range(0, len(places), _IDS_AT_ONCE):
             chosen = places[begin : begin + _IDS_AT_ONCE]
-            begins, ends = self._extents(file, sections, chosen)
-            cuts = np.flatnonzero(np.diff(np.cumsum(ends - begins) // _READ_BYTES)) + 1
-            for run in np.split(np.arange(len(chosen)), cuts):
-                rows = self._read(file, begins[run], (ends - begins)[run])
-                result += [self._parse(int(place) + self._first, row) for place, row in zip(chosen[run], rows, strict=True)]
+            firsts, offsets = self._group_table(file, sections)
+            wanted, of = np.unique(np.searchsorted(firsts, chosen, side="right") - 1, return_inverse=True)
+            sizes = offsets[wanted + 1] - offsets[wanted]
+            at, cuts = sections["rows"].offset_bytes + offsets[wanted], np.flatnonzero(np.diff(np.cumsum(sizes) // _READ_BYTES)) + 1
+            found: dict[int, tuple[DocumentId, str]] = {}
+            for run in np.split(np.arange(len(wanted)), cuts):
+                groups = self._read(file, at[run], sizes[run])
+                for item in np.flatnonzero((of >= run[0]) & (of <= run[-1])).tolist():
+                    first, place = int(firsts[wanted[of[item]]]), int(chosen[item])
+                    records = int(firsts[wanted[of[item]] + 1]) - first
+                    found[item] = self._parse(place + self._first, self._row(groups[of[item] - run[0]], records, place - first))
+            result += [found[item] for item in range(len(chosen))]
         return result
 
-    def _extents(self, file: FileHandle, sections: dict[str, Section], places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where rows begin and end in the file, int64 [m] each; inside their section."""
-        table, rows = self._section(sections, "row_ends", 8 * self._count), self._section(sections, "rows")
-        back = np.where(places > 0, 1, 0)
-        memory, at = self._arrived(file, table.offset_bytes + 8 * (places - back), 8 * (1 + back))
-        first = memory[at[:, None] + np.arange(8)].view("<i8")[:, 0]  # where the row before ends
-        ends = memory[(at + 8 * back)[:, None] + np.arange(8)].view("<i8")[:, 0]
-        begins = np.where(back == 1, first, 0)
-        if (begins < 0).any() or (ends < begins + _ROW.size).any() or (ends > rows.size_bytes).any():
-            raise errors.ChecksumError("damaged table of texts", path=self._path, offset_bytes=table.offset_bytes, fix=REBUILD)
-        return rows.offset_bytes + begins, rows.offset_bytes + ends
+    def _row(self, group: bytes, records: int, place: int) -> bytes:
+        """Of the record with this place in its group; empty where the group's ends are damaged."""
+        begin = struct.unpack_from("<I", group, _END_BYTES * (place - 1))[0] if place else 0
+        end, rows = struct.unpack_from("<I", group, _END_BYTES * place)[0], _END_BYTES * records
+        return group[rows + begin : rows + end]
+
+    def _group_table(self, file: FileHandle, sections: dict[str, Section]) -> tuple[np.ndarray, np.ndarray]:
+        """(first place of each group, its offset in the rows), int64 [groups + 1] each."""
+        if self._groups is None:
+            table, rows = self._section(sections, "groups"), self._section(sections, "rows")
+            data = self._whole(file, table, "damaged table of texts")
+            firsts, offsets = np.frombuffer(data, dtype="<i8").reshape(2, -1) if len(data) % 16 == 0 else np.zeros((2, 1), np.int64)
+            sizes, records = np.diff(offsets), np.diff(firsts)
+            ends = (firsts[:1].tolist(), firsts[-1:].tolist(), offsets[:1].tolist(), offsets[-1:].tolist())
+            if ends != ([0], [self._count], [0], [rows.size_bytes]) or (records < 1).any() or (sizes < _END_BYTES * records).any():
+                raise errors.FormatError("malformed table of texts", path=self._path, offset_bytes=table.offset_bytes, fix=REBUILD)
+            self._groups = firsts, offsets
+        return self._groups
 
     def _read(self, file: FileHandle, offsets: np.ndarray, sizes: np.ndarray) -> list[bytes]:
         if not len(offsets):
@@ -131,9 +161,9 @@ class PartTexts:
         return future.wait().numpy(), future.position_bytes.numpy()
 
     def _parse(self, number: int, row: bytes) -> tuple[DocumentId, str]:
-        crc, is_text, size = _ROW.unpack_from(row)
+        crc, is_text, size = _ROW.unpack_from(row) if len(row) >= _ROW.size else (None, 0, 0)
         end = _ROW.size + size
-        if crc != crc32c(row[4:], crc32c(struct.pack("<Q", number), self._salt)):
+        if crc is None or crc != crc32c(row[4:], crc32c(struct.pack("<Q", number), self._salt)):
             raise errors.ChecksumError(f"damaged text of record {number}", path=self._path, fix=REBUILD)
         try:
             if is_text > 1 or end > len(row) or (not is_text and size != 8):
@@ -187,11 +217,15 @@ class PartTexts:
         if self._fences is None:
             blocks = -(-self._count // BLOCK_ENTRIES)
             section = self._section(sections, "fences", 8 * blocks)
-            data = self._read(file, np.array([section.offset_bytes]), np.array([section.size_bytes]))[0]
-            if crc32c(data) != section.crc32c:
-                raise errors.ChecksumError("damaged table of ids", path=self._path, fix=REBUILD)
-            self._fences = np.frombuffer(data, dtype="<u8")
+            self._fences = np.frombuffer(self._whole(file, section, "damaged table of ids"), dtype="<u8")
         return self._fences
+
+    def _whole(self, file: FileHandle, section: Section, otherwise: str) -> bytes:
+        """A section that stays in memory. Raises ChecksumError."""
+        data = self._read(file, np.array([section.offset_bytes]), np.array([section.size_bytes]))[0]
+        if crc32c(data) != section.crc32c:
+            raise errors.ChecksumError(otherwise, path=self._path, offset_bytes=section.offset_bytes, fix=REBUILD)
+        return data
 
     def _section(self, sections: dict[str, Section], name: str, size_bytes: int | None = None) -> Section:
         section = sections.get(name)

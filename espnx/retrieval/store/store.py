@@ -251,7 +251,7 @@ class EmbeddingStore(Version):
         fixed = 0 if self.projection is None else self.projection.components.nbytes
         fixed += 0 if self.deleted is None else self.deleted.nbytes
         books = [tier.codebook for tier in (self.full, self.coarse) if tier is not None and tier.codebook is not None]
-        fixed += sum(book.centroids.nbytes for book in books)
+        fixed += sum(book.centroids.nbytes for book in books) + sum(part.texts_resident_bytes for part in self.parts)
         return self.n_tokens.nbytes + sum(tier.resident_bytes for tier in (self.full, self.coarse) if tier is not None) + fixed
 
     def facts(self) -> list[tuple[str, str]]:

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import shutil
-import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from espnx import errors
 from espnx.retrieval.store import part_file, part_texts
 from espnx.retrieval.store.store import EmbeddingStore
 from espnx.storage import NativeEngine, manifest
-from tests.retrieval.common import D_CLS, EVERYTHING, build, corpus, memory_folder, queries, replace_section, section_places
+from tests.retrieval.common import D_CLS, EVERYTHING, build, corpus, memory_folder, queries, replace_section, rows_of_part, section_places
 
 DIM = 16
 FILES = [
@@ -208,7 +207,7 @@ def test_texts_and_ids_piece_by_piece(victim: Path, engine: NativeEngine, right:
     path = find(victim, "part.bin")
     original = path.read_bytes()
     rng = random.Random(1)
-    places = [section_places(path)[name] for name in ("rows", "row_ends", "ids", "fences")]
+    places = [section_places(path)[name] for name in ("rows", "groups", "ids", "fences")]
     noticed = 0
     for turn in range(150):
         bent, place = bytearray(original), places[turn % 4]
@@ -244,15 +243,13 @@ def test_a_file_of_another_store(victim: Path, whole: Path, engine: NativeEngine
 def test_two_rows_exchanged(victim: Path, engine: NativeEngine) -> None:
     """Ids, texts and their checksums intact, under another number: as a bit in the table of rows would leave them."""
     path = find(victim, "part.bin")
-    place, table = (section_places(path)[name] for name in ("rows", "row_ends"))
-    whole = path.read_bytes()
-    ends = struct.unpack_from("<150q", whole, table.offset_bytes)
-    sizes = [end - begin for begin, end in zip((0, *ends), ends, strict=False)]
+    rows, whole = rows_of_part(path), path.read_bytes()
+    sizes = [len(row.data) for row in rows]
     first, second = next((a, b) for a in range(150) for b in range(a + 1, 150) if sizes[a] == sizes[b])
     bent = bytearray(whole)
     for source, target in ((first, second), (second, first)):
-        begin, at = (place.offset_bytes + ends[number] - sizes[number] for number in (source, target))
-        bent[at : at + sizes[target]] = whole[begin : begin + sizes[source]]
+        at = rows[target].offset_bytes
+        bent[at : at + sizes[target]] = rows[source].data
     path.write_bytes(bent)
     with pytest.raises(errors.ChecksumError, match=rf"damaged text of record ({first}|{second})") as caught:
         ranking(victim, engine)
