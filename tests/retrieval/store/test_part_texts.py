@@ -30,7 +30,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Any, str
     path = tmp_path_factory.mktemp("texts") / "s"
     vectors = [document.vectors for document in corpus(COUNT)]
     ids = [n if n % 3 else f"doc-{n}" * (1 + n % 5) for n in range(COUNT)]
-    build(path, [espnx.Document(i, text, each) for i, text, each in zip(ids, texts(), vectors, strict=True)], nlist=1)
+    build(path, [espnx.Document(i, text, each) for i, text, each in zip(ids, texts(), vectors, strict=True)])
     return path, dict(zip(ids, texts(), strict=True))
 
 
@@ -38,18 +38,31 @@ def part(path: Path) -> Path:
     return next(path.rglob("part.bin"))
 
 
-def test_groups(store: tuple[Path, dict[Any, str]]) -> None:
-    """No larger than a block unless of one row, and none is left smaller than it has to be."""
-    place = section_places(part(store[0]))["groups"]
+def groups(path: Path) -> tuple[list[int], list[int]]:
+    """(records, bytes) of each group."""
+    place = section_places(part(path))["groups"]
     table = np.frombuffer(place.path.read_bytes()[place.offset_bytes : place.offset_bytes + place.size_bytes], "<i8").reshape(2, -1)
     records, sizes = np.diff(table).tolist()
+    return records, sizes
+
+
+def test_groups(store: tuple[Path, dict[Any, str]]) -> None:
+    """No larger than a block unless of one row, and none is left smaller than it has to be."""
+    records, sizes = groups(store[0])
     assert sum(records) == COUNT
     assert all(size <= 4096 or count == 1 for count, size in zip(records, sizes, strict=True))
-    assert max(records) == 64
-    rows = [len(row.data) for row in rows_of_part(place.path)]
+    assert (min(records), max(records) > 9) == (1, True)
+    rows = [len(row.data) for row in rows_of_part(part(store[0]))]
     for group in range(len(records) - 1):
         following = 4 + rows[sum(records[: group + 1])]
         assert records[group] == 64 or sizes[group] + following > 4096
+
+
+def test_groups_of_short_rows(tmp_path: Path) -> None:
+    build(tmp_path / "s", [espnx.Document(n, "", document.vectors) for n, document in enumerate(corpus(COUNT))])
+    records, sizes = groups(tmp_path / "s")
+    assert records == [64, 64, 64, 64, 44]
+    assert sizes == [count * (4 + 12 + 8) for count in records]
 
 
 @pytest.mark.parametrize("engine", ["uring", "posix", "memory"])
