@@ -7,6 +7,7 @@ within a turn are compared: their geometric mean, and the interval that 95 % of 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -66,6 +67,36 @@ def shared_keys(documents: Sequence[Sequence[Mapping[str, Any]]]) -> set[str]:
     return set.intersection(*({key for row in rows for key in row["params"]} for rows in documents))
 
 
+def environment(folder: Path) -> dict[str, str]:
+    """In which a worktree's own code runs."""
+    return {**os.environ, "PYTHONPATH": str(folder), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+class Worker:
+    """A program in a worktree that stays for all turns."""
+
+    def __init__(self, folder: Path, command: Sequence[str]):
+        self._name = folder.name
+        self._process = subprocess.Popen(
+            command, cwd=folder, env=environment(folder), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+
+    def turn(self, number: int) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(f"{number}\n")
+            answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        except (BrokenPipeError, ValueError) as error:
+            raise SystemExit(f"compare: error: the worker of {self._name} gave no answer in turn {number}: {error}") from error
+        return answer
+
+    def end(self) -> None:
+        self._process.kill()
+        with contextlib.suppress(BrokenPipeError), self._process:  # closes the pipes
+            pass
+
+
 class Side(NamedTuple):
     """A worktree and what runs in it."""
 
@@ -79,10 +110,11 @@ class Side(NamedTuple):
         result.parent.mkdir(exist_ok=True)
         result.unlink(missing_ok=True)
         words = [*self.command, "--json", str(result)] if self.is_case else self.command
-        environment = {**os.environ, "PYTHONPATH": str(self.folder), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         begin = time.perf_counter()
         try:
-            done = subprocess.run(words, cwd=self.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            done = subprocess.run(
+                words, cwd=self.folder, env=environment(self.folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
         except OSError as error:
             raise SystemExit(f"compare: error: {words[0]} does not run: {error.strerror}") from error
         seconds = time.perf_counter() - begin
@@ -109,6 +141,26 @@ def measure(sides: Mapping[str, Side], pairs: int, order: random.Random) -> dict
         return {name: [points(rows, shared) for rows in runs] for name, runs in found.items()}
     except ValueError as error:
         raise SystemExit(f"compare: error: {error}") from error
+
+
+def measure_workers(folders: Mapping[str, Path], command: Sequence[str], pairs: int, order: random.Random) -> dict[str, list[Times]]:
+    """As `measure`, of programs that stay. Raises SystemExit where they find different results in a turn."""
+    workers = {name: Worker(folder, command) for name, folder in folders.items()}
+    found: dict[str, list[Times]] = {name: [] for name in folders}
+    try:
+        for turn in range(-1, pairs):
+            names = list(workers)
+            order.shuffle(names)
+            answers = {name: workers[name].turn(turn + 1) for name in names}
+            if len({json.dumps(answer.get("results"), sort_keys=True) for answer in answers.values()}) > 1:
+                raise SystemExit(f"compare: error: the commits find different results in turn {turn + 1}")
+            for name, answer in answers.items() if turn >= 0 else ():
+                found[name].append({point: float(seconds) for point, seconds in answer["seconds"].items()})
+            print(f"compare: {turn + 1} of {pairs} pairs", file=sys.stderr, flush=True)
+    finally:
+        for worker in workers.values():
+            worker.end()
+    return found
 
 
 def summary(times: Mapping[str, list[Times]], seed: int) -> tuple[list[dict[str, Any]], list[str]]:
@@ -152,14 +204,29 @@ def main(argv: Sequence[str]) -> int:
     args, words = parser.parse_args(argv[:split]), list(argv[split + 1 :])
     if args.pairs < 2:
         parser.error("--pairs: at least 2")
+    names = ["a", "b", "s"] if args.own_spread else ["a", "b"]
+    order = random.Random(args.seed)
+    if words[0] == "--worker":
+        if args.a or args.b:
+            parser.error("--a, --b: a worker is called alike on every side")
+        command = [sys.executable, str(Path(words[1]).resolve()), *words[2:]]
+        times = measure_workers({name: Path(args.work) / name for name in names}, command, args.pairs, order)
+    else:
+        times = measure(sides_of(args, words, names), args.pairs, order)
+    return report(args, words, *summary(times, args.seed))
+
+
+def sides_of(args: argparse.Namespace, words: Sequence[str], names: Sequence[str]) -> dict[str, Side]:
     is_case = words[0] != "--"
-    command = [sys.executable, "-m", "espnx", "bench", *words] if is_case else words[1:]
+    command = [sys.executable, "-m", "espnx", "bench", *words] if is_case else list(words[1:])
     if is_case and "--pairs" not in words:
         command += ["--pairs", "1"]
     more = {"a": shlex.split(args.a), "b": shlex.split(args.b), "s": shlex.split(args.a)}
-    names = ["a", "b", "s"] if args.own_spread else ["a", "b"]
-    sides = {name: Side(Path(args.work) / name, command + more[name], is_case) for name in names}
-    entries, missing = summary(measure(sides, args.pairs, random.Random(args.seed)), args.seed)
+    return {name: Side(Path(args.work) / name, command + more[name], is_case) for name in names}
+
+
+def report(args: argparse.Namespace, words: Sequence[str], entries: Sequence[Mapping[str, Any]], missing: Sequence[str]) -> int:
+    """Prints the table, writes the file, and returns the exit code."""
     for point in missing:
         print(f"compare: not on both sides: {point}", file=sys.stderr)
     if not entries:

@@ -3,6 +3,9 @@
 #
 #   scripts/compare_commits.sh [OPTIONS] A B CASE [ARGS...]      a case of `espnx bench`, with its arguments
 #   scripts/compare_commits.sh [OPTIONS] A B -- COMMAND...       any command, by its time; it runs in the worktree's root
+#   scripts/compare_commits.sh [OPTIONS] A B --worker FILE [ARGS...]    a Python file that opens what it needs once for all turns, and
+#       then for each line on its standard input does the turn of that number and writes one line of JSON:
+#       {"seconds": {POINT: SECONDS, ...}, "results": what has to be the same on every side}. scripts/compare_searches.py is one.
 #
 #   --pairs N        how often each side runs (default: 30)
 #   --own-spread     A runs twice in every turn, in two worktrees: what two equal commits differ by, beside what A and B do
@@ -29,11 +32,12 @@ while [ $# -gt 0 ]; do
     -h | --help) sed -n '2,/^set -e/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
     --own-spread) options+=("$1"); shift ;;
     --pairs | --bar | --a | --b | --seed | --json) [ $# -ge 2 ] || die "$1 needs a value"; options+=("$1=$2"); shift 2 ;;
+    --worker) break ;;
     --*) die "unknown option $1 (--help lists them)" ;;
     *) break ;;
   esac
 done
-[ $# -ge 3 ] || die "expected A B CASE [ARGS...] or A B -- COMMAND... (--help)"
+[ $# -ge 3 ] || die "expected A B CASE [ARGS...], A B -- COMMAND... or A B --worker FILE [ARGS...] (--help)"
 [ -x "$PYTHON" ] || die "no .venv here; run \`make setup\`"
 a=$(git rev-parse --verify --quiet "$1^{commit}") || die "no commit $1"
 b=$(git rev-parse --verify --quiet "$2^{commit}") || die "no commit $2"

@@ -12,6 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.retrieval.common import DIM, build, corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts"))
@@ -113,3 +117,60 @@ def test_a_point_above_the_bar_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_
     assert compare_commits.main(["--bar=1.03", *words]) == 1
     assert "above 1.03: command" in capsys.readouterr().out
     assert compare_commits.main(["--bar=1.05", *words]) == 0
+
+
+WORKER = """
+import json, sys
+for line in sys.stdin:
+    turn, side = int(line), __import__("os").path.basename(__import__("os").getcwd())
+    if turn == {fails_at}:
+        sys.exit(3)
+    found = [turn] if turn != {differs_at} else [side]
+    print(json.dumps({{"seconds": {{"p": 1.0 + turn, "q": 2.0 if side == "b" else 1.0}}, "results": found}}), flush=True)
+"""
+
+
+def compared_workers(folder: Path, differs_at: int = -1, fails_at: int = -1) -> dict[str, Any]:
+    (folder / "worker.py").write_text(WORKER.format(differs_at=differs_at, fails_at=fails_at))
+    sides = {name: folder / name for name in "ab"}
+    for side in sides.values():
+        side.mkdir()
+    return compare_commits.measure_workers(sides, [sys.executable, str(folder / "worker.py")], 3, random.Random(1))
+
+
+def test_workers_stay_for_all_turns(tmp_path: Path) -> None:
+    """The first turn is not counted."""
+    entries, missing = summary(compared_workers(tmp_path), seed=1)
+    assert {entry["point"]: (entry["a_s"], entry["ratio"]) for entry in entries} == {"p": ([2.0, 3.0, 4.0], 1.0), "q": ([1.0] * 3, 2.0)}
+    assert missing == []
+
+
+def test_workers_that_find_other_results_or_end(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "end").mkdir()
+    with pytest.raises(SystemExit, match="different results in turn 2"):
+        compared_workers(tmp_path / "other", differs_at=2)
+    with pytest.raises(SystemExit, match=r"the worker of . gave no answer in turn 1"):
+        compared_workers(tmp_path / "end", fails_at=1)
+
+
+def test_searches_of_a_store_beside_itself(tmp_path: Path) -> None:
+    """The worker that is kept, on a small store."""
+    documents = corpus(60)
+    build(tmp_path / "s", documents, coarse="bit1")
+    vectors = [document.vectors for document in documents if document.vectors is not None]
+    save_file(
+        {"cls": torch.stack([each.cls for each in vectors[:7]]).float(), "tokens": torch.randn(7, 4, DIM)}, tmp_path / "q.safetensors"
+    )
+    command = [sys.executable, str(ROOT / "scripts" / "compare_searches.py"), str(tmp_path / "s"), str(tmp_path / "q.safetensors")]
+    worker = compare_commits.Worker(ROOT, [*command, "--callers", "2", "--per-turn", "3", "--coarse"])
+    try:
+        first, second = worker.turn(0), worker.turn(1)
+    finally:
+        worker.end()
+    assert set(first["seconds"]) == {
+        f"{way}, {by}" for way in ("exact", "re-rank 64", "cascade 64") for by in ("1 caller", "2 callers", "batch")
+    }
+    assert all(seconds > 0 for seconds in first["seconds"].values())
+    assert [len(hits) for hits in first["results"]["exact, batch"]] == [10] * 3
+    assert first["results"]["exact, batch"] == first["results"]["exact, 2 callers"] != second["results"]["exact, batch"]
