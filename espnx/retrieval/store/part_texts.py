@@ -112,21 +112,21 @@ class PartTexts:
     def get(self, file: FileHandle, sections: dict[str, Section], numbers: Sequence[int]) -> list[tuple[DocumentId, str]]:
         """(id, text) of each record number, in the order asked. Raises ChecksumError, FormatError: no wrong text is handed out."""
         result: list[tuple[DocumentId, str]] = []
+        firsts, offsets = self._group_table(file, sections)
         places = np.asarray(numbers, dtype=np.int64) - self._first
-        for begin in range(0, len(places), _IDS_AT_ONCE):
-            chosen = places[begin : begin + _IDS_AT_ONCE]
-            firsts, offsets = self._group_table(file, sections)
-            wanted, of = np.unique(np.searchsorted(firsts, chosen, side="right") - 1, return_inverse=True)
-            sizes = offsets[wanted + 1] - offsets[wanted]
-            at, cuts = sections["rows"].offset_bytes + offsets[wanted], np.flatnonzero(np.diff(np.cumsum(sizes) // _READ_BYTES)) + 1
-            found: dict[int, tuple[DocumentId, str]] = {}
-            for run in np.split(np.arange(len(wanted)), cuts):
-                groups = self._read(file, at[run], sizes[run])
-                for item in np.flatnonzero((of >= run[0]) & (of <= run[-1])).tolist():
-                    first, place = int(firsts[wanted[of[item]]]), int(chosen[item])
-                    records = int(firsts[wanted[of[item]] + 1]) - first
-                    found[item] = self._parse(place + self._first, self._row(groups[of[item] - run[0]], records, place - first))
-            result += [found[item] for item in range(len(chosen))]
+        of = np.searchsorted(firsts, places, side="right") - 1
+        sizes = offsets[of + 1] - offsets[of]
+        begin = 0
+        while begin < len(places):
+            held = np.cumsum(sizes[begin : begin + _IDS_AT_ONCE])
+            end = begin + max(1, int(np.searchsorted(held, _READ_BYTES, side="right")))
+            wanted = np.unique(of[begin:end])
+            read = self._read(file, sections["rows"].offset_bytes + offsets[wanted], offsets[wanted + 1] - offsets[wanted])
+            groups = dict(zip(wanted.tolist(), zip(read, firsts[wanted].tolist(), firsts[wanted + 1].tolist(), strict=True), strict=True))
+            for place, group in zip(places[begin:end].tolist(), of[begin:end].tolist(), strict=True):
+                rows, first, last = groups[group]
+                result.append(self._parse(place + self._first, self._row(rows, last - first, place - first)))
+            begin = end
         return result
 
     def _row(self, group: bytes, records: int, place: int) -> bytes:
@@ -163,7 +163,7 @@ class PartTexts:
     def _parse(self, number: int, row: bytes) -> tuple[DocumentId, str]:
         crc, is_text, size = _ROW.unpack_from(row) if len(row) >= _ROW.size else (None, 0, 0)
         end = _ROW.size + size
-        if crc is None or crc != crc32c(row[4:], crc32c(struct.pack("<Q", number), self._salt)):
+        if crc != crc32c(struct.pack("<Q", number) + row[4:], self._salt):
             raise errors.ChecksumError(f"damaged text of record {number}", path=self._path, fix=REBUILD)
         try:
             if is_text > 1 or end > len(row) or (not is_text and size != 8):
