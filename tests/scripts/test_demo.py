@@ -95,8 +95,8 @@ def test_demo(tmp_path_factory: pytest.TempPathFactory, model: Path, time: str) 
 
 
 def test_a_model_that_answers(tmp_path: Path, answering: Path) -> None:
-    """In memory, with a kept cache, and in a new process with what was kept."""
-    done = demo(tmp_path, "--documents", "60", "--directory", tmp_path / "index", "--model", answering)
+    """In memory, with a kept cache, and in a new process with what was kept; in a folder that is not there yet, as on a new machine."""
+    done = demo(tmp_path, "--documents", "60", "--directory", tmp_path / "new" / "index", "--model", answering)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     asked = [line.removeprefix("Question: ") for line in lines if line.startswith("Question: ")]
@@ -112,7 +112,7 @@ def test_a_model_that_answers(tmp_path: Path, answering: Path) -> None:
     table = lines[lines.index(next(line for line in lines if line.startswith("in all"))) - len(titles) :][: len(titles)]
     assert len(titles) == 4
     assert all(row.startswith(title) and float(row.split()[-1]) > 0 for row, title in zip(table, titles, strict=True))
-    assert not list((tmp_path / "kv").iterdir())
+    assert not list((tmp_path / "new" / "kv").iterdir())
 
 
 def test_questions_share_their_passages_and_fit(answering: Path) -> None:
