@@ -5,7 +5,7 @@ CXX_FILES = $(shell git ls-files -co --exclude-standard 'csrc/*.cpp' 'csrc/*.h' 
 # Tests on as many processes as there are cores, a file of tests on one; on one process where pytest-xdist could not be installed.
 PARALLEL = $(shell $(PYTHON_VENV) -c 'import xdist' 2>/dev/null && printf '%s' '-n auto --maxprocesses 4 --dist loadfile')
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo check test models lint format docs bench gpu-check clean
+.PHONY: help setup build wheel demo check test models lint format docs bench gpu-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -38,7 +38,12 @@ format: setup ## let ruff and clang-format rewrite the files
 	@if [ -n "$(CXX_FILES)" ]; then .venv/bin/clang-format -i $(CXX_FILES); fi
 
 build: ## compile the extension again after a change in csrc/ (only what changed)
-	@PATH="$(CURDIR)/.venv/bin:$$PATH" MAX_JOBS="$${MAX_JOBS:-2}" $(PYTHON_VENV) setup.py -q build_ext --inplace
+	@MAX_JOBS="$${MAX_JOBS:-2}" $(PYTHON_VENV) setup.py -q build_ext --inplace
+
+wheel: setup ## a wheel for this Python in dist/; it serves every torch from 2.11 on
+	@rm -rf build/lib.* build/bdist.*
+	@ESPNX_REUSE_EXTENSION=1 $(PYTHON_VENV) -m pip wheel -q --no-build-isolation --no-deps -w dist .
+	@ls dist/espnx-*.whl
 
 bench: setup ## the disk benchmark beside fio and mmap, on this folder's disk
 	@$(PYTHON_VENV) -m espnx bench io --baseline fio,mmap $(BENCH_ARGS)

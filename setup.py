@@ -1,31 +1,30 @@
-"""Builds the C++ extension ``espnx._C``; everything else about the package is in pyproject.toml.
+"""Builds the C++ extension ``espnx._C``, and makes the package's page of README.md; everything else is in pyproject.toml.
 
 Environment:
-    MAX_JOBS: how many compilers run at once (a translation unit with torch headers takes about 1.5 GB).
+    MAX_JOBS: how many compilers run at once; by default one a core.
     ESPNX_REUSE_EXTENSION=1: package the extension already built in place instead of compiling it again.
 """
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import setup
-
-try:
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
-except ImportError as error:
-    sys.exit(
-        f"espnx compiles against the torch that you run, and torch cannot be imported here ({error}). "
-        "Install torch 2.11 or newer first, then: pip install --no-build-isolation ."
-    )
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 CSRC = Path("csrc")
+SETUP = "setup.py"
 URING_PROBE = """
 #include <linux/io_uring.h>
 #include <sys/syscall.h>
@@ -45,24 +44,63 @@ def kernel_headers_know_io_uring() -> bool:
             return False  # no compiler by that name: the build itself will say so better than we can here
 
 
-def native_extension() -> CppExtension:
+def pybind11_headers() -> str:
+    """Of the package, which pip brings for an isolated build. A torch carries them, too: where it is installed, nothing need be fetched."""
+    if importlib.util.find_spec("pybind11"):
+        import pybind11
+
+        return pybind11.get_include()
+    torch = importlib.util.find_spec("torch")
+    for folder in torch.submodule_search_locations or () if torch else ():
+        if Path(folder, "include", "pybind11", "pybind11.h").is_file():
+            return str(Path(folder, "include"))
+    sys.exit("pybind11 is missing: pip install pybind11 (or let pip build in isolation, which brings it)")
+
+
+def native_extension() -> Extension:
     # Sorted: the order of a glob differs between file systems, and with it the binary.
-    sources = sorted(str(path) for path in CSRC.rglob("*.cpp") if "cuda" not in path.parts)
-    # No -march: each kernel carries variants for several instruction sets and chooses when it runs.
-    flags = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"]
+    sources = sorted(str(path) for path in CSRC.rglob("*.cpp"))
+    # No -march: each kernel carries variants for several instruction sets and chooses when it runs. -MMD: see is_stale.
+    flags = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-MMD"]
     if not kernel_headers_know_io_uring():
         flags.append("-DESPNX_NO_URING")
-    extension = CppExtension("espnx._C", sources, extra_compile_args={"cxx": flags}, extra_link_args=["-pthread"])
-    # torch's headers as system headers, so that warnings are about our own lines only.
-    for folder in extension.include_dirs:
-        flags += ["-isystem", folder]
-    extension.include_dirs = [str(CSRC.resolve())]
-    extension.depends = sorted(str(path) for suffix in ("*.h", "*.hpp") for path in CSRC.rglob(suffix))
-    return extension
+    # As system headers, so that warnings are about our own lines only.
+    flags += ["-isystem", pybind11_headers()]
+    headers = sorted(str(path) for path in CSRC.rglob("*.hpp"))
+    return Extension(
+        "espnx._C", sources, include_dirs=[str(CSRC)], extra_compile_args=flags, extra_link_args=["-pthread"], depends=[*headers, SETUP],
+        language="c++",
+    )  # fmt: skip
 
 
-class BuildOrReuse(BuildExtension):
-    """Compiles, or takes the extension already built in place: a wheel for a test then costs a second, not minutes."""
+def is_stale(made: str, source: str) -> bool:
+    """Whether an object file is older than what went into it, as its compiler noted beside it (-MMD), or than the flags above."""
+    notes = Path(made).with_suffix(".d")
+    if not notes.is_file():
+        return True
+    names = notes.read_text().replace("\\\n", " ").partition(": ")[2].replace("\\ ", "\0").split()
+    inputs = [Path(name.replace("\0", " ")) for name in (*names, source, SETUP)]
+    built = Path(made).stat().st_mtime_ns
+    return not all(path.is_file() and path.stat().st_mtime_ns <= built for path in inputs)
+
+
+class BuildOrReuse(build_ext):
+    """Compiles what is stale, several files at once, or takes the extension already built in place: a wheel for a test then costs a second,
+    not minutes."""
+
+    def build_extension(self, extension: Extension) -> None:
+        def compile_one(source: str) -> str:
+            (made,) = self.compiler.object_filenames([source], output_dir=self.build_temp)
+            if not Path(made).is_file() or is_stale(made, source):
+                includes, flags = extension.include_dirs, extension.extra_compile_args
+                self.compiler.compile([source], output_dir=self.build_temp, include_dirs=includes, extra_postargs=flags)
+            return made
+
+        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
+            made = list(pool.map(compile_one, extension.sources))
+        linked = copy.copy(extension)
+        linked.sources, linked.extra_objects, linked.depends = [], made, made
+        super().build_extension(linked)
 
     def build_extensions(self) -> None:
         if os.environ.get("ESPNX_REUSE_EXTENSION") != "1":
@@ -78,4 +116,34 @@ class BuildOrReuse(BuildExtension):
                 shutil.copy2(built, target)
 
 
-setup(ext_modules=[native_extension()], cmdclass={"build_ext": BuildOrReuse})
+def package_page(readme: str, source: str | None) -> str:
+    """README.md as a package index shows it, away from the files beside it. `source` (pyproject's URL of that name) is where these can be
+    looked at, https://HOST/OWNER/espnx/blob/v0.1.0; without one the words of their links stay, and links and pictures go."""
+
+    def is_beside(path: str) -> bool:
+        return re.match(r"[a-z]+:|#", path) is None
+
+    def link(found: re.Match[str]) -> str:
+        words, path = found.groups()
+        return found[0] if not is_beside(path) else f"[{words}]({source}/{path})" if source else words
+
+    def picture(found: re.Match[str]) -> str:
+        before, path, after = found.groups()
+        return found[0] if not is_beside(path) else f"{before}{source.replace('/blob/', '/raw/')}/{path}{after}" if source else ""
+
+    parts = re.split(r"(^```.*?^```$)", readme, flags=re.MULTILINE | re.DOTALL)
+    for i in range(0, len(parts), 2):  # between blocks of code
+        parts[i] = re.sub(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)", link, parts[i])
+        parts[i] = re.sub(r"(!\[[^\]]*\]\()([^)\s]+)(\))", picture, parts[i])
+        parts[i] = re.sub(r'(<img [^>]*src=")([^"]+)("[^>]*>)', picture, parts[i])
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    urls = tomllib.loads(Path("pyproject.toml").read_text())["project"].get("urls", {})
+    setup(
+        ext_modules=[native_extension()],
+        cmdclass={"build_ext": BuildOrReuse},
+        long_description=package_page(Path("README.md").read_text(), urls.get("Source")),
+        long_description_content_type="text/markdown",
+    )

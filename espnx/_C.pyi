@@ -65,7 +65,7 @@ class RecordStream:
     def __init__(self, engine: Engine, window_bytes: int, max_workers: int) -> None: ...
     def push(
         self, kept: KeptRecords, numbers: Tensor, queries: Sequence[tuple[Tensor, Tensor, float]], pair_item: Tensor | None,
-        pair_query: Tensor | None, is_urgent: bool, gap_bytes: int, deadline_s: float, /,
+        pair_query: Tensor | None, is_urgent: bool, gap_bytes: int, deadline_s: float, threads: int, /,
     ) -> RecordTicket:  # fmt: skip
         """`queries`: (tokens, CLS, weight of CLS) each. `pair_item`, `pair_query`: which records are scored for which queries."""
 
@@ -143,6 +143,31 @@ class Extension:
     def attend_rows(
         stream: _RowStream | None, ticket: int, *, q: Tensor, dv: int, rows: tuple[Tensor, Tensor, int, int, int] | None = None,
         position: Tensor | None = None, last_position: Tensor | None = None, first_visible: Tensor | None = None,
-        visible: Tensor | None = None, window: int = 0, soft_cap: float = 0.0, slopes: Tensor | None = None, threads: int = 0,
+        visible: Tensor | None = None, window: int = 0, soft_cap: float = 0.0, slopes: Tensor | None = None, threads: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """(o, lse). `rows`: K, V, how many to skip, how many count, and the position of the first: those in memory."""
+    @staticmethod
+    def maxsim(
+        query: Tensor, buffer: Tensor, offset_bytes: Tensor, n_tokens: Tensor, fmt: str, threads: int, centroids: Tensor | None,
+        bucket_weights: Tensor | None, /,
+    ) -> Tensor:  # fmt: skip
+        """As `espnx.ops.maxsim`, of tensors that are contiguous."""
+
+    @staticmethod
+    def crc32c_ranges(buffer: Tensor, offset_bytes: Tensor, size_bytes: Tensor, seed: int, /) -> Tensor:
+        """As `espnx.ops.crc32c_ranges`, of tensors that are contiguous."""
+
+    @staticmethod
+    def attention(
+        query: Tensor, buffer: Tensor, block_offset_bytes: Tensor, n_rows: Tensor, block_rows: int, fmt: str, scale: float,
+        dv: int, visible: Tensor | None, last_position: Tensor | None, threads: int, /,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """As `espnx.ops.attention`, of a query in float32 and tensors that are contiguous."""
+
+    @staticmethod
+    def cpu_level() -> int:
+        """The instruction set in force: 0 portable, 1 AVX2, 2 AVX-512, 3 VNNI, 4 AMX."""
+
+    @staticmethod
+    def set_cpu_level(level: int, /) -> int:
+        """Puts one in force, in this process; -1: the best."""

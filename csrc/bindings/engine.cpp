@@ -1,4 +1,4 @@
-// What Python sees of the storage engine: objects with state, by pybind11. Tensor ops are registered in ops.cpp.
+// The module, and what Python sees of the storage engine: objects with state.
 // Failures cross as espnx.errors classes, made by the function that espnx.storage registers with set_error_factory.
 
 #include <cmath>
@@ -9,7 +9,7 @@
 
 namespace espnx::python {
 
-std::pair<at::Tensor, bool> Future::next(int64_t at_least, double timeout_s) {
+std::pair<NewTensor, bool> Future::next(int64_t at_least, double timeout_s) {
   check();
   if (std::isnan(timeout_s)) invalid("timeout_s is not a number");
   std::vector<int64_t> items;
@@ -74,11 +74,11 @@ void raise_failure(const io::Failure& f) {
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
 }
 
-Future submit(const std::shared_ptr<io::Engine>& engine, bool reading, const at::Tensor& file,
-              const at::Tensor& offset_bytes, const at::Tensor& size_bytes,
-              const std::optional<at::Tensor>& out_offset_bytes, const std::optional<at::Tensor>& crc32c,
-              const std::optional<at::Tensor>& memory, int64_t gap_bytes, int priority, double deadline_s) {
-  Remains::free();
+Future submit(const std::shared_ptr<io::Engine>& engine, bool reading, const Tensor& file, const Tensor& offset_bytes,
+              const Tensor& size_bytes, const std::optional<Tensor>& out_offset_bytes,
+              const std::optional<Tensor>& crc32c, const std::optional<Tensor>& memory, int64_t gap_bytes, int priority,
+              double deadline_s) {
+  free_kept();
   io::TransferSpec spec;
   spec.reading = reading;
   spec.file = to_vector(file, "file", -1);
@@ -90,12 +90,9 @@ Future submit(const std::shared_ptr<io::Engine>& engine, bool reading, const at:
   if (out_offset_bytes.has_value() != memory.has_value())
     invalid("out_offset_bytes and the memory they point into come together");
   if (memory) {
-    if (!memory->device().is_cpu() || memory->scalar_type() != at::kByte || !memory->is_contiguous()) {
-      invalid("the memory of a plan must be a contiguous uint8 tensor on the CPU");
-    }
-    spec.base = static_cast<char*>(memory->data_ptr());
+    spec.base = contiguous<char>(*memory, Dtype::uint8, "the memory of a plan", "uint8");
     spec.base_bytes = memory->numel();
-    spec.keep_alive = Remains::keep(*memory);
+    spec.keep_alive = memory->keep();
   }
   if (gap_bytes < 0 || !(deadline_s > 0)) invalid("gap_bytes must not be negative and deadline_s must be positive");
   spec.gap_bytes = gap_bytes;
@@ -158,7 +155,7 @@ std::shared_ptr<io::Engine> make_engine(const std::string& path, unsigned queue_
 }
 
 py::dict stats_dict(io::Engine& engine) {
-  Remains::free();
+  free_kept();
   const io::EngineStats stats = [&] {
     py::gil_scoped_release unlocked;
     return engine.stats();
@@ -189,14 +186,14 @@ io::Direct to_direct(const std::optional<bool>& direct) {
 }
 
 // uint8 [size_bytes], uninitialised, page-aligned: it returns to the engine's pool when the last tensor over it goes.
-at::Tensor memory_of(io::Engine& engine, int64_t size_bytes) {
+NewTensor memory_from(io::Engine& engine, int64_t size_bytes) {
   if (size_bytes < 0) invalid("a negative size");
   std::shared_ptr<io::Buffer> buffer;
   {
     py::gil_scoped_release unlocked;
     buffer = engine.memory(size_bytes);
   }
-  return at::from_blob(buffer->data, {size_bytes}, [buffer](void*) {}, at::TensorOptions().dtype(at::kByte));
+  return {buffer->data, Dtype::uint8, {size_bytes}, buffer};
 }
 
 void bind_engine(py::module_& m) {
@@ -239,7 +236,7 @@ void bind_engine(py::module_& m) {
            py::arg("size_bytes"), py::arg("out_offset_bytes"), py::arg("crc32c"), py::arg("memory"),
            py::arg("gap_bytes"), py::arg("priority"), py::arg("deadline_s"))
       .def("stats", &stats_dict)
-      .def("memory", &memory_of)
+      .def("memory", &memory_from)
       .def_property_readonly("mapped_bytes", &io::Engine::mapped_bytes)
       .def("close", &io::Engine::close, Release());
 }
@@ -261,9 +258,8 @@ void bind_future(py::module_& m) {
 }
 
 // The planner without an engine: engines that are not ours (cuFile) still read by the same extents.
-py::tuple pack_plan(const at::Tensor& file_sizes, const at::Tensor& alignments, const at::Tensor& file,
-                    const at::Tensor& offset_bytes, const at::Tensor& size_bytes, int64_t gap_bytes,
-                    int64_t limit_bytes) {
+py::tuple pack_plan(const Tensor& file_sizes, const Tensor& alignments, const Tensor& file, const Tensor& offset_bytes,
+                    const Tensor& size_bytes, int64_t gap_bytes, int64_t limit_bytes) {
   const std::vector<int64_t> sizes = to_vector(file_sizes, "file_sizes", -1);
   const std::vector<int64_t> aligned = to_vector(alignments, "alignments", static_cast<int64_t>(sizes.size()));
   const std::vector<int64_t> files = to_vector(file, "file", -1);
@@ -296,11 +292,10 @@ py::tuple pack_plan(const at::Tensor& file_sizes, const at::Tensor& alignments, 
 }  // namespace
 }  // namespace espnx::python
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+PYBIND11_MODULE(_C, m) {
   using namespace espnx::python;
-  m.doc() =
-      "espnx's compiled part: the storage engine (here) and the CPU tensor ops (torch.ops.espnx, registered on "
-      "import).";
+  m.doc() = "espnx's compiled part: the storage engine, streams of records and rows, and the CPU versions of the ops.";
+  find_torch();
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);
@@ -320,6 +315,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_future(m);
   bind_records(m);
   bind_rows(m);
+  bind_ops(m);
   m.def("pack_plan", &pack_plan);
   m.def("reserve_file_numbers", &io::reserve_file_numbers);
 }

@@ -1,8 +1,6 @@
 // Records in Python: where they lie, and streams that read and score them as they arrive.
 #include "device/records.hpp"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <chrono>
 #include <optional>
@@ -14,11 +12,8 @@
 namespace espnx::python {
 namespace {
 
-const uint16_t* token_counts(const at::Tensor& n_tokens) {
-  if (!n_tokens.device().is_cpu() || n_tokens.scalar_type() != at::kUInt16 || !n_tokens.is_contiguous()) {
-    invalid("n_tokens must be a contiguous uint16 tensor on the CPU");
-  }
-  return static_cast<const uint16_t*>(n_tokens.const_data_ptr());
+const uint16_t* token_counts(const Tensor& n_tokens) {
+  return contiguous<const uint16_t>(n_tokens, Dtype::uint16, "n_tokens", "uint16");
 }
 
 void check_records(const std::vector<int64_t>& records, int64_t total) {
@@ -27,18 +22,16 @@ void check_records(const std::vector<int64_t>& records, int64_t total) {
   }
 }
 
-const int64_t* group_offsets(const at::Tensor& group_offset_bytes, int64_t total) {
-  if (group_offset_bytes.scalar_type() != at::kLong || group_offset_bytes.numel() * espnx::kGroupRecords < total) {
-    invalid("group_offset_bytes must be int64 with one entry for every 64 records");
+const int64_t* group_offsets(const Tensor& group_offset_bytes, int64_t total) {
+  const auto* offsets = contiguous<const int64_t>(group_offset_bytes, Dtype::int64, "group_offset_bytes", "int64");
+  if (group_offset_bytes.numel() * espnx::kGroupRecords < total) {
+    invalid("group_offset_bytes must have one entry for every 64 records");
   }
-  return group_offset_bytes.const_data_ptr<int64_t>();
+  return offsets;
 }
 
-const float* float_values(const at::Tensor& tensor, const char* name) {
-  if (!tensor.device().is_cpu() || tensor.scalar_type() != at::kFloat || !tensor.is_contiguous()) {
-    invalid(std::string(name) + " must be a contiguous float32 tensor on the CPU");
-  }
-  return tensor.const_data_ptr<float>();
+const float* float_values(const Tensor& tensor, const char* name) {
+  return contiguous<const float>(tensor, Dtype::float32, name, "float32");
 }
 
 espnx::TokenFormat to_format(const std::string& name) {
@@ -47,10 +40,10 @@ espnx::TokenFormat to_format(const std::string& name) {
   return format;
 }
 
-using Queries = std::vector<std::tuple<at::Tensor, at::Tensor, double>>;  // tokens, CLS, weight of CLS
+using Queries = std::vector<std::tuple<Tensor, Tensor, double>>;  // tokens, CLS, weight of CLS
 
-espnx::RecordRules to_rules(const py::dict& rules, const std::optional<at::Tensor>& centroids,
-                            const std::optional<at::Tensor>& bucket_weights) {
+espnx::RecordRules to_rules(const py::dict& rules, const std::optional<Tensor>& centroids,
+                            const std::optional<Tensor>& bucket_weights) {
   espnx::RecordRules common{rules["salt"].cast<uint32_t>(),
                             rules["format_number"].cast<uint8_t>(),
                             {rules["fixed_bytes"].cast<int64_t>(), rules["row_bytes"].cast<int64_t>()},
@@ -61,6 +54,7 @@ espnx::RecordRules to_rules(const py::dict& rules, const std::optional<at::Tenso
                             {}};
   const int residual_bits = espnx::residual_bits(common.tokens);
   const bool has_codebook = centroids && bucket_weights;
+  if (centroids.has_value() != bucket_weights.has_value()) invalid("centroids and bucket_weights come together");
   if (residual_bits == 0 && has_codebook) invalid("a codebook belongs to residual formats alone");
   if (has_codebook) {
     const bool fits = centroids->dim() == 2 && centroids->size(1) == common.dim;
@@ -96,9 +90,9 @@ void check_pairs(const std::vector<int64_t>& item, const std::vector<int64_t>& q
 
 using Kept = std::shared_ptr<const device::KeptRecords>;
 
-Kept keep_records(const at::Tensor& n_tokens, const at::Tensor& group_offset_bytes, const at::Tensor& segment_begin,
-                  const at::Tensor& files, const py::dict& rules, const std::optional<at::Tensor>& centroids,
-                  const std::optional<at::Tensor>& bucket_weights) {
+Kept keep_records(const Tensor& n_tokens, const Tensor& group_offset_bytes, const Tensor& segment_begin,
+                  const Tensor& files, const py::dict& rules, const std::optional<Tensor>& centroids,
+                  const std::optional<Tensor>& bucket_weights) {
   auto kept = std::make_shared<device::KeptRecords>();
   kept->rules = to_rules(rules, centroids, bucket_weights);
   kept->n_tokens = token_counts(n_tokens);
@@ -109,9 +103,9 @@ Kept keep_records(const at::Tensor& n_tokens, const at::Tensor& group_offset_byt
   kept->group_offset_bytes = group_offsets(group_offset_bytes, kept->total);
   kept->segment_begin = to_vector(segment_begin, "segment_begin", -1);
   kept->files = to_vector(files, "files", static_cast<int64_t>(kept->segment_begin.size()));
-  for (const at::Tensor& tensor : {n_tokens, group_offset_bytes}) kept->keeps_alive.push_back(Remains::keep(tensor));
-  for (const auto& tensor : {centroids, bucket_weights}) {
-    if (tensor) kept->keeps_alive.push_back(Remains::keep(*tensor));
+  for (const Tensor* tensor : {&n_tokens, &group_offset_bytes}) kept->keeps_alive.push_back(tensor->keep());
+  for (const auto* tensor : {&centroids, &bucket_weights}) {
+    if (*tensor) kept->keeps_alive.push_back((*tensor)->keep());
   }
   return kept;
 }
@@ -158,7 +152,7 @@ struct PyRecordTicket {
     if (!stream->in_own_process()) invalid("the records belong to the parent process; open the store after fork()");
   }
 
-  std::pair<at::Tensor, bool> next(int64_t at_least, double timeout_s) {
+  std::pair<NewTensor, bool> next(int64_t at_least, double timeout_s) {
     check();
     const auto until =
         io::Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::min(timeout_s, 1e9) * 1e9));
@@ -173,7 +167,7 @@ struct PyRecordTicket {
         finished = stream->next(*ticket, wanted, std::clamp<int64_t>(left_ns, 0, kSignalCheckNs), items);
       }
       if (finished || static_cast<int64_t>(items.size()) >= at_least || left_ns <= 0) {
-        return {to_tensor(items), finished};
+        return {to_tensor(std::move(items)), finished};
       }
       if (PyErr_CheckSignals() != 0) {
         stream->forget(*ticket);
@@ -182,14 +176,9 @@ struct PyRecordTicket {
     }
   }
 
-  at::Tensor scores() const {
-    const std::vector<float>& found = device::RecordStream::scores(*ticket);
-    at::Tensor scores = at::empty({static_cast<int64_t>(found.size())}, at::kFloat);
-    std::copy(found.begin(), found.end(), scores.data_ptr<float>());
-    return scores;
-  }
+  NewTensor scores() const { return to_tensor(std::vector<float>(device::RecordStream::scores(*ticket))); }
 
-  at::Tensor score_more(const at::Tensor& pair_item, const at::Tensor& pair_query) {
+  NewTensor score_more(const Tensor& pair_item, const Tensor& pair_query) {
     check();
     const std::vector<int64_t> item = to_vector(pair_item, "pair_item", -1);
     const std::vector<int64_t> query = to_vector(pair_query, "pair_query", static_cast<int64_t>(item.size()));
@@ -199,32 +188,28 @@ struct PyRecordTicket {
       py::gil_scoped_release unlocked;
       found = device::RecordStream::score_more(*ticket, item, query);
     }
-    return at::tensor(at::ArrayRef<float>(found), at::kFloat);
+    return to_tensor(std::move(found));
   }
 
   // (memory, where each record begins in it): none while the reads wait for the window.
-  std::optional<std::pair<at::Tensor, at::Tensor>> memory() const {
+  std::optional<std::pair<NewTensor, NewTensor>> memory() const {
     const auto transfer = device::RecordStream::transfer(*ticket);
     if (!transfer) return std::nullopt;
-    auto owner = transfer->memory_owner();
-    return std::make_pair(
-        at::from_blob(
-            transfer->memory(), {transfer->memory_bytes()}, [owner](void*) {}, at::TensorOptions().dtype(at::kByte)),
-        to_tensor(transfer->position_bytes()));
+    return std::make_pair(memory_of(*transfer), to_tensor(transfer->position_bytes()));
   }
 };
 
-PyRecordTicket push_records(const PyRecordStream& self, const Kept& kept, const at::Tensor& numbers,
-                            const Queries& queries, const std::optional<at::Tensor>& pair_item,
-                            const std::optional<at::Tensor>& pair_query, bool is_urgent, int64_t gap_bytes,
-                            double deadline_s) {
+PyRecordTicket push_records(const PyRecordStream& self, const Kept& kept, const Tensor& numbers, const Queries& queries,
+                            const std::optional<Tensor>& pair_item, const std::optional<Tensor>& pair_query,
+                            bool is_urgent, int64_t gap_bytes, double deadline_s, int threads) {
   self.check();
-  Remains::free();
+  free_kept();
   device::RecordRequest request;
   request.kept = kept;
   request.numbers = to_vector(numbers, "numbers", -1);
   check_records(request.numbers, kept->total);
   if (gap_bytes < 0 || !(deadline_s > 0)) invalid("gap_bytes must not be negative and deadline_s must be positive");
+  if (threads < 1) invalid("threads must be 1 or more");
   request.queries = to_queries(kept->rules, queries);
   const auto count = static_cast<int64_t>(request.numbers.size());
   if (pair_item && pair_query) {
@@ -237,7 +222,7 @@ PyRecordTicket push_records(const PyRecordStream& self, const Kept& kept, const 
   request.is_urgent = is_urgent;
   request.gap_bytes = gap_bytes;
   request.deadline_s = deadline_s;
-  request.max_threads = at::get_num_threads();
+  request.max_threads = threads;
   const size_t n_queries = request.queries.size();
   py::gil_scoped_release unlocked;
   return {self.stream, self.stream->push(std::move(request)), count, n_queries};
@@ -246,9 +231,8 @@ PyRecordTicket push_records(const PyRecordStream& self, const Kept& kept, const 
 void bind_record_stream(py::module_& m) {
   py::class_<device::KeptRecords, std::shared_ptr<device::KeptRecords>>(m, "KeptRecords");
   m.def("keep_records",
-        [](const at::Tensor& n_tokens, const at::Tensor& group_offset_bytes, const at::Tensor& segment_begin,
-           const at::Tensor& files, const py::dict& rules, const std::optional<at::Tensor>& centroids,
-           const std::optional<at::Tensor>& bucket_weights) {
+        [](const Tensor& n_tokens, const Tensor& group_offset_bytes, const Tensor& segment_begin, const Tensor& files,
+           const py::dict& rules, const std::optional<Tensor>& centroids, const std::optional<Tensor>& bucket_weights) {
           return std::const_pointer_cast<device::KeptRecords>(
               keep_records(n_tokens, group_offset_bytes, segment_begin, files, rules, centroids, bucket_weights));
         });
@@ -257,10 +241,11 @@ void bind_record_stream(py::module_& m) {
       .def(py::init<const std::shared_ptr<io::Engine>&, int64_t, int>(), py::arg("engine"), py::arg("window_bytes"),
            py::arg("max_workers"))
       .def("push",
-           [](const PyRecordStream& self, const std::shared_ptr<device::KeptRecords>& kept, const at::Tensor& numbers,
-              const Queries& queries, const std::optional<at::Tensor>& pair_item,
-              const std::optional<at::Tensor>& pair_query, bool is_urgent, int64_t gap_bytes, double deadline_s) {
-             return push_records(self, kept, numbers, queries, pair_item, pair_query, is_urgent, gap_bytes, deadline_s);
+           [](const PyRecordStream& self, const std::shared_ptr<device::KeptRecords>& kept, const Tensor& numbers,
+              const Queries& queries, const std::optional<Tensor>& pair_item, const std::optional<Tensor>& pair_query,
+              bool is_urgent, int64_t gap_bytes, double deadline_s, int threads) {
+             return push_records(self, kept, numbers, queries, pair_item, pair_query, is_urgent, gap_bytes, deadline_s,
+                                 threads);
            })
       .def("clear",
            [](const PyRecordStream& self) {
@@ -306,28 +291,26 @@ void bind_record_stream(py::module_& m) {
 }  // namespace
 
 void bind_records(py::module_& m) {
-  m.def("lay_out_records", [](const at::Tensor& n_tokens, int64_t fixed_bytes, int64_t row_bytes, int64_t begin_bytes) {
+  m.def("lay_out_records", [](const Tensor& n_tokens, int64_t fixed_bytes, int64_t row_bytes, int64_t begin_bytes) {
+    const uint16_t* counts = token_counts(n_tokens);
     std::vector<int64_t> offsets(n_tokens.numel());
-    const int64_t end = espnx::lay_out_records(token_counts(n_tokens), n_tokens.numel(), {fixed_bytes, row_bytes},
-                                               begin_bytes, offsets.data());
-    return std::make_pair(to_tensor(offsets), end);
+    const int64_t end =
+        espnx::lay_out_records(counts, n_tokens.numel(), {fixed_bytes, row_bytes}, begin_bytes, offsets.data());
+    return std::make_pair(to_tensor(std::move(offsets)), end);
   });
-  m.def("locate_records",
-        [](const at::Tensor& records, const at::Tensor& n_tokens, const at::Tensor& group_offset_bytes,
-           const at::Tensor& segment_begin, int64_t fixed_bytes, int64_t row_bytes) {
-          const std::vector<int64_t> wanted = to_vector(records, "records", -1);
-          const std::vector<int64_t> begins = to_vector(segment_begin, "segment_begin", -1);
-          const uint16_t* counts = token_counts(n_tokens);
-          check_records(wanted, n_tokens.numel());
-          const int64_t* groups = group_offsets(group_offset_bytes, n_tokens.numel());
-          const auto count = static_cast<int64_t>(wanted.size());
-          at::Tensor segment = at::empty({count}, at::kLong), offset = at::empty({count}, at::kLong),
-                     size = at::empty({count}, at::kLong);
-          espnx::locate_records(wanted.data(), count, counts, groups, begins.data(),
-                                static_cast<int64_t>(begins.size()), {fixed_bytes, row_bytes},
-                                segment.data_ptr<int64_t>(), offset.data_ptr<int64_t>(), size.data_ptr<int64_t>());
-          return std::make_tuple(segment, offset, size);
-        });
+  m.def("locate_records", [](const Tensor& records, const Tensor& n_tokens, const Tensor& group_offset_bytes,
+                             const Tensor& segment_begin, int64_t fixed_bytes, int64_t row_bytes) {
+    const std::vector<int64_t> wanted = to_vector(records, "records", -1);
+    const std::vector<int64_t> begins = to_vector(segment_begin, "segment_begin", -1);
+    const uint16_t* counts = token_counts(n_tokens);
+    check_records(wanted, n_tokens.numel());
+    const int64_t* groups = group_offsets(group_offset_bytes, n_tokens.numel());
+    const auto count = static_cast<int64_t>(wanted.size());
+    std::vector<int64_t> segment(count), offset(count), size(count);
+    espnx::locate_records(wanted.data(), count, counts, groups, begins.data(), static_cast<int64_t>(begins.size()),
+                          {fixed_bytes, row_bytes}, segment.data(), offset.data(), size.data());
+    return std::make_tuple(to_tensor(std::move(segment)), to_tensor(std::move(offset)), to_tensor(std::move(size)));
+  });
   bind_record_stream(m);
 }
 

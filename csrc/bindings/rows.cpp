@@ -1,6 +1,4 @@
 // Stored K/V and X rows in Python: reads that run ahead, and attention on rows as they arrive.
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <cstring>
 #include <iterator>
@@ -9,6 +7,7 @@
 #include <tuple>
 
 #include "bindings.hpp"
+#include "cpu/aligned.hpp"
 #include "cpu/parallel.hpp"
 #include "device/row_stream.hpp"
 
@@ -52,39 +51,34 @@ constexpr const char* kPieceFields[] = {"sequence", "head", "offset_bytes", "n_r
 static_assert(sizeof(SegmentRead) == std::size(kSegmentFields) * sizeof(int64_t));
 static_assert(sizeof(device::RowPiece) == std::size(kPieceFields) * sizeof(int64_t));
 
-std::vector<device::RowSegment> to_segments(const at::Tensor& table, const std::vector<at::Tensor>& sums,
-                                            int64_t block_rows) {
+std::vector<device::RowSegment> to_segments(const Tensor& table, const std::vector<Tensor>& sums, int64_t block_rows) {
   constexpr auto kFields = static_cast<int64_t>(std::size(kSegmentFields));
-  if (!table.device().is_cpu() || table.scalar_type() != at::kLong || table.numel() % kFields != 0) {
-    invalid("segments must be an int64 tensor on the CPU, 11 numbers for each");
-  }
-  const at::Tensor flat = table.contiguous();
-  const auto* read = reinterpret_cast<const SegmentRead*>(flat.const_data_ptr<int64_t>());
+  const auto* read = contiguous<const SegmentRead>(table, Dtype::int64, "segments", "int64");
+  if (table.numel() % kFields != 0) invalid("segments must have 11 numbers for each");
+  const int64_t count = table.numel() / kFields;
   std::vector<device::RowSegment> segments;
-  segments.reserve(flat.numel() / kFields);
-  for (int64_t i = 0; i < flat.numel() / kFields; ++i) {
+  segments.reserve(count);
+  for (int64_t i = 0; i < count; ++i) {
     const SegmentRead& r = read[i];
     if (r.n_heads < 0 || r.n_blocks < 0 || r.n_rows < 0 || r.sequence < 0 || r.first_head < 0 || r.sums < 0 ||
-        r.sums >= static_cast<int64_t>(sums.size()) || r.first_sum < 0 ||
-        r.first_sum + r.n_heads * r.n_blocks > sums[r.sums].numel()) {
+        r.sums >= static_cast<int64_t>(sums.size()) || r.first_sum < 0 || r.first_sum > sums[r.sums].numel() ||
+        (r.n_heads > 0 && r.n_blocks > (sums[r.sums].numel() - r.first_sum) / r.n_heads)) {
       invalid("segment " + std::to_string(i) + " names checksums that are not there");
     }
     if (r.n_rows > r.n_blocks * block_rows) invalid("a segment has more rows than its blocks hold");
     segments.push_back({r.file, r.offset_bytes, r.sequence, r.first_head, r.head_step, r.n_heads, r.n_blocks, r.n_rows,
-                        r.first_position, static_cast<const uint32_t*>(sums[r.sums].const_data_ptr()) + r.first_sum});
+                        r.first_position, sums[r.sums].data<const uint32_t>() + r.first_sum});
   }
   return segments;
 }
 
-int64_t push(RowStream& stream, const py::dict& geometry, const at::Tensor& segments,
-             const std::vector<at::Tensor>& sums, int64_t unit_bytes) {
-  Remains::free();
+int64_t push(RowStream& stream, const py::dict& geometry, const Tensor& segments, const std::vector<Tensor>& sums,
+             int64_t unit_bytes) {
+  free_kept();
   device::RowRequest request;
-  for (const at::Tensor& each : sums) {
-    if (!each.device().is_cpu() || each.scalar_type() != at::kUInt32 || !each.is_contiguous()) {
-      invalid("sums must be contiguous uint32 tensors on the CPU");
-    }
-    request.keeps_alive.push_back(Remains::keep(each));
+  for (const Tensor& each : sums) {
+    contiguous<const uint32_t>(each, Dtype::uint32, "sums", "uint32");
+    request.keeps_alive.push_back(each.keep());
   }
   request.geometry = to_geometry(geometry);
   request.segments = to_segments(segments, sums, request.geometry.block_rows);
@@ -93,34 +87,32 @@ int64_t push(RowStream& stream, const py::dict& geometry, const at::Tensor& segm
   return stream.push(std::move(request));
 }
 
-const float* floats(const at::Tensor& tensor, const char* name) {
-  if (!tensor.device().is_cpu() || tensor.scalar_type() != at::kFloat || !tensor.is_contiguous()) {
-    invalid(std::string(name) + " must be a contiguous float32 tensor on the CPU");
-  }
-  return tensor.const_data_ptr<float>();
+const float* floats(const Tensor& tensor, const char* name) {
+  return contiguous<const float>(tensor, Dtype::float32, name, "float32");
 }
 
 // Rows that wait in memory for their turn to be written: K [sequences, heads, capacity, d], V likewise (the same tensor
 // for X).
 struct Tail {
-  at::Tensor k, v;
+  Tensor k, v;
   int64_t skip = 0, n_rows = 0, first_position = 0;  // the rows that count begin after `skip`
   espnx::RowFormat format = espnx::RowFormat::fp32;
 };
 
-espnx::RowFormat format_of(at::ScalarType type) {
-  if (type == at::kFloat) return espnx::RowFormat::fp32;
-  if (type == at::kHalf) return espnx::RowFormat::fp16;
-  if (type == at::kBFloat16) return espnx::RowFormat::bf16;
+espnx::RowFormat format_of(Dtype dtype) {
+  if (dtype == Dtype::float32) return espnx::RowFormat::fp32;
+  if (dtype == Dtype::float16) return espnx::RowFormat::fp16;
+  if (dtype == Dtype::bfloat16) return espnx::RowFormat::bf16;
   invalid("rows in memory must be float32, float16 or bfloat16");
 }
 
 void check_tail(const Tail& tail, const device::RowQueries& queries) {
   for (const auto& [rows, width] : {std::make_pair(tail.k, queries.d), std::make_pair(tail.v, queries.dv)}) {
-    if (!rows.device().is_cpu() || !rows.is_contiguous() || rows.dim() != 4 || rows.size(0) != queries.n_sequences ||
-        rows.size(1) != queries.n_heads || tail.skip < 0 || rows.size(2) < tail.skip + tail.n_rows ||
-        rows.size(3) != width || rows.scalar_type() != tail.k.scalar_type()) {
-      invalid("rows in memory must be contiguous [sequences, heads, rows, width] tensors of one dtype on the CPU");
+    if (!rows.is_cpu() || !rows.is_contiguous() || !rows.is_aligned() || rows.dim() != 4 ||
+        rows.size(0) != queries.n_sequences || rows.size(1) != queries.n_heads || tail.skip < 0 || tail.n_rows < 0 ||
+        tail.skip > rows.size(2) - tail.n_rows || rows.size(3) != width || rows.dtype() != tail.k.dtype()) {
+      invalid(
+          "rows in memory must be contiguous, aligned [sequences, heads, rows, width] tensors of one dtype on the CPU");
     }
   }
 }
@@ -128,8 +120,8 @@ void check_tail(const Tail& tail, const device::RowQueries& queries) {
 void attend_tail(const Tail& tail, const device::RowQueries& queries, int n_threads) {
   const int64_t item = espnx::row_item_bytes(tail.format);
   const int64_t k_bytes = tail.k.size(2) * queries.d * item, v_bytes = tail.v.size(2) * queries.dv * item;
-  const auto* k = static_cast<const uint8_t*>(tail.k.const_data_ptr()) + tail.skip * queries.d * item;
-  const auto* v = static_cast<const uint8_t*>(tail.v.const_data_ptr()) + tail.skip * queries.dv * item;
+  const auto* k = tail.k.data<const uint8_t>() + tail.skip * queries.d * item;
+  const auto* v = tail.v.data<const uint8_t>() + tail.skip * queries.dv * item;
   const int64_t groups = queries.n_sequences * queries.n_heads;
   const int64_t work = groups * queries.n * tail.n_rows * (queries.d + queries.dv);
   const int threads = work < (1 << 20) ? 1 : n_threads;
@@ -151,13 +143,11 @@ void attend_tail(const Tail& tail, const device::RowQueries& queries, int n_thre
   });
 }
 
-const int64_t* positions(const std::optional<at::Tensor>& tensor, int64_t count, const char* name) {
+const int64_t* positions(const std::optional<Tensor>& tensor, int64_t count, const char* name) {
   if (!tensor) return nullptr;
-  if (!tensor->device().is_cpu() || tensor->scalar_type() != at::kLong || !tensor->is_contiguous() ||
-      tensor->numel() != count) {
-    invalid(std::string(name) + " must be a contiguous int64 tensor with " + std::to_string(count) + " entries");
-  }
-  return tensor->const_data_ptr<int64_t>();
+  const auto* values = contiguous<const int64_t>(*tensor, Dtype::int64, name, "int64");
+  if (tensor->numel() != count) invalid(std::string(name) + " must have " + std::to_string(count) + " entries");
+  return values;
 }
 
 // Runs `work` without the GIL; Ctrl-C during it is raised here.
@@ -177,21 +167,21 @@ void run_interruptibly(const Work& work) {
 }
 
 // The rows in memory that Python hands over: (k, v, skip, n_rows, first_position).
-using TailArguments = std::tuple<at::Tensor, at::Tensor, int64_t, int64_t, int64_t>;
+using TailArguments = std::tuple<Tensor, Tensor, int64_t, int64_t, int64_t>;
 
-// What attends, and the results' memory, which is not initialised as states are.
+// What attends.
 struct AttendArguments {
-  at::Tensor q;
+  Tensor q;
   int64_t dv = 0;
   std::optional<TailArguments> rows;
-  std::optional<at::Tensor> position, last_position, first_visible, visible;
+  std::optional<Tensor> position, last_position, first_visible, visible;
   int64_t window = 0;
   float soft_cap = 0;
-  std::optional<at::Tensor> slopes;
+  std::optional<Tensor> slopes;
 };
 
 device::RowQueries to_queries(const AttendArguments& given) {
-  const at::Tensor& q = given.q;
+  const Tensor& q = given.q;
   if (q.dim() != 4) invalid("q must have four dimensions");
   device::RowQueries queries{};
   queries.q = floats(q, "q");
@@ -208,13 +198,12 @@ device::RowQueries to_queries(const AttendArguments& given) {
     if (given.slopes->numel() != queries.n_heads * queries.n) invalid("slopes must be [KV heads, n]");
   }
   if (given.visible) {
-    const at::Tensor& visible = *given.visible;
+    const Tensor& visible = *given.visible;
+    queries.visible = contiguous<const uint8_t>(visible, Dtype::uint8, "visible", "uint8");
     const int64_t tail_end = given.rows ? std::get<3>(*given.rows) + std::get<4>(*given.rows) : 0;
-    if (!visible.device().is_cpu() || visible.scalar_type() != at::kByte || !visible.is_contiguous() ||
-        visible.dim() != 2 || visible.size(0) != queries.n_sequences || visible.size(1) < tail_end) {
-      invalid("visible must be a contiguous uint8 tensor [sequences, positions]");
+    if (visible.dim() != 2 || visible.size(0) != queries.n_sequences || visible.size(1) < tail_end) {
+      invalid("visible must be [sequences, positions]");
     }
-    queries.visible = visible.const_data_ptr<uint8_t>();
     queries.visible_stride = visible.size(1);
   }
   return queries;
@@ -222,38 +211,39 @@ device::RowQueries to_queries(const AttendArguments& given) {
 
 // Attention of q [sequences, KV heads, n, d] over the rows of `ticket` (no stream: none) and those in memory.
 // Returns (o float32 [sequences, KV heads, n, dv], normalised; lse float32 [sequences, KV heads, n]).
-std::tuple<at::Tensor, at::Tensor> attend(RowStream* stream, int64_t ticket, const AttendArguments& given,
-                                          int threads) {
+std::tuple<NewTensor, NewTensor> attend(RowStream* stream, int64_t ticket, const AttendArguments& given, int threads) {
+  if (threads < 1) invalid("threads must be 1 or more");
   device::RowQueries queries = to_queries(given);
   const int64_t n = queries.n, groups = queries.n_sequences * queries.n_heads;
-  at::Tensor o = at::zeros({queries.n_sequences, queries.n_heads, n, queries.dv}, at::kFloat);
-  at::Tensor lse =
-      at::full({queries.n_sequences, queries.n_heads, n}, -std::numeric_limits<float>::infinity(), at::kFloat);
-  at::Tensor m = lse.clone(), l = at::zeros_like(lse);
-  queries.o = o.data_ptr<float>(), queries.m = m.data_ptr<float>(), queries.l = l.data_ptr<float>();
-  const int n_threads = threads > 0 ? threads : at::get_num_threads();
+  if (queries.dv < 0 || queries.dv > espnx::kMaxHeadDim)
+    invalid("dv must be 0 to " + std::to_string(espnx::kMaxHeadDim));
+  NewFloats o({queries.n_sequences, queries.n_heads, n, queries.dv}), lse({queries.n_sequences, queries.n_heads, n});
+  espnx::AlignedFloats m(groups * n), l(groups * n);
+  o.fill(0), l.fill(0), m.fill(-std::numeric_limits<float>::infinity());
+  queries.o = o.data(), queries.m = m.data(), queries.l = l.data();
   std::optional<Tail> tail;
   if (given.rows) {
     const auto& [k, v, skip, n_rows, first_position] = *given.rows;
-    tail = Tail{k, v, skip, n_rows, first_position, format_of(k.scalar_type())};
+    tail = Tail{k, v, skip, n_rows, first_position, format_of(k.dtype())};
     check_tail(*tail, queries);
   }
   run_interruptibly([&](const std::function<bool()>& interrupted) {
-    if (tail) attend_tail(*tail, queries, n_threads);
-    if (stream != nullptr) stream->attend(ticket, queries, n_threads, interrupted);
+    if (tail) attend_tail(*tail, queries, threads);
+    if (stream != nullptr) stream->attend(ticket, queries, threads, interrupted);
     for (int64_t group = 0; group < groups; ++group) {
       espnx::finish_attention({queries.o + group * n * queries.dv, queries.m + group * n, queries.l + group * n}, n,
-                              queries.dv, lse.data_ptr<float>() + group * n);
+                              queries.dv, lse.data() + group * n);
     }
   });
-  return {o, lse};
+  return {o.tensor(), lse.tensor()};
 }
 
-at::Tensor piece_table(const device::RowPlan& plan, const device::RowUnit& unit) {
+NewTensor piece_table(const device::RowPlan& plan, const device::RowUnit& unit) {
   const auto pieces = plan.pieces(unit);
-  at::Tensor table = at::empty({pieces.count, static_cast<int64_t>(std::size(kPieceFields))}, at::kLong);
-  std::memcpy(table.mutable_data_ptr<int64_t>(), pieces.begin(), pieces.count * sizeof(device::RowPiece));
-  return table;
+  constexpr auto kFields = static_cast<int64_t>(std::size(kPieceFields));
+  const auto table = std::make_shared<std::vector<int64_t>>(pieces.count * kFields);
+  std::memcpy(table->data(), pieces.begin(), pieces.count * sizeof(device::RowPiece));
+  return {table->data(), Dtype::int64, {pieces.count, kFields}, table};
 }
 
 py::tuple names(const char* const* begin, const char* const* end) {
@@ -270,8 +260,7 @@ void visit(RowStream& stream, int64_t ticket, const py::function& see) {
         ticket,
         [&](const device::RowPlan& plan, const device::RowUnit& unit, const char* memory) {
           py::gil_scoped_acquire locked;
-          see(at::from_blob(const_cast<char*>(memory), {unit.size_bytes}, at::TensorOptions().dtype(at::kByte)),
-              piece_table(plan, unit));
+          see(NewTensor(memory, Dtype::uint8, {unit.size_bytes}, nullptr), piece_table(plan, unit));
         },
         interrupted);
   });
@@ -304,10 +293,10 @@ void bind_rows(py::module_& m) {
   m.attr("ROW_PIECE_FIELDS") = names(std::begin(kPieceFields), std::end(kPieceFields));
   m.def(
       "attend_rows",
-      [](RowStream* stream, int64_t ticket, const at::Tensor& q, int64_t dv, const std::optional<TailArguments>& rows,
-         const std::optional<at::Tensor>& position, const std::optional<at::Tensor>& last_position,
-         const std::optional<at::Tensor>& first_visible, const std::optional<at::Tensor>& visible, int64_t window,
-         float soft_cap, const std::optional<at::Tensor>& slopes, int threads) {
+      [](RowStream* stream, int64_t ticket, const Tensor& q, int64_t dv, const std::optional<TailArguments>& rows,
+         const std::optional<Tensor>& position, const std::optional<Tensor>& last_position,
+         const std::optional<Tensor>& first_visible, const std::optional<Tensor>& visible, int64_t window,
+         float soft_cap, const std::optional<Tensor>& slopes, int threads) {
         return attend(stream, ticket,
                       {q, dv, rows, position, last_position, first_visible, visible, window, soft_cap, slopes},
                       threads);
@@ -315,7 +304,7 @@ void bind_rows(py::module_& m) {
       py::arg("stream").none(true), py::arg("ticket"), py::kw_only(), py::arg("q"), py::arg("dv"),
       py::arg("rows") = py::none(), py::arg("position") = py::none(), py::arg("last_position") = py::none(),
       py::arg("first_visible") = py::none(), py::arg("visible") = py::none(), py::arg("window") = 0,
-      py::arg("soft_cap") = 0.0F, py::arg("slopes") = py::none(), py::arg("threads") = 0);
+      py::arg("soft_cap") = 0.0F, py::arg("slopes") = py::none(), py::arg("threads"));
 }
 
 }  // namespace espnx::python

@@ -90,7 +90,9 @@ class _SsdRecords:
         numbers = np.ascontiguousarray(numbers, dtype=np.int64)
         wanted = [(schema.query_tokens(query.tokens), schema.query_cls(query.cls), query.cls_weight) for query in queries]
         item, of_query = (None, None) if pairs is None else (torch.from_numpy(pairs.item), torch.from_numpy(pairs.query))
-        native = self._stream.push(self._native, torch.from_numpy(numbers), wanted, item, of_query, is_urgent, gap_bytes, deadline_s)
+        native = self._stream.push(
+            self._native, torch.from_numpy(numbers), wanted, item, of_query, is_urgent, gap_bytes, deadline_s, torch.get_num_threads()
+        )
         return SsdRecordTicket(native, self._layout, numbers)
 
     def read(self, numbers: np.ndarray, *, gap_bytes: int = 0, deadline_s: float = 30.0) -> Future:

@@ -69,7 +69,7 @@ class SsdDevice(RowFileDevice):
         there = queries.q.device
         if there != self.compute:
             queries, tail = queries.to(self.compute), tail if tail is None else tail.to(self.compute)
-        o, lse = self._native.attend_rows(self._stream, ticket, **native_arguments(queries, tail), threads=self._threads)
+        o, lse = self._native.attend_rows(self._stream, ticket, **native_arguments(queries, tail, self._threads))
         return o.to(there), lse.to(there)
 
 

@@ -1,43 +1,68 @@
-"""Loads the compiled extension, which registers the ops, once, on first use."""
+"""Loads the compiled extension, and registers the ops, once, on first use."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._functorch import maybe_current_level
+from torch.autograd import profiler
 
 from ..errors import MissingDependencyError
 
-_BUILD = "run `make setup` (or `pip install --no-build-isolation -e .`) in the source tree"
+if TYPE_CHECKING:
+    from .._C import Extension
+
+_BUILD = "run `make setup` (or `pip install -e .`) in the source tree"
+_OPS = {"maxsim": "maxsim", "crc32c": "crc32c_ranges", "attention": "attention"}  # and the functions that the CPU versions call
+
+
+@functools.cache
+def load_extension() -> Extension:
+    """The compiled extension.
+
+    Raises:
+        MissingDependencyError: it is not built, or is older than this Python code.
+    """
+    try:
+        extension: Extension = importlib.import_module("espnx._C")  # type: ignore[assignment]
+    except ImportError as error:
+        raise MissingDependencyError("espnx's compiled part cannot be loaded", got=str(error), fix=_BUILD) from error
+    for name in _OPS.values():
+        if not hasattr(extension, name):
+            raise MissingDependencyError(
+                f"espnx's compiled part has no {name}", expected="one built from the same source as the package", fix=_BUILD
+            )
+    return extension
 
 
 @functools.cache
 def load_ops() -> None:
-    """Makes ``torch.ops.espnx.*`` callable on the CPU, and on CUDA where Triton is installed.
-
-    Raises:
-        MissingDependencyError: the extension is not built, or is older than this Python code.
-    """
-    try:
-        importlib.import_module("espnx._C")
-    except ImportError as error:
-        raise MissingDependencyError("espnx's compiled ops cannot be loaded", got=str(error), fix=_BUILD) from error
-    for op in ("maxsim", "crc32c", "attention"):
-        if not hasattr(torch.ops.espnx, op):
-            raise MissingDependencyError(
-                f"espnx's compiled extension has no op {op}", expected="an extension built from the same source as the package", fix=_BUILD
-            )
-        # Only now, since there must be an op to register with. Triton itself is imported at the first launch.
-        importlib.import_module(f"espnx.ops.{op}.dispatch")
+    """Makes ``torch.ops.espnx.*`` callable on the CPU, and on CUDA where Triton is installed. Raises as `load_extension`."""
+    load_extension()
+    for op in _OPS:
+        importlib.import_module(f"espnx.ops.{op}.dispatch")  # Triton itself is imported at the first launch
 
 
-@functools.cache
-def load_extension() -> Any:
-    """The compiled extension itself, for what is no torch op. Raises as `load_ops`."""
-    load_ops()
-    return importlib.import_module("espnx._C")
+def is_direct(*tensors: torch.Tensor) -> bool:
+    """Whether the CPU version of an op may be called past torch's dispatcher, which takes 7 us on its way to Python: the tensors are on
+    the CPU, and nobody looks on who traces or times calls, records gradients or stands in for tensors."""
+    if (
+        torch.compiler.is_compiling()
+        or _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
+        or maybe_current_level() is not None
+        or _get_tracing_state() is not None
+        or profiler._is_profiler_enabled
+    ):
+        return False
+    for each in tensors:  # noqa: SIM110 (the generator that all() wants takes as long as the rest)
+        if type(each) is not torch.Tensor or not each.is_cpu or each.requires_grad:
+            return False
+    return True
 
 
 def load_kernel(name: str) -> object:

@@ -41,11 +41,11 @@ def load_native() -> Extension:
         raise errors.MissingDependencyError(
             "espnx's compiled part cannot be loaded",
             got=str(error),
-            fix="run `make setup` (or `pip install -e . --no-build-isolation`) in the source tree",
+            fix="run `make setup` (or `pip install -e .`) in the source tree",
         ) from error
     native = cast("Extension", _C)
     native.set_error_factory(_to_error)
-    log.debug("kernels of this processor: %s", CPU_LEVELS[torch.ops.espnx.cpu_level()])
+    log.debug("kernels of this processor: %s", CPU_LEVELS[native.cpu_level()])
     return native
 
 

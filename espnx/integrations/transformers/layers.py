@@ -171,16 +171,27 @@ def layers_of(config: PreTrainedConfig, stored: MakeLayer) -> list[Any]:
         kinds, arguments = get_layer_types_and_kwargs(config)
     except Exception as error:  # a config that transformers' own caches cannot read either
         raise errors.InvalidInputError(what, got=str(error), expected="layers that transformers' DynamicCache can be made of") from error
-    layers, sharing = list[Any](), getattr(config, "kv_sharing_modes", None)
+    layers = list[Any]()
     for number, (kind, more) in enumerate(zip(kinds, arguments, strict=True)):
         if kind == "full_attention":
-            layers.append(stored(number, is_shared=sharing is not None and sharing[number] == "store"))
+            layers.append(stored(number, is_shared=_is_shared(config, kinds, number)))
         elif kind not in _IN_MEMORY:
             known = ", ".join(("full_attention", *_IN_MEMORY))
             raise errors.InvalidInputError(f"layer {number} of this model", got=repr(kind), expected=known)
         else:
             layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**more))
+    if getattr(config, "kv_sharing_modes", None) is None:  # transformers before 5.23 names no layers that have no K and V of their own
+        layers += [DYNAMIC_LAYER_TYPE_MAPPING["full_attention"]() for _ in range(getattr(config, "num_kv_shared_layers", None) or 0)]
     return layers
+
+
+def _is_shared(config: PreTrainedConfig, kinds: Sequence[str], number: int) -> bool:
+    """Whether later layers attend over this one's K and V. Before transformers 5.23 a config does not say which: the last of its kind among
+    `kinds`, which then leave out the layers that have none of their own."""
+    modes = getattr(config, "kv_sharing_modes", None)
+    if modes is not None:
+        return modes[number] == "store"
+    return bool(getattr(config, "num_kv_shared_layers", None)) and kinds[number] not in kinds[number + 1 :]
 
 
 def why_not_cropped(layers: Sequence[Any], tokens: int) -> str | None:

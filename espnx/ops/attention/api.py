@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from ...errors import InvalidInputError
-from .._native import load_ops
+from .._native import is_direct, load_ops
 from .checks import block_bytes, check_arguments, check_inside, check_rows
+from .cpu import attention_cpu
 
 
 def attention(
@@ -59,12 +60,13 @@ def attention(
     check_rows(block_rows, d, values, format)
     if threads is not None and threads < 1:
         raise InvalidInputError("attention threads", got=threads, expected="1 or more, or None to leave it to the op")
-    load_ops()
     factor = d**-0.5 if scale is None else float(scale)
+    given = (query, buffer, block_offset_bytes, n_rows, block_rows, format, factor, values, visible, last_position, threads or 0)
     try:
-        return torch.ops.espnx.attention(
-            query, buffer, block_offset_bytes, n_rows, block_rows, format, factor, values, visible, last_position, threads or 0
-        )
+        if is_direct(query, buffer):
+            return attention_cpu(*given)
+        load_ops()
+        return torch.ops.espnx.attention(*given)
     except (IndexError, ValueError) as error:  # C++ looks at each entry once; Python looks again only where it has found something
         if query.device.type != "cpu" or isinstance(error, InvalidInputError):
             raise  # of another device: Triton's own, which say nothing of the tables

@@ -32,6 +32,12 @@ def check_rows(block_rows: int, d: int, dv: int, fmt: str) -> None:
         raise InvalidInputError("attention over X rows", got="format int8", expected="fp32, fp16 or bf16")
 
 
+def check_query(query: torch.Tensor) -> None:
+    """Raises InvalidInputError unless it has the dtype and the dimensions of a query."""
+    if query.dim() != 4 or query.dtype not in _QUERY_DTYPES:
+        raise _wrong("query", query, "float32, float16 or bfloat16 [B, H, q, d]")
+
+
 def check_arguments(
     query: torch.Tensor,
     buffer: torch.Tensor,
@@ -41,8 +47,7 @@ def check_arguments(
     last_position: torch.Tensor | None,
 ) -> None:
     """Shapes, dtypes and devices; reads no element. Raises InvalidInputError."""
-    if query.dim() != 4 or query.dtype not in _QUERY_DTYPES:
-        raise _wrong("query", query, "float32, float16 or bfloat16 [B, H, q, d]")
+    check_query(query)
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
         raise _wrong("buffer", buffer, "contiguous uint8 [bytes]", fix="buffer.view(torch.uint8).view(-1)")
     batch, heads, q_len = query.shape[:3]

@@ -1,11 +1,19 @@
-"""Registers the versions of the attention op that are written in Python. Imported once, after the op itself exists."""
+"""Defines the attention op and registers its versions. Imported once, by `load_ops`."""
 
 from __future__ import annotations
 
 import torch
 
+from .cpu import attention_cpu
 from .cuda import attention_triton
 
+# dv 0: blocks hold X rows, which stand for K and V at once.
+torch.library.define(
+    "espnx::attention",
+    "(Tensor query, Tensor buffer, Tensor block_offset_bytes, Tensor n_rows, int block_rows, str format, float scale, int dv, "
+    "Tensor? visible=None, Tensor? last_position=None, int threads=0) -> (Tensor, Tensor)",
+)
+torch.library.impl("espnx::attention", "CPU")(attention_cpu)
 torch.library.impl("espnx::attention", "CUDA")(attention_triton)
 
 

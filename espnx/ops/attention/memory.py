@@ -29,8 +29,7 @@ def attend_rows(queries: Queries, rows: RowsInMemory | None, *, threads: int = 0
     """
     check_rows_in_memory(queries, rows)
     if queries.q.device.type == "cpu":
-        o, lse = load_extension().attend_rows(None, -1, **native_arguments(queries, rows), threads=threads)
-        return o, lse
+        return load_extension().attend_rows(None, -1, **native_arguments(queries, rows, threads))
     if not is_plain(queries):
         return attend_rows_reference(queries, rows)
     running = RunningAttention(queries, queries.q.device)

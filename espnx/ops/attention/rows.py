@@ -98,13 +98,13 @@ class RowsInMemory:
         return type(self)(k, k if self.v is self.k else v, 0, self.n_rows, self.first_position)
 
 
-def native_arguments(queries: Queries, rows: RowsInMemory | None) -> dict[str, Any]:
-    """As the compiled attention takes them, over stored rows too."""
+def native_arguments(queries: Queries, rows: RowsInMemory | None, threads: int) -> dict[str, Any]:
+    """As the compiled attention takes them, over stored rows too. `threads` 0: as many as PyTorch uses."""
     tail = None if rows is None or not rows.n_rows else (rows.k, rows.v, rows.skip, rows.n_rows, rows.first_position)
     return {
         "q": queries.q, "dv": queries.dv, "rows": tail, "position": queries.position, "last_position": queries.last_position,
         "first_visible": queries.first_visible, "visible": queries.visible, "window": queries.window or 0,
-        "soft_cap": queries.soft_cap or 0.0, "slopes": queries.slopes,
+        "soft_cap": queries.soft_cap or 0.0, "slopes": queries.slopes, "threads": threads or torch.get_num_threads(),
     }  # fmt: skip
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from ...errors import InvalidInputError
-from .._native import load_ops
+from .._native import is_direct, load_extension, load_ops
 from .checks import check_inside, check_ranges, check_seed
+from .cpu import crc32c_cpu
 
 
 def crc32c(data: bytes | bytearray | memoryview | torch.Tensor, seed: int = 0) -> int:
@@ -28,6 +29,8 @@ def crc32c(data: bytes | bytearray | memoryview | torch.Tensor, seed: int = 0) -
     """
     check_seed(seed)
     buffer = _tensor_bytes(data) if isinstance(data, torch.Tensor) else _object_bytes(data)
+    if is_direct(buffer):
+        return load_extension().crc32c(buffer.data_ptr(), buffer.numel(), seed)
     load_ops()
     whole = torch.tensor([buffer.numel()])
     return int(torch.ops.espnx.crc32c(buffer, torch.zeros_like(whole), whole, seed))
@@ -50,8 +53,10 @@ def crc32c_ranges(buffer: torch.Tensor, offset_bytes: torch.Tensor, size_bytes: 
         MissingDependencyError: the extension is not built, or on CUDA Triton is not installed.
     """
     check_ranges(buffer, offset_bytes, size_bytes, seed)
-    load_ops()
     try:
+        if is_direct(buffer):
+            return crc32c_cpu(buffer, offset_bytes, size_bytes, seed)
+        load_ops()
         return torch.ops.espnx.crc32c(buffer, offset_bytes, size_bytes, seed)
     except IndexError as error:  # C++ looks at each range once; Python looks again only where it has found one outside
         if buffer.device.type != "cpu":

@@ -1,11 +1,14 @@
-"""Registers the versions of the CRC32C op that are written in Python. Imported once, by `load_ops`, after the op itself exists."""
+"""Defines the CRC32C op and registers its versions. Imported once, by `load_ops`."""
 
 from __future__ import annotations
 
 import torch
 
+from .cpu import crc32c_cpu
 from .cuda import crc32c_triton
 
+torch.library.define("espnx::crc32c", "(Tensor buffer, Tensor offset_bytes, Tensor size_bytes, int seed=0) -> Tensor")
+torch.library.impl("espnx::crc32c", "CPU")(crc32c_cpu)
 torch.library.impl("espnx::crc32c", "CUDA")(crc32c_triton)
 
 

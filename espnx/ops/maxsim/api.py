@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from ...errors import InvalidInputError
-from .._native import load_ops
+from .._native import is_direct, load_ops
 from .checks import check_arguments, check_codebook, check_inside
 from .codebook import Codebook
+from .cpu import maxsim_cpu
 from .formats import token_format
 from .residual import centroid_error, first_unknown
 
@@ -62,9 +63,11 @@ def maxsim(
     check_codebook(token, query, codebook)
     if threads is not None and threads < 1:
         raise InvalidInputError("maxsim threads", got=threads, expected="1 or more, or None to leave it to the op")
-    load_ops()
     tables = (None, None) if codebook is None else (codebook.centroids, codebook.bucket_weights)
     try:
+        if is_direct(query, buffer):
+            return maxsim_cpu(query, buffer, offset_bytes, n_tokens, format, threads or 0, *tables)
+        load_ops()
         return torch.ops.espnx.maxsim(query, buffer, offset_bytes, n_tokens, format, threads or 0, *tables)
     except IndexError as error:  # C++ looks at each record once; Python looks again only where it has found something
         if buffer.device.type != "cpu":

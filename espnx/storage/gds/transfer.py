@@ -435,9 +435,8 @@ class GdsFuture:
 
 def _crc32c(memory: torch.Tensor, position_bytes: torch.Tensor, size_bytes: torch.Tensor) -> torch.Tensor:
     """CRC32C of ranges, int64 [n] on the CPU: on the device where espnx.ops has registered its kernel, else from a copy of the ranges."""
-    load_native()  # registers the op
-    if memory.device.type != "cpu" and torch._C._dispatch_has_kernel_for_dispatch_key("espnx::crc32c", "CUDA"):
+    if memory.device.type != "cpu" and hasattr(torch.ops.espnx, "crc32c"):
         return torch.ops.espnx.crc32c(memory, position_bytes.to(memory.device), size_bytes.to(memory.device)).cpu()
     spans = [memory[p : p + s] for p, s in zip(position_bytes.tolist(), size_bytes.tolist(), strict=True)]
     joined = torch.cat(spans).cpu()
-    return torch.ops.espnx.crc32c(joined, size_bytes.cumsum(0) - size_bytes, size_bytes)
+    return load_native().crc32c_ranges(joined, size_bytes.cumsum(0) - size_bytes, size_bytes, 0)

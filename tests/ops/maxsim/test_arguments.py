@@ -9,7 +9,7 @@ import torch
 
 from espnx.errors import InvalidInputError, MissingDependencyError
 from espnx.ops import maxsim, maxsim_reference
-from espnx.ops._native import load_ops
+from espnx.ops._native import load_extension, load_ops
 from espnx.ops.maxsim.checks import check_aligned
 from espnx.ops.maxsim.cuda import maxsim_triton
 from espnx.ops.maxsim.formats import FORMATS
@@ -192,11 +192,11 @@ def test_alignment_for_cuda() -> None:
 
 def test_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     records = scatter([integers(3, 8)])
-    load_ops.cache_clear()
+    load_extension.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "espnx._C", None)
     try:
         with pytest.raises(MissingDependencyError, match="make setup"):
             maxsim(integers(1, 8), *records.args)
         assert maxsim_reference(integers(1, 8), *records.args).shape == (1,)
     finally:
-        load_ops.cache_clear()
+        load_extension.cache_clear()

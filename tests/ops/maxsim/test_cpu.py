@@ -9,7 +9,7 @@ import torch
 
 from espnx.errors import InvalidInputError
 from espnx.ops import maxsim, maxsim_reference, token_row_bytes
-from espnx.ops._native import load_ops
+from espnx.ops._native import load_extension
 from tests.ops.records import Records, integers, normals, scatter
 from tests.ops.tolerances import assert_scores_close, maxsim_bound
 
@@ -206,17 +206,15 @@ def test_threads_change_nothing(cpu_level: str, threads: int, fmt: str) -> None:
 
 
 def test_levels_reject_what_this_processor_lacks() -> None:
-    load_ops()
-    best = torch.ops.espnx.set_cpu_level(-1)
+    best = load_extension().set_cpu_level(-1)
     with pytest.raises(ValueError, match="best level"):
-        torch.ops.espnx.set_cpu_level(best + 1)
-    assert torch.ops.espnx.cpu_level() == best
+        load_extension().set_cpu_level(best + 1)
+    assert load_extension().cpu_level() == best
 
 
 @pytest.mark.parametrize("fmt", ["int8", "bit1"])
 def test_whole_numbers_are_the_same_at_every_level_that_uses_them(fmt: str) -> None:
-    load_ops()
-    best = torch.ops.espnx.set_cpu_level(-1)
+    best = load_extension().set_cpu_level(-1)
     if best < 4:
         pytest.skip("this processor has no AMX, or no VNNI to compare it with")
     for d in (8, 64, 72, 128, 512):
@@ -224,9 +222,9 @@ def test_whole_numbers_are_the_same_at_every_level_that_uses_them(fmt: str) -> N
         query = normals(37, d, seed=99)
         by_level = []
         for level in (3, 4):
-            torch.ops.espnx.set_cpu_level(level)
+            load_extension().set_cpu_level(level)
             by_level.append(maxsim(query, *records.args))
-        torch.ops.espnx.set_cpu_level(-1)
+        load_extension().set_cpu_level(-1)
         assert torch.equal(*by_level)
 
 

@@ -13,10 +13,9 @@ PROGRAM = """
 import ctypes, mmap
 import torch
 from espnx.ops import crc32c_ranges, maxsim
-from espnx.ops._native import load_ops
+from espnx.ops._native import load_extension
 from espnx.ops.maxsim import FORMATS, Codebook
 
-load_ops()
 libc = ctypes.CDLL(None, use_errno=True)
 page = mmap.PAGESIZE
 memory = mmap.mmap(-1, 3 * page)
@@ -24,8 +23,8 @@ address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 for guard in (address, address + 2 * page):
     assert libc.mprotect(ctypes.c_void_p(guard), page, 0) == 0, ctypes.get_errno()
 middle = torch.frombuffer((ctypes.c_uint8 * page).from_address(address + page), dtype=torch.uint8)
-for level in range(torch.ops.espnx.set_cpu_level(-1) + 1):
-    torch.ops.espnx.set_cpu_level(level)
+for level in range(load_extension().set_cpu_level(-1) + 1):
+    load_extension().set_cpu_level(level)
     for d in (8, 24, 40, 72):
         for fmt, token in FORMATS.items():
             codebook = None

@@ -18,7 +18,7 @@ import torch
 
 import espnx
 from espnx import errors
-from espnx.ops._native import load_ops
+from espnx.ops._native import load_extension
 from espnx.ops.maxsim import Codebook, maxsim_reference, token_format
 from espnx.retrieval.build.options import COARSE_FORMATS
 from espnx.storage import manifest
@@ -80,18 +80,17 @@ def expected(
 @contextmanager
 def cpu_levels() -> Iterator[list[int]]:
     """The plainest and the best instruction set of this processor, to be put in force in turn."""
-    load_ops()
     try:
-        yield sorted({0, torch.ops.espnx.set_cpu_level(-1)})
+        yield sorted({0, load_extension().set_cpu_level(-1)})
     finally:
-        torch.ops.espnx.set_cpu_level(-1)
+        load_extension().set_cpu_level(-1)
 
 
 def assert_ranks(path: Path, documents: list[espnx.Document], wanted: list[espnx.Encoded]) -> None:
     with espnx.open(path) as index, cpu_levels() as levels:
         assert index.store.verify() == len(documents)
         for level, query in itertools.product(levels, wanted):
-            torch.ops.espnx.set_cpu_level(level)
+            load_extension().set_cpu_level(level)
             hits = index.search(query, **WHOLE).hits
             assert len(hits) == len(documents)
             assert_ranking(hits, *expected(index, documents, query, LEVELS[level]))
