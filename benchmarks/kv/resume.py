@@ -157,7 +157,7 @@ class ResumeSystem:
         if self.name == RECOMPUTED:
             return None  # what the others are compared with
         self._worker.ask("resume_run", name=self.name, turn=0)
-        return Verdict(**self._worker.ask("resume_verdict", name=self.name)).problem
+        return Verdict(**self._worker.ask("resume_verdict", name=self.name)["verdict"]).problem
 
     def prepare(self, turn: int) -> str:
         self._turn = turn + 1
@@ -202,7 +202,7 @@ def _point(options: Options, task: Task, worker: Worker, *, is_text: bool, say: 
         "kv", params, [systems[KEPT]], [systems[RECOMPUTED], systems[IN_RAM]], pairs=options.pairs, seed=options.seed, say=say,
         settle_s=_SETTLE_S if options.throttle else 0,
     )  # fmt: skip
-    verdicts = {name: Verdict(**worker.ask("resume_verdict", name=name)) for name in (KEPT, IN_RAM)}
+    verdicts = {name: Verdict(**worker.ask("resume_verdict", name=name)["verdict"]) for name in (KEPT, IN_RAM)}
     rows = with_break_even(judged(rows, verdicts, say), kv_bytes)
     for row in rows:
         if row.median_s is not None:

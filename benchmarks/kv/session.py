@@ -175,7 +175,7 @@ class Session:
         return self._resume.run(name, turn)
 
     def do_resume_verdict(self, name: str) -> Answer:
-        return self._resume.verdict(name)
+        return {"verdict": self._resume.verdict(name)}  # one level down: an answer with `error` is a failure
 
     def close(self) -> None:
         if self._decoder is not None:

@@ -80,6 +80,7 @@ class HereWorker:
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         command = json.loads(json.dumps({"do": do, **arguments}))
         answer: dict[str, Any] = json.loads(json.dumps(self._session.handle(command)))
+        assert "error" not in answer  # which is what a failed command answers
         return answer
 
     def __enter__(self) -> HereWorker:
