@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# espnx beside other programs, on the same corpus, or with the same model and prompt: docs/head-to-head.md shows what came out.
+# espnx beside other programs, on the same corpus, or with the same model and prompt: docs/measured/head-to-head.md shows what came out.
 #
 #   scripts/head_to_head.sh search [--collection DIR] [OPTIONS]    fast-plaid, PyLate's PLAID; DIR: a labelled collection, as BEIR has them
 #   scripts/head_to_head.sh kv [OPTIONS]                           caches of transformers, accelerate's offload of weights, llama.cpp
