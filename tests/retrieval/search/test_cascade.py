@@ -131,7 +131,9 @@ def test_without_a_coarse_tier(store: Path) -> None:
 def test_a_failing_read_of_either_tier(tiers: tuple[Path, str]) -> None:
     query = queries(1, dim=32)[0]
     for fault in ("error", "flip"):
-        rules = [FaultRule(fault=fault, operation="read", path="*gen-*", begin_bytes=4096, nth=60, value=5, count=3)]
+        # A bit may be flipped where nothing is read for: in a gap, or in a text of the same group as that of a hit.
+        count = 3 if fault == "error" else 20
+        rules = [FaultRule(fault=fault, operation="read", path="*gen-*", begin_bytes=4096, nth=60, value=5, count=count)]
         with FaultyEngine(rules) as engine, espnx.open(tiers[0], engine=engine) as index:
             expected = None
             failures = 0
