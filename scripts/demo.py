@@ -169,7 +169,7 @@ def read_aloud(index: espnx.Index, model: Path, storage: Path, steps: Steps) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, default=2500)
+    parser.add_argument("--documents", type=int, default=2000)
     parser.add_argument("--directory", type=Path, default=Path(".cache/demo/index"))
     parser.add_argument("--model", type=Path, help="a model's folder (default: SmolLM2 where it is installed, else models/demo)")
     args = parser.parse_args()
