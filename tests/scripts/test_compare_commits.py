@@ -94,7 +94,7 @@ def test_a_commit_beside_itself(tmp_path: Path) -> None:
     assert [len(point[key]) for key in ("a_s", "b_s", "s_s")] == [2, 2, 2]
     assert point["low"] <= point["ratio"] <= point["high"]
     # Each side, once a turn, from a worktree of its own; and none is left.
-    lines = [line.split() for line in said.read_text().splitlines()]
+    lines = [line.split(maxsplit=1) for line in said.read_text().splitlines()]
     assert sorted(side for side, _ in lines) == ["a"] * 3 + ["b"] * 3 + ["s"] * 3
     folders = {Path(file).parents[1] for _, file in lines}
     assert {folder.name for folder in folders} == {"a", "b", "s"}
