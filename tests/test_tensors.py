@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from espnx.errors import InvalidInputError
 from espnx.ops import attention, crc32c, crc32c_ranges, maxsim
-from espnx.ops._native import load_ops
+from espnx.ops._native import is_direct, load_ops
 from espnx.storage import NativeEngine
 from espnx.storage.native import load_native
 
@@ -219,3 +220,25 @@ def test_a_query_with_a_gradient_says_that_it_gets_none() -> None:
         scores.sum().backward()
     each = torch.vmap(lambda query: maxsim(query, buffer, at, one))(torch.ones(3, 2, 8))
     assert torch.equal(each, torch.zeros(3, 2))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["torch._C._len_torch_function_stack", "torch._C._functorch.maybe_current_level", "torch.autograd.profiler._is_profiler_enabled"],
+)
+def test_a_torch_without_a_name_that_it_never_promised(name: str) -> None:
+    """Every call goes by the dispatcher then, and finds the same."""
+    code = f"""
+import importlib, torch
+module, _, attribute = {name!r}.rpartition(".")
+delattr(importlib.import_module(module), attribute)
+from espnx.ops import _native, crc32c_ranges
+data = torch.arange(64, dtype=torch.uint8)
+assert not _native.is_direct(data)
+print(crc32c_ranges(data, torch.tensor([0, 9]), torch.tensor([64, 9])).tolist())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+    data = torch.arange(64, dtype=torch.uint8)
+    assert is_direct(data)
+    assert done.stdout.split() == str(crc32c_ranges(data, torch.tensor([0, 9]), torch.tensor([64, 9])).tolist()).split()

@@ -7,11 +7,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 import torch
-from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
-from torch._C._functorch import maybe_current_level
 from torch.autograd import profiler
 
 from ..errors import MissingDependencyError
+
+try:  # names that torch does not promise: without one of them nobody can tell who looks on, and every call goes by the dispatcher
+    from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
+    from torch._C._functorch import maybe_current_level
+
+    _CAN_TELL = hasattr(profiler, "_is_profiler_enabled")
+except ImportError:
+    _CAN_TELL = False
 
 if TYPE_CHECKING:
     from .._C import Extension
@@ -51,7 +57,8 @@ def is_direct(*tensors: torch.Tensor) -> bool:
     """Whether the CPU version of an op may be called past torch's dispatcher, which takes 7 us on its way to Python: the tensors are on
     the CPU, and nobody looks on who traces or times calls, records gradients or stands in for tensors."""
     if (
-        torch.compiler.is_compiling()
+        not _CAN_TELL
+        or torch.compiler.is_compiling()
         or _len_torch_dispatch_stack()
         or _len_torch_function_stack()
         or maybe_current_level() is not None
