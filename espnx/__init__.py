@@ -11,7 +11,8 @@
 ...     model.generate(**inputs, past_key_values=cache, max_new_tokens=64)
 
 `build`, `open`, `add`, `delete`, `compact` and `detach` are of an index on disk, whose path comes first, as for ``espnx index``; what is of
-a KV cache says so in its name. What only some need is imported from its own module (`espnx.kv.cache`, `espnx.storage`, ...).
+a KV cache says so in its name. `device` opens what either of them lies on. What only some need is imported from its own module
+(`espnx.kv.cache`, `espnx.storage`, ...).
 
 Importing this package loads neither torch nor anything else heavy: names are resolved when they are first used.
 """
@@ -25,6 +26,7 @@ from . import errors
 from ._version import __version__
 
 if TYPE_CHECKING:
+    from . import device
     from .encoders import load_encoder
     from .importers.corpus import Corpus, read_corpus
     from .integrations.streamed.load import load_streamed
@@ -99,6 +101,7 @@ __all__ = [
     "compact",
     "delete",
     "detach",
+    "device",
     "enable_kv_cache",
     "errors",
     "evaluate",
@@ -121,6 +124,8 @@ if not TYPE_CHECKING:  # a type checker that saw it would take any misspelt name
     def __getattr__(name: str) -> object:
         import importlib
 
+        if name == "device":
+            return importlib.import_module("espnx.device")
         known = "Index" if name == "open" else name
         for module, names in _HOME.items():
             if known in names:

@@ -191,3 +191,7 @@ class StoreNotFoundError(FileMissingError):
 
 class StoreBusyError(StorageError):
     """Another process is writing this store."""
+
+
+class NotConformingError(EspnxError):
+    """A near-storage device does not do what every one of them must (`espnx device verify`)."""

@@ -1,8 +1,8 @@
 """What every near-storage device offers, and all that its users see of it.
 
-A device keeps state on storage and computes beside it: a `RowDevice` keeps the rows of a KV cache and attends over them, a `RecordDevice`
-keeps embedding records and scores them. Handles of what a device keeps (`Segment`, `KeptRecords`) are its own affair: whoever has one knows
-its public facts and gives it back.
+A `NearStorageDevice` is storage at a directory, and what computes beside it. What it keeps there is asked of its parts: a `RowDevice` keeps
+the rows of a KV cache and attends over them, a `RecordDevice` keeps embedding records and scores them. Handles of what a device keeps
+(`Segment`, `KeptRecords`) are its own affair: whoever has one knows its public facts and gives it back.
 
 Threads: calls marked **any thread** may come from any thread at any time, while another call is under way. All other calls come from one
 thread at a time.
@@ -10,13 +10,15 @@ thread at a time.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 import torch
 
+from .. import errors
 from ..ops.attention import Queries, RowsInMemory
 from ..storage import Engine, FileHandle, Future
 from .record_layout import RecordLayout
@@ -40,6 +42,10 @@ class Capabilities:
     Attributes:
         attends_window, attends_soft_cap, attends_slopes: `attend` takes queries with that.
         attends_unlike_widths: `attend` takes V rows of another length than K rows.
+        attends_latent: `attend` takes rows that are K and V at once.
+        attends_widths: of rows, in elements (head_dim), that `attend` takes; None: every one.
+        attends_formats: of rows (`row_layout.DTYPES`) that `attend` takes; None: every one.
+        exchanges: the format in which queries cross to it and results back: results are as exact as that.
         keeps: its rows outlive the process (`Space.restore`).
         hands_out_records: `RecordTicket.records` can be had.
     """
@@ -48,18 +54,25 @@ class Capabilities:
     attends_soft_cap: bool = False
     attends_slopes: bool = False
     attends_unlike_widths: bool = False
+    attends_latent: bool = False
+    attends_widths: tuple[int, ...] | None = None
+    attends_formats: tuple[str, ...] | None = None
+    exchanges: Literal["fp32", "fp16"] = "fp32"
     keeps: bool = False
     hands_out_records: bool = False
 
     def lacks(self, queries: Queries, layout: RowLayout) -> tuple[str, ...]:
         """What `attend` would need for these queries and rows, and is not there; empty: it takes them."""
-        needs = {
-            "attends_window": queries.window is not None,
-            "attends_soft_cap": queries.soft_cap is not None,
-            "attends_slopes": queries.slopes is not None,
-            "attends_unlike_widths": layout.d != layout.dv,
+        is_lacking = {
+            "attends_window": queries.window is not None and not self.attends_window,
+            "attends_soft_cap": queries.soft_cap is not None and not self.attends_soft_cap,
+            "attends_slopes": queries.slopes is not None and not self.attends_slopes,
+            "attends_unlike_widths": layout.d != layout.dv and not self.attends_unlike_widths,
+            "attends_latent": layout.is_shared and not self.attends_latent,
+            "attends_widths": self.attends_widths is not None and layout.d not in self.attends_widths,
+            "attends_formats": self.attends_formats is not None and layout.format not in self.attends_formats,
         }
-        return tuple(name for name, is_needed in needs.items() if is_needed and not getattr(self, name))
+        return tuple(name for name, is_lacked in is_lacking.items() if is_lacked)
 
 
 @dataclass(frozen=True)
@@ -382,3 +395,77 @@ class RecordDevice(Device, Protocol):
 
     def keep_records(self, layout: RecordLayout) -> KeptRecords:
         """Records of files that this device has opened."""
+
+
+class NearStorageDevice:
+    """Storage at a directory, and what computes beside it: opened by name (`espnx.device.open`), asked for its parts.
+
+    A device of another package derives from it and overrides what it can do; what it does not, a typed error says. Nothing is read or
+    written before one of its parts is opened.
+
+    Args:
+        path: the directory in which it keeps what it is given.
+
+    Attributes:
+        name: by which it was opened.
+        path: as given.
+        kind: of its times: ``plain`` ones are this machine's, ``emulated`` ones those of another device (docs/device-specs.md).
+        capabilities: of its rows.
+    """
+
+    name: str = ""
+    kind: Literal["plain", "emulated"] = "plain"
+    capabilities = Capabilities()
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = os.fspath(path)
+
+    @classmethod
+    def together(cls, paths: Sequence[str | os.PathLike[str]], **options: Any) -> Sequence[Self]:
+        """One for each path. Devices that share something (a switch, a link to the host) are made here; others do not override it."""
+        return [cls(path, **options) for path in paths]
+
+    def check(self, directory: str | None = None, *, engine: Any = "auto", name: str | None = None) -> None:
+        """Whether rows could be opened there, as far as that can be told before: raises what `open_rows` would, leaves no file behind."""
+
+    def open_rows(
+        self,
+        directory: str | None = None,
+        *,
+        compute: torch.device | None = None,
+        engine: Any = "auto",
+        name: str | None = None,
+        read_ahead_bytes: int = READ_AHEAD_BYTES,
+        threads: int | None = None,
+        deadline_s: float = 30.0,
+    ) -> RowDevice:
+        """A place for the rows of one KV cache.
+
+        Args:
+            directory: of the data file, in `path`; None: `path`.
+            compute: in whose memory rows are computed on; None: the device's own choice.
+            engine: the path that bytes are to take, by name (`auto` alone may fall back), or a storage engine.
+            name: of the data file, to keep it; None: its space returns when the process ends.
+            read_ahead_bytes: of rows that are read before they are asked for.
+            threads: that compute on the host; None: as many as PyTorch uses.
+            deadline_s: of each transfer.
+
+        Raises:
+            InvalidInputError: what this device cannot do.
+            WriteError, PathUnavailableError: the directory or the path cannot be used.
+        """
+        raise self._lacks("rows of KV caches")
+
+    def open_records(self, engine: Engine, compute: torch.device) -> RecordDevice:
+        """For records that `engine` reads, scored on `compute`. The engine stays the caller's. Raises InvalidInputError."""
+        raise self._lacks("embedding records")
+
+    def describe(self) -> dict[str, Any]:
+        """What it is, for people: `espnx device info`."""
+        return {"name": self.name, "path": self.path, "kind": self.kind}
+
+    def close(self) -> None:
+        """Ends what its parts share. They are closed before. May be called again."""
+
+    def _lacks(self, what: str) -> errors.InvalidInputError:
+        return errors.InvalidInputError(f"{what} on device {self.name!r}", got="a device that does not keep them", fix="device='ssd'")

@@ -1,30 +1,35 @@
 """Opens devices by name: our own, those that other packages bring (entry points of the group ``espnx.devices``), and ``module:factory``.
 
-A factory is called with a directory and, as keywords, with what `open_rows` is given; what it returns keeps `RowDevice`.
+What a name stands for is a class derived from `NearStorageDevice`, or anything else that has its `together`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, overload
 
 import torch
 
 from .. import errors
 from ..storage import Engine
-from ..storage.native import host_engine
-from .interface import READ_AHEAD_BYTES, RecordDevice, RowDevice
+from .interface import NearStorageDevice, RecordDevice
+from .plain import PlainDevice
 
 log = logging.getLogger(__name__)
 
 GROUP = "espnx.devices"
 _OWN = (
-    EntryPoint("ssd", "espnx.device.ssd:SsdDevice", GROUP),
-    EntryPoint("gpu", "espnx.device.gpu.device:GpuDevice", GROUP),
+    EntryPoint("ssd", "espnx.device.plain:SsdDevice", GROUP),
+    EntryPoint("gpu", "espnx.device.plain:GpuDevice", GROUP),
 )  # fmt: skip
 _INTO_GPU_MEMORY = ("gds", "gds-compat")
+
+#: One device, several, or the name of what to open in each directory.
+Devices = str | NearStorageDevice | Sequence[NearStorageDevice]
 
 
 def device_names() -> list[str]:
@@ -46,60 +51,107 @@ def _factory(name: str) -> Any:
     """Raises InvalidInputError, MissingDependencyError."""
     known = _known()
     if not isinstance(name, str):
-        raise errors.InvalidInputError("device", got=repr(name), expected=", ".join(sorted(known)))
+        raise errors.InvalidInputError("device", got=repr(name), expected=f"a device, or one of {', '.join(sorted(known))}")
     entry = EntryPoint(name, name, GROUP) if ":" in name else known.get(name)
     if entry is None:
+        nearest = "".join(f"{each!r}? Or " for each in get_close_matches(name, known, n=1))
         raise errors.InvalidInputError(
             "device", got=repr(name), expected=", ".join(sorted(known)),
-            fix=f"install the package that brings it (entry point group {GROUP}), or name a 'module:factory'",
+            fix=f"{nearest}install the package that brings it (entry point group {GROUP}), or name a 'module:class'",
         )  # fmt: skip
     try:
-        return entry.load()
+        found = entry.load()
     except (ImportError, AttributeError) as error:
         raise errors.MissingDependencyError(f"device {name!r} cannot be loaded", got=str(error), expected=entry.value) from error
+    if not callable(getattr(found, "together", None)):
+        raise errors.InvalidInputError(
+            f"device {name!r}",
+            got=f"{entry.value}, a {type(found).__name__}",
+            expected="a class derived from espnx.device.NearStorageDevice",
+        )
+    return found
 
 
-def open_rows(
-    device: str,
-    directory: str | os.PathLike[str],
-    *,
-    compute: torch.device | None = None,
-    engine: Any = "auto",
-    name: str | None = None,
-    read_ahead_bytes: int = READ_AHEAD_BYTES,
-    threads: int | None = None,
-    deadline_s: float = 30.0,
-) -> RowDevice:
-    """Opens a device for rows.
+def open_together(name: str, paths: Sequence[str | os.PathLike[str]], **options: Any) -> list[NearStorageDevice]:
+    """One device for each directory; they share what such devices share: a switch, the link to the host.
 
     Args:
-        device: one of `device_names`, or ``module:factory``.
-        directory: where it keeps what it is given; made where it is missing.
-        compute: in whose memory rows are computed on; None: the device's own choice.
-        engine: the path that bytes are to take, by name (`auto` alone may fall back), or a storage engine.
-        name: of the data file, to keep it; None: its space returns when the process ends.
-        read_ahead_bytes: of rows that are read before they are asked for.
-        threads: that compute on the host; None: as many as PyTorch uses.
-        deadline_s: of each transfer.
+        name: one of `device_names`, or ``module:class``.
+        paths: directories; made where they are missing.
+        options: of the device.
 
     Raises:
-        InvalidInputError: an unknown name; something that this device cannot do.
+        InvalidInputError: an unknown name, or option of this device.
         MissingDependencyError: the device's package cannot be loaded.
-        WriteError, PathUnavailableError: the directory or the path cannot be used.
     """
-    log.debug("rows in %s are kept by the device %s, computed on %s", os.fspath(directory), device, compute or "where it chooses")
-    opened: RowDevice = _factory(device)(
-        directory, compute=compute, engine=engine, name=name, read_ahead_bytes=read_ahead_bytes, threads=threads, deadline_s=deadline_s
-    )
+    factory = _factory(name)
+    try:
+        opened: list[NearStorageDevice] = list(factory.together([os.fspath(path) for path in paths], **options))
+    except TypeError as error:
+        if not options or "argument" not in str(error):
+            raise
+        raise errors.InvalidInputError(f"options of device {name!r}", got=", ".join(options), expected=str(error)) from error
+    for each in opened:
+        each.name = name
+        log.debug("device %s in %s: %s", name, each.path, each.kind)
     return opened
 
 
-def check_rows(device: str, directory: str | os.PathLike[str], *, engine: Any = "auto", name: str | None = None) -> None:
-    """Whether a device could be opened there, as far as that can be told before anything is: its name, the directory, the engine's path.
-    Raises as `open_rows`."""
-    factory = _factory(device)
-    if check := getattr(factory, "check", None):
-        check(directory, engine=engine, name=name)
+@overload
+def open_device(name: str, path: str | os.PathLike[str], **options: Any) -> NearStorageDevice: ...
+@overload
+def open_device(name: str, path: Sequence[str | os.PathLike[str]], **options: Any) -> list[NearStorageDevice]: ...
+def open_device(
+    name: str, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], **options: Any
+) -> NearStorageDevice | list[NearStorageDevice]:
+    """Opens a near-storage device, or one in each of several directories, to be given to `KVCache` or to `espnx.open`.
+
+    Args:
+        name: one of `device_names`, or ``module:class``.
+        path: the directory in which it keeps what it is given, or several: their devices share what such devices share (a switch, the link
+            to the host).
+        options: of the device.
+
+    Raises as `open_together`.
+    """
+    if isinstance(path, (str, os.PathLike)):
+        return open_together(name, [path], **options)[0]
+    return open_together(name, list(path), **options)
+
+
+def devices_in(device: Devices, directories: Sequence[str]) -> list[NearStorageDevice]:
+    """For each directory its device: opened by name, or as given. Raises InvalidInputError where they are not as many, or lie elsewhere."""
+    if isinstance(device, str):
+        return open_together(device, directories)
+    found = given_devices(device)
+    if len(found) != len(directories) or not all(_is_in(directory, each.path) for each, directory in zip(found, directories, strict=True)):
+        raise errors.InvalidInputError(
+            "directories on several devices", got=list(directories), expected=f"one in each of {[each.path for each in found]}",
+            fix="leave the directories out: those of the devices are taken",
+        )  # fmt: skip
+    return found
+
+
+def given_devices(device: NearStorageDevice | Sequence[NearStorageDevice]) -> list[NearStorageDevice]:
+    """One or several devices that are open. Raises InvalidInputError for anything else."""
+    found = [device] if isinstance(device, NearStorageDevice) else list(device) if isinstance(device, Sequence) else []
+    if not found or not all(isinstance(each, NearStorageDevice) for each in found):
+        raise errors.InvalidInputError(
+            "device", got=repr(device), expected="a name, a device or several", fix="espnx.device.open(name, path)"
+        )
+    return found
+
+
+def directories_on(device: Devices | None) -> list[str]:
+    """Where devices keep what they are given. Raises InvalidInputError unless they are open."""
+    if device is None or isinstance(device, str):
+        raise errors.InvalidInputError("storage", got="no directory", expected="a directory on the SSD, several, or an open device")
+    return [each.path for each in given_devices(device)]
+
+
+def _is_in(directory: str, path: str) -> bool:
+    path = os.path.realpath(path)
+    return os.path.commonpath([path, os.path.realpath(directory)]) == path
 
 
 def open_records(engine: Engine, compute: torch.device) -> RecordDevice:
@@ -108,13 +160,4 @@ def open_records(engine: Engine, compute: torch.device) -> RecordDevice:
     Raises InvalidInputError where the engine reads into the memory of a GPU, and scores are computed on the CPU.
     """
     log.debug("records are read by %s and scored on %s", engine.effective, compute)
-    if compute.type != "cpu":
-        from .gpu.records import TensorRecordDevice
-
-        return TensorRecordDevice(engine, compute)
-    from .records import SsdRecordDevice
-
-    native = host_engine(engine)
-    if native is None:
-        raise errors.InvalidInputError("records would lie in GPU memory", got="compute='cpu'", fix="open the index with compute='cuda'")
-    return SsdRecordDevice(native)
+    return PlainDevice("").open_records(engine, compute)

@@ -41,7 +41,7 @@ UNIT_BYTES = 960 << 10
 
 
 class RowFileDevice(ABC):
-    """A device but for its reads and its attention, which subclasses bring: see `SsdDevice` and `GpuDevice`.
+    """A device but for its reads and its attention, which subclasses bring: see `SsdRowDevice` and `GpuRowDevice`.
 
     Args:
         directory: on the disk. Its data file has mode 0600.

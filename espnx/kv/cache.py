@@ -7,6 +7,7 @@ layer computes: the device never waits for the dense layers, and decoding takes 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +19,8 @@ import torch
 
 from .. import errors
 from ..checks import check_callable, check_whole
-from ..device.interface import READ_AHEAD_BYTES, RowDevice
-from ..device.registry import check_rows, default_name, open_rows
+from ..device.interface import READ_AHEAD_BYTES, NearStorageDevice, RowDevice
+from ..device.registry import Devices, default_name, devices_in
 from ..device.row_layout import DTYPES, RowLayout, format_of
 from ..ops.attention import Queries, RowsInMemory, add_sinks, attend_rows, merge
 from ..sizes import parse_size
@@ -31,6 +32,8 @@ from .shown import ShownAttention
 from .striping import Storage, StripedDevices, directories_of
 from .visibility import Visibility
 from .x_rows import Projection, Recomputer, absorb, bias_scores, release
+
+log = logging.getLogger(__name__)
 
 #: From so many new tokens on, their attention over one another is left to the framework's fused kernels.
 CHUNK_TOKENS = 17
@@ -119,8 +122,8 @@ class SsdCache:
         capacity_tokens: of each sequence: space for as many is reserved when the first rows come, so that a full disk shows then.
         engine: ``auto``, ``uring``, ``posix``, ``gds``, ``gds-compat``, a file of settings (``nvme.toml``, see docs/engine.md), or how to
             make an engine (tests inject faults so).
-        device: what keeps the rows and attends over them, by name (`espnx.device.registry`); None: ``ssd``, or ``gpu`` where rows are
-            computed on in a GPU's memory.
+        device: what keeps the rows and attends over them: a name (`espnx.device.names`), or an open device for each directory, which stays
+            the caller's; None: ``ssd``, or ``gpu`` where rows are computed on in a GPU's memory.
         compute: where rows are computed on: ``cpu``, ``cuda``; None: where the model's K and V turn out to be. The devices are opened when
             that is known.
         threads: that compute on rows; None: as many as PyTorch uses.
@@ -143,7 +146,7 @@ class SsdCache:
         read_ahead_bytes: int | str = READ_AHEAD_BYTES,
         capacity_tokens: int | None = None,
         engine: str | os.PathLike[str] | Callable[[], Any] = "auto",
-        device: str | None = None,
+        device: Devices | None = None,
         compute: str | torch.device | None = None,
         threads: int | None = None,
         deadline_s: float = 30.0,
@@ -163,7 +166,7 @@ class SsdCache:
         self.capacity_tokens = capacity_tokens
         self._places = [(directory, names[i] if names else None) for i, directory in enumerate(directories_of(storage))]
         self._options: dict[str, Any] = {"read_ahead_bytes": read_ahead_bytes, "threads": threads, "deadline_s": deadline_s}
-        self._device, self._compute = device, None if compute is None else _device_of(compute)
+        self._compute = None if compute is None else _device_of(compute)
         self._process = os.getpid()
         self._has_heap_to_trim = False
         if isinstance(engine, os.PathLike):
@@ -171,13 +174,18 @@ class SsdCache:
         if not isinstance(engine, str):
             check_callable("engine", engine)
         self._engines = [engine if isinstance(engine, str) else engine() for _ in self._places]
-        self.striped = StripedDevices(len(self._places), self._open_device)
+        self._is_chosen = self._compute is not None or device is not None
+        self._owns_devices = device is None or isinstance(device, str)
+        #: None: it depends on where K and V turn out to be.
+        self._devices = None if device is None else self._devices_named(device)
+        self.striped = StripedDevices(len(self._places), self._open_rows)
         # What is wrong with a place shows now, also where the devices wait for the first rows.
         if self._compute is not None or default_name(engine, None) != "ssd":
             self.open(self._compute or torch.device("cuda"))
         else:
-            for (directory, name), own in zip(self._places, self._engines, strict=True):
-                check_rows(device or "ssd", directory, engine=own, name=name)
+            checking = self._devices or self._devices_named("ssd")
+            for (directory, name), own, near in zip(self._places, self._engines, checking, strict=True):
+                near.check(directory, engine=own, name=name)
         self.x_rows = 0
         self.kv: list[LayerRows | None] = [None] * n_layers
         self.x: list[LayerRows | None] = [None] * n_layers
@@ -186,13 +194,18 @@ class SsdCache:
         self._begun = 0  # tokens when the forward pass under way began
         self._together = 1  # sequences that attend at a time
 
-    def _open_device(self, number: int, compute: torch.device) -> RowDevice:
-        directory, name = self._places[number]
-        kind = self._device or default_name(self._engines[number], compute)
-        opened = open_rows(kind, directory, compute=compute, engine=self._engines[number], name=name, **self._options)
+    def _devices_named(self, device: Devices) -> list[NearStorageDevice]:
+        return devices_in(device, [directory for directory, _ in self._places])
+
+    def _open_rows(self, number: int, compute: torch.device) -> RowDevice:
+        if self._devices is None:
+            self._devices = self._devices_named(default_name(self._engines[number], compute))
+        (directory, name), near = self._places[number], self._devices[number]
+        log.debug("rows in %s are kept by the device %s, computed on %s", directory, near.name, compute)
+        opened = near.open_rows(directory, compute=compute, engine=self._engines[number], name=name, **self._options)
         if name is not None and not opened.capabilities.keeps:
             opened.close()
-            raise errors.InvalidInputError("a kept cache", got=f"device {kind!r}, whose rows end with the process", fix="name=None")
+            raise errors.InvalidInputError("a kept cache", got=f"device {near.name!r}, whose rows end with the process", fix="name=None")
         return opened
 
     def open(self, compute: torch.device) -> None:
@@ -221,8 +234,7 @@ class SsdCache:
         """The first K and V have come, and show where the model is."""
         if not self.striped.is_open:
             self.open(device)
-        is_chosen = self._compute is not None or self._device is not None
-        if device.type != "cpu" and not is_chosen and self.striped.devices[0].compute.type == "cpu":
+        if device.type != "cpu" and not self._is_chosen and self.striped.devices[0].compute.type == "cpu":
             raise errors.InvalidInputError(
                 "a model on several devices", got="its first layer on the CPU", fix="KVCache(..., compute='cuda')"
             )
@@ -563,6 +575,8 @@ class SsdCache:
 
     def close(self) -> None:
         self.striped.close()
+        for near in self._devices or [] if self._owns_devices else []:
+            near.close()
 
 
 def _device_of(compute: str | torch.device) -> torch.device:

@@ -13,7 +13,17 @@ import numpy as np
 import torch
 
 from espnx import errors
-from espnx.device.interface import PIECE, Capabilities, DeviceStats, FilePath, Segment, SegmentPlace, SegmentView, Show
+from espnx.device.interface import (
+    PIECE,
+    Capabilities,
+    DeviceStats,
+    FilePath,
+    NearStorageDevice,
+    Segment,
+    SegmentPlace,
+    SegmentView,
+    Show,
+)  # fmt: skip
 from espnx.device.row_layout import RowLayout
 from espnx.ops.attention import Queries, RowsInMemory, attend_rows_reference, merge
 
@@ -41,11 +51,11 @@ class NullSpace:
         raise errors.InvalidInputError("rows that were kept in memory", fix="another device")
 
 
-class NullDevice:
+class NullRows:
     compute = torch.device("cpu")
-    capabilities = Capabilities(attends_unlike_widths=True)
+    capabilities = Capabilities(attends_unlike_widths=True, attends_latent=True)
 
-    def __init__(self, directory: str, **options: Any):
+    def __init__(self) -> None:
         self.space, self._line, self._next, self._closed = NullSpace(), deque[tuple[int, Sequence[SegmentView]]](), 0, False
         self._lock, self._bytes = threading.Lock(), {"bytes_asked": 0, "bytes_moved": 0, "bytes_written": 0, "stored_bytes": 0}
 
@@ -143,3 +153,11 @@ class NullDevice:
     def close(self) -> None:
         self._closed = True
         self.forget()
+
+
+class NullDevice(NearStorageDevice):
+    name = "null"
+    capabilities = NullRows.capabilities
+
+    def open_rows(self, directory: str | None = None, **options: Any) -> NullRows:
+        return NullRows()

@@ -11,17 +11,22 @@ import torch
 
 from espnx import errors
 from espnx.device import registry
+from espnx.device.conformance.row_checks import CHECKS, LAYOUTS, Open, rng
 from espnx.device.interface import PIECE, RowDevice
-from espnx.device.registry import device_names, open_rows
+from espnx.device.registry import device_names, open_device
 from espnx.device.row_file import SEGMENT_READ
 from espnx.storage import FaultRule, FaultyEngine
 from espnx.storage.native import load_native
-from tests.device.conformance import CHECKS, PLAIN, Open, rng
 from tests.device.rows import assert_right, attend, put, queries
 from tests.storage.common import patiently
 
 NULL = "tests.device.null_rows:NullDevice"
 CPU = torch.device("cpu")
+PLAIN = LAYOUTS[0]
+
+
+def open_rows(kind: str, directory: Path, **options: Any) -> RowDevice:
+    return open_device(kind, directory).open_rows(**options)
 
 
 @pytest.mark.parametrize("kind", ["ssd", "gpu", NULL])
@@ -96,11 +101,11 @@ def test_two_that_claim_one_place(folder: Path) -> None:
 def test_names() -> None:
     assert {"ssd", "gpu"} <= set(device_names())
     with pytest.raises(errors.InvalidInputError, match="gpu, ssd") as caught:
-        open_rows("smart", "/nowhere")
+        open_device("smart", "/nowhere")
     assert "espnx.devices" in str(caught.value)
     for wrong in ("tests.device.null_rows:Missing", "no.such.module:Device"):
         with pytest.raises(errors.MissingDependencyError, match="cannot be loaded"):
-            open_rows(wrong, "/nowhere")
+            open_device(wrong, "/nowhere")
 
 
 def test_a_package_brings_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +117,7 @@ def test_a_package_brings_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.syspath_prepend(str(tmp_path))
     assert "null" in device_names()
     for name, expected in (("null", "NullDevice"), ("ssd", "SsdDevice")):
-        device: RowDevice = open_rows(name, tmp_path / "rows")
+        device = open_device(name, tmp_path / "rows")
         assert type(device).__name__ == expected
         device.close()
 
@@ -123,8 +128,8 @@ def test_a_place_that_cannot_be_used(folder: Path, options: dict[str, Any]) -> N
     (folder / "file").touch()
     directory = folder / options.pop("directory", "new")
     with pytest.raises(errors.EspnxError):
-        registry.check_rows("ssd", directory, **options)
-    registry.check_rows("ssd", folder / "other")
+        open_device("ssd", directory).check(**options)
+    open_device("ssd", folder / "other").check()
     assert not list((folder / "other").iterdir())
 
 

@@ -105,7 +105,7 @@ from pathlib import Path
 import torch
 import espnx.kv.striping
 from espnx.kv.striping import StripedDevices
-from espnx.device.ssd import SsdDevice
+from espnx.device.ssd_rows import SsdRowDevice
 from espnx.storage import FaultRule, FaultyEngine
 from tests.device.rows import assert_right, draw, queries
 from tests.kv.test_striping import LAYOUT, seen_of, uses_of
@@ -114,7 +114,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 engines = [FaultyEngine([FaultRule("never", operation="read", count=1)]) for _ in range(3)]
 attending, interrupters = threading.Semaphore(0), []
 
-class Device(SsdDevice):
+class Device(SsdRowDevice):
     def attend(self, ticket, queries, tail=None):
         attending.release()
         return super().attend(ticket, queries, tail)

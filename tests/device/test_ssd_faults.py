@@ -12,7 +12,7 @@ import torch
 
 from espnx import errors
 from espnx.device.row_layout import RowLayout
-from espnx.device.ssd import SsdDevice
+from espnx.device.ssd_rows import SsdRowDevice
 from espnx.storage import FaultRule, FaultyEngine
 from tests.device.rows import Kept, assert_right, attend, opened, put, queries
 from tests.storage.common import patiently, until
@@ -29,7 +29,7 @@ def rng(seed: int = 0) -> torch.Generator:
 
 
 @contextmanager
-def faulty(folder: Path, rule: FaultRule, path: str = "auto", **options: object) -> Iterator[tuple[SsdDevice, FaultyEngine]]:
+def faulty(folder: Path, rule: FaultRule, path: str = "auto", **options: object) -> Iterator[tuple[SsdRowDevice, FaultyEngine]]:
     engine = FaultyEngine([rule], path, poison=True)
     try:
         with opened(folder, engine=engine, **options) as device:
@@ -38,20 +38,20 @@ def faulty(folder: Path, rule: FaultRule, path: str = "auto", **options: object)
         engine.close(grace_s=0.05)
 
 
-def assert_reads_right(device: SsdDevice, stored: list[Kept]) -> None:
+def assert_reads_right(device: SsdRowDevice, stored: list[Kept]) -> None:
     seen = [each.use(i) for i, each in enumerate(stored)]
     look = queries(LAYOUT, len(stored), 2, 1, rng(99))
     assert_right(attend(device, LAYOUT, seen, look), seen, look)
 
 
-def assert_void(device: SsdDevice, tickets: list[int]) -> None:
+def assert_void(device: SsdRowDevice, tickets: list[int]) -> None:
     assert device.front() == -1
     for ticket in tickets:
         with pytest.raises(errors.InvalidInputError, match="in the order"):
             device.attend(ticket, queries(LAYOUT, 1, 2, 1, rng(1)))
 
 
-def first_failure(device: SsdDevice, tickets: list[int], *, visits: bool) -> tuple[int, errors.ReadError | None]:
+def first_failure(device: SsdRowDevice, tickets: list[int], *, visits: bool) -> tuple[int, errors.ReadError | None]:
     """Which of them raised, and what."""
     for i, ticket in enumerate(tickets):
         try:
@@ -188,7 +188,7 @@ def test_reads_that_never_end(folder: Path, path: str, threads: int) -> None:
     patiently(attempt, STALLED_S)
 
 
-def work_on(device: SsdDevice, stored: Kept, how: str) -> None:
+def work_on(device: SsdRowDevice, stored: Kept, how: str) -> None:
     """What waits for a write."""
     if how == "ahead":
         device.ahead(LAYOUT, [stored.use(0).use])

@@ -11,7 +11,7 @@ import torch
 
 from espnx import errors
 from espnx.device.row_layout import RowLayout
-from espnx.device.ssd import SsdDevice
+from espnx.device.ssd_rows import SsdRowDevice
 from espnx.storage import FaultRule, FaultyEngine, NativeEngine
 from tests.device.rows import assert_right, attend, draw, opened, put, queries
 from tests.storage.common import open_descriptors, until
@@ -74,7 +74,7 @@ def test_a_directory_that_cannot_be_written(folder: Path) -> None:
     (folder / "file").touch()
     before = open_descriptors()
     with pytest.raises(errors.WriteError, match="Not a directory") as caught:
-        SsdDevice(folder / "file" / "below")
+        SsdRowDevice(folder / "file" / "below")
     assert str(folder / "file" / "below") in str(caught.value.path)
     assert until(lambda: open_descriptors() <= before)
 
@@ -85,13 +85,13 @@ def test_a_device_that_cannot_be_opened(folder: Path, operation: str, value: int
     with FaultyEngine([FaultRule("error", operation=operation, nth=1, count=2, value=value)]) as engine:
         before = open_descriptors()
         with pytest.raises(errors.StorageError) as caught:
-            SsdDevice(folder, engine=engine, reserve_bytes=MIB)
+            SsdRowDevice(folder, engine=engine, reserve_bytes=MIB)
         assert str(folder) in str(caught.value.path)
         assert os.listdir(folder) == []
         assert operation == "allocate" or until(lambda: open_descriptors() <= before)
         while engine.stats().fault_hits < 2:
             with pytest.raises(errors.StorageError):
-                SsdDevice(folder, engine=engine, reserve_bytes=MIB)
+                SsdRowDevice(folder, engine=engine, reserve_bytes=MIB)
         with opened(folder, engine=engine, reserve_bytes=MIB) as device:
             stored = put(device, LAYOUT, 1, HEADS, 5, rng())[0]
             look = queries(LAYOUT, 1, 2, 1, rng(1))
@@ -101,7 +101,7 @@ def test_a_device_that_cannot_be_opened(folder: Path, operation: str, value: int
 @pytest.mark.parametrize("options", [{"read_ahead_bytes": 0}, {"deadline_s": 0.0}, {"engine": "no such path"}])
 def test_options_out_of_range(folder: Path, options: dict[str, object]) -> None:
     with pytest.raises(errors.InvalidInputError):
-        SsdDevice(folder, **options)  # type: ignore[arg-type]
+        SsdRowDevice(folder, **options)  # type: ignore[arg-type]
     assert os.listdir(folder) == []
 
 
@@ -217,7 +217,7 @@ def test_flush(folder: Path, work: str) -> None:
 
 
 def test_after_close(folder: Path) -> None:
-    device = SsdDevice(folder)
+    device = SsdRowDevice(folder)
     stored = put(device, LAYOUT, 1, HEADS, 5, rng())[0]
     ticket = device.ahead(LAYOUT, [stored.use(0).use])
     device.close()
@@ -242,7 +242,7 @@ def test_close_with_work_under_way(folder: Path, path: str, is_stuck: bool) -> N
     rules = [FaultRule("never", operation="write", nth=2)] if is_stuck else []
     before = open_descriptors()
     engine = FaultyEngine(rules, path)
-    device = SsdDevice(folder, engine=engine)
+    device = SsdRowDevice(folder, engine=engine)
     stored = put(device, LAYOUT, 1, HEADS, 600, rng(1))[0]
     for _ in range(3):
         device.ahead(LAYOUT, [stored.use(0).use])
@@ -311,7 +311,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         assert_right(attend(device, LAYOUT, seen, look), seen, look)
     with mounted("tmpfs", "espnx", tmp_path / "small", "size=4m") as where:
         with pytest.raises(errors.DiskFullError) as caught:
-            SsdDevice(where, reserve_bytes=5 * MIB)
+            SsdRowDevice(where, reserve_bytes=5 * MIB)
         assert caught.value.needed_bytes == 5 * MIB
         assert os.listdir(where) == []
 
@@ -319,7 +319,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
 def test_put_on_an_engine_that_was_closed(folder: Path) -> None:
     """By whoever owns it: the place that was taken for the rows is given back."""
     engine = NativeEngine()
-    device = SsdDevice(folder, engine=engine)
+    device = SsdRowDevice(folder, engine=engine)
     put(device, LAYOUT, 1, HEADS, 5, rng(1))
     device.space.reserve(MIB)  # so that nothing but the write itself needs the engine
     device.flush()
@@ -341,6 +341,6 @@ def test_a_file_that_others_could_read(folder: Path) -> None:
 
 def test_more_room_than_a_file_may_have(folder: Path) -> None:
     with pytest.raises(errors.DiskFullError) as caught:
-        SsdDevice(folder, reserve_bytes=1 << 60)
+        SsdRowDevice(folder, reserve_bytes=1 << 60)
     assert caught.value.needed_bytes == 1 << 60
     assert 0 < caught.value.free_bytes < 1 << 60

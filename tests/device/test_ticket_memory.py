@@ -9,7 +9,7 @@ import torch
 from espnx.benchmarks.machine.memory import rss_bytes
 from espnx.device.interface import SegmentView
 from espnx.device.row_layout import RowLayout
-from espnx.device.ssd import SsdDevice
+from espnx.device.ssd_rows import SsdRowDevice
 
 
 def test_tickets_of_long_rows(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_tickets_of_long_rows(tmp_path: Path) -> None:
     with_rows = 512
     layout = RowLayout("fp16", 4096, 4096)
     k = torch.zeros(1, 4, with_rows, 4096, dtype=torch.float16)
-    device = SsdDevice(tmp_path, read_ahead_bytes=1 << 20)
+    device = SsdRowDevice(tmp_path, read_ahead_bytes=1 << 20)
     try:
         (segment,) = device.put(layout, k, k, range(4))
         device.flush()

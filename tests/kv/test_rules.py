@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from espnx import errors
-from espnx.kv import cache as cache_module
+from espnx.device.plain import PlainDevice
 from espnx.kv.cache import SsdCache, Step
 from espnx.kv.scores import PLAIN, ScoreRules
 from tests.device.gpu.test_cache import on_cpu_memory
@@ -46,7 +46,8 @@ def program(cache: SsdCache, naive: Naive, dtype: torch.dtype = torch.float32) -
 @pytest.mark.parametrize("names", SETS, ids="+".join)
 @pytest.mark.parametrize("kind", ["ssd", "three ssds", "gpu", NULL])
 def test_programs(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, names: tuple[str, ...]) -> None:
-    monkeypatch.setattr(cache_module, "open_rows", on_cpu_memory if kind == "gpu" else cache_module.open_rows)
+    if kind == "gpu":
+        monkeypatch.setattr(PlainDevice, "open_rows", on_cpu_memory)
     rules = ScoreRules(**{name: EVERY[name] for name in names})
     shape = Shape(n_heads=HEADS, group=GROUP, d=128, dv=64, rules=rules)
     naive = Naive(shape, torch.Generator().manual_seed(1))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from espnx import errors
-from espnx.device.ssd import SsdDevice
+from espnx.device.ssd_rows import SsdRowDevice
 from espnx.kv import schedule, shown
 from espnx.kv.schedule import SMALL_BYTES, Costs, Shape, choose, decide, predict, read_rate
 from espnx.ops.attention import Queries, RowsInMemory, attend_rows
@@ -129,7 +129,7 @@ def test_few_bytes() -> None:
 @pytest.mark.parametrize("is_rotary", [True, False])
 def test_measured(tmp_path: Path, is_rotary: bool) -> None:
     """Rates are rates, the answer is the least of what they predict, and nothing stays on the device."""
-    device = SsdDevice(tmp_path)
+    device = SsdRowDevice(tmp_path)
     try:
         s = shape(is_rotary=is_rotary)
         found = decide(s, lambda: [device], lambda: 0.001, 2)
@@ -147,7 +147,7 @@ def test_measured(tmp_path: Path, is_rotary: bool) -> None:
 def test_measuring_a_device_that_fails(tmp_path: Path) -> None:
     """Is its error, and nothing stays there either."""
     with FaultyEngine([FaultRule("error", operation="read", nth=3, count=1)]) as engine:
-        device = SsdDevice(tmp_path, engine=engine)
+        device = SsdRowDevice(tmp_path, engine=engine)
         try:
             with pytest.raises(errors.ReadError):
                 read_rate(device)
@@ -159,7 +159,7 @@ def test_measuring_a_device_that_fails(tmp_path: Path) -> None:
 
 def test_what_computes_on_rows_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the device has them, be it a GPU, and with as many threads as will attend."""
-    device, asked = SsdDevice(tmp_path), list[tuple[torch.device, int]]()
+    device, asked = SsdRowDevice(tmp_path), list[tuple[torch.device, int]]()
 
     def attend(queries: Queries, rows: RowsInMemory, *, threads: int) -> tuple[torch.Tensor, torch.Tensor]:
         asked.append((rows.k.device, threads))

@@ -13,7 +13,7 @@ import torch
 from espnx import errors
 from espnx.device.interface import Segment, SegmentView
 from espnx.device.row_layout import RowLayout
-from espnx.device.ssd import SsdDevice
+from espnx.device.ssd_rows import SsdRowDevice
 from espnx.kv.striping import StripedDevices, StripedSegment
 from espnx.ops.attention import Queries, RowsInMemory
 from espnx.storage import FaultRule, FaultyEngine
@@ -27,7 +27,7 @@ Parts = list[list[StripedSegment]]
 @contextmanager
 def striped_over(folder: Path, count: int, rules: dict[int, FaultRule] | None = None) -> Iterator[StripedDevices]:
     engines = [FaultyEngine([rules[i]] if rules and i in rules else []) for i in range(count)]
-    striped = StripedDevices(count, lambda i, _: SsdDevice(folder / str(i), engine=engines[i]))
+    striped = StripedDevices(count, lambda i, _: SsdRowDevice(folder / str(i), engine=engines[i]))
     striped.open(torch.device("cpu"))
     try:
         yield striped
@@ -141,12 +141,12 @@ def test_a_read_that_fails_on_one_device(folder: Path, bad: int) -> None:
 def test_close(folder: Path, count: int) -> None:
     """All of them, also where one complains."""
 
-    class Complaining(SsdDevice):
+    class Complaining(SsdRowDevice):
         def close(self) -> None:
             super().close()
             raise KeyError(self.directory)
 
-    devices = [(Complaining if i == 0 else SsdDevice)(folder / str(i)) for i in range(count)]
+    devices = [(Complaining if i == 0 else SsdRowDevice)(folder / str(i)) for i in range(count)]
     striped = StripedDevices(count, lambda i, _: devices[i])
     striped.open(torch.device("cpu"))
     with pytest.raises(KeyError):

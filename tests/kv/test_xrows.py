@@ -10,7 +10,7 @@ import torch
 from espnx import errors
 from espnx.device.interface import SegmentView
 from espnx.device.row_layout import RowLayout
-from espnx.device.ssd import SsdDevice
+from espnx.device.ssd_rows import SsdRowDevice
 from espnx.kv.x_rows import Projection, Recomputer, absorb, release
 from espnx.ops.attention import Queries, merge
 
@@ -154,7 +154,7 @@ def test_recomputed(folder: Path, dtype: torch.dtype, has_bias: bool) -> None:
     q = normal(n_sequences, N_KV, 2, D, seed=9) * D**-0.5
     visible = (torch.arange(n_sequences * (stored + more)) % 5 != 2).to(torch.uint8).view(n_sequences, -1)
     look = Queries(q, DV, torch.tensor([stored + more, stored // 2]), torch.tensor([0, 7, stored + 1]), visible)
-    device = SsdDevice(folder)
+    device = SsdRowDevice(folder)
     try:
         half = layout.block_rows
         parts = [(0, x[:, None, :half]), (half, x[:, None, half:stored])]

@@ -20,7 +20,7 @@ import torch
 
 from ... import errors
 from ...device.extents import Extents
-from ...device.ssd import block_sums
+from ...device.ssd_rows import block_sums
 from ...storage import NativeEngine, Plan
 from ...storage.files import BLOCK_BYTES, aligned_empty, make_given_directory, write_error
 

@@ -24,6 +24,7 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from ... import errors
 from ...checks import check_whole
 from ...device.interface import READ_AHEAD_BYTES
+from ...device.registry import Devices, directories_on
 from ...kv.cache import SsdCache
 from ...kv.schedule import Decision
 from ...kv.striping import Storage, directories_of
@@ -47,7 +48,7 @@ class KVCache(Cache):
 
     Args:
         config: of the model, or the model's text config.
-        storage: a directory on the SSD; several: one for each SSD.
+        storage: a directory on the SSD; several: one for each SSD; None: those of the devices that are given.
         x_rows: of how many sequences of the batch the projections' input is kept instead of K and V; None: as many as a short measurement
             says is fastest (see `decision`).
         name: keeps the cache in `storage` under this name: it is saved when it is closed, and continued when it is opened again, by this
@@ -62,8 +63,8 @@ class KVCache(Cache):
         capacity_tokens: of each sequence: space for as many is reserved when the first rows come, so that a full disk shows then.
         engine: ``auto``, ``uring``, ``posix``, ``gds``, ``gds-compat``, a file of settings (``nvme.toml``, see docs/engine.md), or how to
             make an engine (tests inject faults so).
-        device: what keeps the rows and attends over them, by name (`espnx.device.registry`); None: ``ssd``, or ``gpu`` where rows are
-            computed on in a GPU's memory.
+        device: what keeps the rows and attends over them: a name (`espnx.device.names`), or a device for each directory
+            (`espnx.device.open`), which stays the caller's; None: ``ssd``, or ``gpu`` where rows are computed on in a GPU's memory.
         compute: where rows are computed on: ``cpu``, ``cuda``; None: where the model's K and V turn out to be.
         threads: that compute on rows; None: as many as PyTorch uses.
         deadline_s: of each transfer.
@@ -86,7 +87,7 @@ class KVCache(Cache):
     def __init__(
         self,
         config: PreTrainedConfig,
-        storage: Storage,
+        storage: Storage | None = None,
         *,
         x_rows: int | None = None,
         name: str | None = None,
@@ -97,7 +98,7 @@ class KVCache(Cache):
         read_ahead_bytes: int | str = READ_AHEAD_BYTES,
         capacity_tokens: int | None = None,
         engine: str | os.PathLike[str] | Callable[[], Any] = "auto",
-        device: str | None = None,
+        device: Devices | None = None,
         compute: str | torch.device | None = None,
         threads: int | None = None,
         deadline_s: float = 30.0,
@@ -108,6 +109,8 @@ class KVCache(Cache):
             raise errors.InvalidInputError(
                 "KVCache", got=type(config).__name__, expected="a config of transformers", fix="KVCache(model.config, ...)"
             )
+        if storage is None:
+            storage = directories_on(device)
         layers = layers_of(config.get_text_config(decoder=True), partial(StoredLayer, self))
         if x_rows is not None:
             check_whole("x_rows", x_rows, 0)

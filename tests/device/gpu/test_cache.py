@@ -1,4 +1,4 @@
-"""KV caches with rows on a `GpuDevice`, on CPU memory: random programs against the naive cache, faults in a pass, and the move to a GPU
+"""KV caches with rows on a `GpuRowDevice`, on CPU memory: random programs against the naive cache, faults in a pass, and the move to a GPU
 when the first rows show where the model is."""
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from espnx import errors
-from espnx.device.gpu.device import GpuDevice
+from espnx.device.gpu.rows import GpuRowDevice
 from espnx.device.interface import RowDevice
-from espnx.device.ssd import SsdDevice
+from espnx.device.plain import GpuDevice, PlainDevice
+from espnx.device.ssd_rows import SsdRowDevice
 from espnx.kv import cache as cache_module
 from espnx.kv.cache import SsdCache
 from espnx.kv.kept.state import load, save
@@ -22,14 +23,14 @@ from tests.kv import test_fuzz, test_rollback
 from tests.kv.naive import Naive, Shape, assert_right, forward
 
 
-def on_cpu_memory(kind: str, directory: str, *, compute: torch.device, **options: Any) -> RowDevice:
-    """In place of `open_rows`."""
-    return GpuDevice(directory, compute="cpu", **options) if kind == "gpu" else SsdDevice(directory, **options)
+def on_cpu_memory(self: PlainDevice, directory: str, *, compute: torch.device, **options: Any) -> RowDevice:
+    """In place of `PlainDevice.open_rows`."""
+    return GpuRowDevice(directory, compute="cpu", **options) if self.name == "gpu" else SsdRowDevice(directory, **options)
 
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "open_rows", on_cpu_memory)
+    monkeypatch.setattr(PlainDevice, "open_rows", on_cpu_memory)
     monkeypatch.setattr(cache_module, "default_name", lambda engine, compute: "ssd" if compute is None else "gpu")
 
 
@@ -55,11 +56,11 @@ def test_the_first_rows_decide(folder: Path, monkeypatch: pytest.MonkeyPatch, ke
     """No device is open before it is known where the model is; a kept cache then goes on with what it holds, on another kind of device."""
     opened: list[str] = []
 
-    def open_rows(kind: str, directory: str, **options: Any) -> RowDevice:
-        opened.append(kind)
-        return on_cpu_memory(kind, directory, **options)
+    def open_rows(self: PlainDevice, directory: str, **options: Any) -> RowDevice:
+        opened.append(self.name)
+        return on_cpu_memory(self, directory, **options)
 
-    monkeypatch.setattr(cache_module, "open_rows", open_rows)
+    monkeypatch.setattr(PlainDevice, "open_rows", open_rows)
     shape = Shape(n_layers=2, d=128, dv=128)
     naive = Naive(shape, torch.Generator().manual_seed(1))
     if kept:
@@ -113,7 +114,7 @@ def test_a_seeded_program_is_no_accident(folder: Path, monkeypatch: pytest.Monke
         return found
 
     monkeypatch.setattr(row_reads.RowReads, "chains", wrong)
-    monkeypatch.setattr(cache_module, "open_rows", lambda kind, *args, **options: on_cpu_memory("gpu", *args, **options))
+    monkeypatch.setattr(PlainDevice, "open_rows", lambda self, *args, **options: on_cpu_memory(GpuDevice(self.path), *args, **options))
     with pytest.raises(AssertionError, match="times the bound"):
         for seed in range(20):
             shape = Shape(n_layers=1, d=128, dv=128)

@@ -1,4 +1,4 @@
-"""`GpuDevice` on a GPU: rows in its memory, the Triton kernels, and every path there is; answers within the same bounds."""
+"""`GpuRowDevice` on a GPU: rows in its memory, the Triton kernels, and every path there is; answers within the same bounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from espnx import errors
-from espnx.device.gpu.device import GpuDevice
+from espnx.device.gpu.rows import GpuRowDevice
 from espnx.device.row_layout import RowLayout
 from espnx.ops.attention import Queries, RowsInMemory
 from tests.device.gpu.test_device import LAYOUTS, queries, rng, some_rows, some_tail
@@ -19,9 +19,9 @@ pytestmark = pytest.mark.gpu
 WIDE = {"wide X": RowLayout("fp16", 512, 512, is_shared=True), "wide K": RowLayout("bf16", 320, 64)}
 
 
-def opened_cuda(folder: Path, engine: str, **options: Any) -> GpuDevice:
+def opened_cuda(folder: Path, engine: str, **options: Any) -> GpuRowDevice:
     try:
-        return GpuDevice(folder, compute="cuda", engine=engine, **options)
+        return GpuRowDevice(folder, compute="cuda", engine=engine, **options)
     except (errors.PathUnavailableError, errors.MissingDependencyError) as error:
         pytest.skip(f"[gds] {error}")
 

@@ -1,4 +1,4 @@
-"""`GpuDevice` on CPU memory: its answers over every kind of rows are within the bounds of fp32, and those of `SsdDevice`."""
+"""`GpuRowDevice` on CPU memory: its answers over every kind of rows are within the bounds of fp32, and those of `SsdRowDevice`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from espnx import errors
 from espnx.device.gpu import attention as group_attention
-from espnx.device.gpu.device import GpuDevice
+from espnx.device.gpu.rows import GpuRowDevice
 from espnx.device.row_layout import RowLayout
-from espnx.device.ssd import SsdDevice
+from espnx.device.ssd_rows import SsdRowDevice
 from espnx.ops.attention import RowsInMemory, attention_reference, running
 from tests.device.gpu.rows import WAYS, opened_gpu
 from tests.device.rows import Seen, assert_right, attend, normal, opened, put, queries
@@ -31,7 +31,7 @@ def rng(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def some_rows(device: GpuDevice | SsdDevice, layout: RowLayout, n_heads: int) -> list[Seen]:
+def some_rows(device: GpuRowDevice | SsdRowDevice, layout: RowLayout, n_heads: int) -> list[Seen]:
     """Three sequences: two runs of each, of which the first ends within a block or has been cropped; one shared; one hardly there."""
     heads = range(n_heads)
     n = 2 * layout.block_rows + 3
@@ -184,12 +184,12 @@ def test_matrix_products_are_the_op() -> None:
 def test_what_is_refused(folder: Path) -> None:
     for path in ("gds", "gds-compat"):
         with pytest.raises(errors.InvalidInputError, match="GPU memory"):
-            GpuDevice(folder, compute="cpu", engine=path)
+            GpuRowDevice(folder, compute="cpu", engine=path)
     if not torch.cuda.is_available():
         with pytest.raises(errors.PathUnavailableError, match="no CUDA device"):
-            GpuDevice(folder, engine="gds")
+            GpuRowDevice(folder, engine="gds")
     with pytest.raises(errors.InvalidInputError, match="read_ahead_bytes"):
-        GpuDevice(folder, compute="cpu", read_ahead_bytes=0)
+        GpuRowDevice(folder, compute="cpu", read_ahead_bytes=0)
     assert not list(folder.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""`GpuDevice` whose storage fails: the typed error and what it names, every ticket void, the next try right. And bytes that are damaged."""
+"""`GpuRowDevice` whose storage fails: the typed error and what it names, every ticket void, then right. And bytes that are damaged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from espnx import errors
 from espnx.device.gpu import device as gpu
 from espnx.device.gpu import stream as tensor_stream
-from espnx.device.gpu.device import GpuDevice
+from espnx.device.gpu.rows import GpuRowDevice
 from espnx.device.row_layout import RowLayout
 from espnx.ops.attention import running
 from espnx.storage import FaultRule, FaultyEngine
@@ -28,20 +28,20 @@ def rng(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def assert_reads_right(device: GpuDevice, stored: list[Kept]) -> None:
+def assert_reads_right(device: GpuRowDevice, stored: list[Kept]) -> None:
     seen = [each.use(i) for i, each in enumerate(stored)]
     look = queries(LAYOUT, len(stored), 2, 1, rng(99))
     assert_right(attend(device, LAYOUT, seen, look), seen, look)
 
 
-def work(device: GpuDevice, ticket: int, *, visits: bool) -> None:
+def work(device: GpuRowDevice, ticket: int, *, visits: bool) -> None:
     if visits:
         device.visit(ticket, lambda memory, pieces: None)
     else:
         device.attend(ticket, queries(LAYOUT, 1, 2, 1, rng(1)))
 
 
-def failure(device: GpuDevice, ticket: int, kind: type[errors.StorageError], *, visits: bool) -> errors.StorageError | None:
+def failure(device: GpuRowDevice, ticket: int, kind: type[errors.StorageError], *, visits: bool) -> errors.StorageError | None:
     """How the pass failed, if it did."""
     try:
         work(device, ticket, visits=visits)

@@ -19,7 +19,7 @@ from ...storage.engine import FileHandle
 from ..interface import Capabilities, FilePath, Show
 from ..row_file import UNIT_BYTES, RowFileDevice
 from ..row_layout import RowLayout
-from ..ssd import block_sums
+from ..ssd_rows import block_sums
 from ..writes import Write
 from .attention import GroupAttention
 from .plan import RowReads
@@ -41,7 +41,7 @@ def _typed_memory_errors(device: torch.device) -> Iterator[None]:
         raise errors.OutOfMemoryError(f"memory for stored rows on {device}", free_bytes=free_bytes) from error
 
 
-class GpuDevice(RowFileDevice):
+class GpuRowDevice(RowFileDevice):
     """See `espnx.device.interface.RowDevice`. Queries and tails may lie anywhere; results are where the queries are.
 
     Args:
@@ -59,7 +59,7 @@ class GpuDevice(RowFileDevice):
     Every call raises OutOfMemoryError where the memory of the device, or pinned memory of the host, is used up.
     """
 
-    capabilities = Capabilities(attends_unlike_widths=True, keeps=True)
+    capabilities = Capabilities(attends_unlike_widths=True, attends_latent=True, keeps=True)
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from .row_layout import RowLayout
 from .writes import Write
 
 
-class SsdDevice(RowFileDevice):
+class SsdRowDevice(RowFileDevice):
     """See `espnx.device.interface.RowDevice`.
 
     Args:
@@ -32,7 +32,7 @@ class SsdDevice(RowFileDevice):
 
     compute = torch.device("cpu")
     capabilities = Capabilities(
-        attends_window=True, attends_soft_cap=True, attends_slopes=True, attends_unlike_widths=True, keeps=True
+        attends_window=True, attends_soft_cap=True, attends_slopes=True, attends_unlike_widths=True, attends_latent=True, keeps=True
     )  # fmt: skip
 
     def __init__(

@@ -1,33 +1,37 @@
-"""What holds for every device that keeps rows. A test of a device imports `CHECKS` and runs each over its own way to open one::
+"""What holds for every device that keeps rows of KV caches: `CHECKS`, each over a way to open one.
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_mine(check, tmp_path):
-    check(lambda **options: open_rows("mine", tmp_path, **options))
+A test of a package's own device::
+
+    @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+    def test_mine(check, tmp_path):
+        check(espnx.device.open("mine", tmp_path).open_rows)
+
+Every check raises NotConformingError that says what was got and what expected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from threading import Thread
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
-from espnx import errors
-from espnx.device.interface import PIECE, RowDevice
-from espnx.device.row_layout import RowLayout
-from espnx.ops.attention import RowsInMemory
-from tests.device.rows import Kept, Seen, assert_right, attend, draw, kept, normal, put, queries
+from ... import errors
+from ...ops.attention import Queries, RowsInMemory
+from ..interface import PIECE, RowDevice
+from ..row_layout import RowLayout
+from .known_rows import Kept, Seen, assert_right, attend, draw, kept, normal, put, queries
+from .requirement import raises, require
 
 Open = Callable[..., RowDevice]
 LAYOUTS = (
     RowLayout("fp16", 64, 64), RowLayout("fp32", 40, 72), RowLayout("bf16", 128, 64), RowLayout("int8", 64, 64),
-    RowLayout("fp16", 48, 48, is_shared=True),
+    RowLayout("fp16", 48, 48, is_shared=True), RowLayout("fp16", 128, 128),
 )  # fmt: skip
-PLAIN = LAYOUTS[0]
 
 
 @contextmanager
@@ -37,6 +41,20 @@ def opened(open_device: Open, **options: Any) -> Iterator[RowDevice]:
         yield device
     finally:
         device.close()
+
+
+def plain_of(device: RowDevice) -> RowLayout:
+    """A layout of rows that it attends over."""
+    look = Queries(torch.empty(0, 0, 0, 8), 8)
+    for layout in LAYOUTS:
+        if not device.capabilities.lacks(look, layout):
+            return layout
+    raise errors.NotConformingError("attention", got=f"a device that takes none of {LAYOUTS}", expected="one of them")
+
+
+def right(device: RowDevice) -> Callable[..., None]:
+    """`assert_right`, as exact as what crosses to the device and back."""
+    return partial(assert_right, exchanges=device.capabilities.exchanges)
 
 
 def rng(seed: int = 0) -> torch.Generator:
@@ -68,7 +86,7 @@ def some_tail(layout: RowLayout, first: int) -> RowsInMemory:
 def extras(device: RowDevice, layout: RowLayout, n: int, positions: int) -> list[dict[str, Any]]:
     """What queries may ask for here, each alone and all together."""
     can, position = device.capabilities, torch.arange(positions - n, positions)
-    offered = {
+    offered: dict[str, dict[str, Any]] = {
         "attends_window": {"window": positions // 2}, "attends_soft_cap": {"soft_cap": 2.0},
         "attends_slopes": {"slopes": torch.rand(n_heads(layout), n, generator=rng(9))},
     }  # fmt: skip
@@ -91,24 +109,25 @@ def attends(open_device: Open) -> None:
                 for mask in masks:
                     look = queries(layout, 3, n_heads(layout), n, rng(5), **mask)
                     if device.capabilities.lacks(look, layout):
-                        with pytest.raises(errors.InvalidInputError):
+                        with raises(errors.InvalidInputError):
                             attend(device, layout, seen, look)
                         device.forget()
                         continue
                     for tail in (None, some_tail(layout, positions - 9)):
-                        assert_right(attend(device, layout, seen, look, tail), seen, look, tail)
-                assert device.front() == -1
+                        right(device)(attend(device, layout, seen, look, tail), seen, look, tail)
+                require(device.front() == -1, "a ticket in line", got=device.front(), expected=-1)
 
 
 def refuses_what_it_lacks(open_device: Open) -> None:
     with opened(open_device) as device:
-        seen = some_rows(device, PLAIN)
+        plain = plain_of(device)
+        seen = some_rows(device, plain)
         position = torch.arange(2)
         for more in ({"window": 3}, {"soft_cap": 2.0}, {"slopes": torch.ones(3, 2)}):
-            look = queries(PLAIN, 3, 3, 2, rng(), position=position, **more)
-            if device.capabilities.lacks(look, PLAIN):
-                with pytest.raises(errors.InvalidInputError):
-                    attend(device, PLAIN, seen, look)
+            look = queries(plain, 3, 3, 2, rng(), position=position, **more)
+            if device.capabilities.lacks(look, plain):
+                with raises(errors.InvalidInputError):
+                    attend(device, plain, seen, look)
                 device.forget()
 
 
@@ -121,118 +140,137 @@ def shows_every_row_once(open_device: Open) -> None:
                 memory: torch.Tensor, pieces: np.ndarray, layout: RowLayout = layout,
                 shown: dict[tuple[int, int, int], torch.Tensor] = shown,
             ) -> None:  # fmt: skip
-                assert pieces.dtype == PIECE
+                require(pieces.dtype == PIECE, "what is shown", got=pieces.dtype, expected=PIECE)
                 for sequence, head, offset, n_rows, first in pieces.tolist():
                     size = layout.blocks(n_rows) * layout.block_bytes
                     k, v = layout.unpack(memory[offset : offset + size].view(-1, layout.block_bytes), n_rows)
                     for i in range(n_rows):
-                        assert (sequence, head, first + i) not in shown
+                        require((sequence, head, first + i) not in shown, f"row {(sequence, head, first + i)} is shown twice")
                         shown[sequence, head, first + i] = torch.cat([k[i], v[i]]).double()
 
             device.visit(device.ahead(layout, [each.use for each in seen]), show)
-            assert len(shown) == sum(each.use.n_rows * len(each.use.segment.heads) for each in seen)
+            expected = sum(each.use.n_rows * len(each.use.segment.heads) for each in seen)
+            require(len(shown) == expected, "rows that are shown", got=len(shown), expected=expected)
             for each in seen:
                 for at, head in enumerate(each.use.segment.heads):
                     for i in range(each.use.n_rows):
                         wanted = torch.cat([each.kept.k[at, i], each.kept.v[at, i]])
-                        assert torch.equal(shown[each.use.sequence, head, each.use.first_position + i], wanted)
+                        found = shown[each.use.sequence, head, each.use.first_position + i]
+                        require(torch.equal(found, wanted), "a row that is shown", got=found, expected=wanted)
 
 
 def serves_tickets_in_order(open_device: Open) -> None:
     with opened(open_device, read_ahead_bytes=1 << 20) as device:
-        seen = some_rows(device, PLAIN)
-        tickets = [device.ahead(PLAIN, [each.use for each in seen]) for _ in range(3)]
-        assert device.front() == tickets[0]
-        look = queries(PLAIN, 3, 3, 1, rng())
-        with pytest.raises(errors.InvalidInputError):
+        plain = plain_of(device)
+        seen = some_rows(device, plain)
+        tickets = [device.ahead(plain, [each.use for each in seen]) for _ in range(3)]
+        require(device.front() == tickets[0], "the ticket in front", got=device.front(), expected=tickets[0])
+        look = queries(plain, 3, 3, 1, rng())
+        with raises(errors.InvalidInputError):
             device.attend(tickets[1], look)
         for ticket in tickets:
-            assert_right(device.attend(ticket, look), seen, look)
+            right(device)(device.attend(ticket, look), seen, look)
+
+
+def _require_stored(device: RowDevice, expected: int) -> None:
+    require(device.stats().stored_bytes == expected, "bytes stored", got=device.stats().stored_bytes, expected=expected)
+
+
+def _shows_nothing(memory: torch.Tensor, pieces: np.ndarray) -> None:
+    require(False, "rows are shown where nothing was stored", got=pieces)
 
 
 def has_nothing_to_show(open_device: Open) -> None:
     """No segments, segments without rows, no queries."""
     with opened(open_device) as device:
-        stored = put(device, PLAIN, 2, range(2), 0, rng())
+        plain = plain_of(device)
+        stored = put(device, plain, 2, range(2), 0, rng())
         for some in ([], [each.use(i) for i, each in enumerate(stored)]):
-            look = queries(PLAIN, 2, 2, 3, rng())
-            assert_right(attend(device, PLAIN, some, look), some, look)
-            device.visit(device.ahead(PLAIN, [each.use for each in some]), lambda memory, pieces: pytest.fail("nothing was stored"))
-        some = [each.use(i) for i, each in enumerate(put(device, PLAIN, 2, range(2), 5, rng()))]
-        o, lse = attend(device, PLAIN, some, queries(PLAIN, 2, 2, 0, rng()))
-        assert (o.shape, lse.shape) == ((2, 2, 0, 64), (2, 2, 0))
+            look = queries(plain, 2, 2, 3, rng())
+            right(device)(attend(device, plain, some, look), some, look)
+            device.visit(device.ahead(plain, [each.use for each in some]), _shows_nothing)
+        some = [each.use(i) for i, each in enumerate(put(device, plain, 2, range(2), 5, rng()))]
+        o, lse = attend(device, plain, some, queries(plain, 2, 2, 0, rng()))
+        found = tuple(o.shape), tuple(lse.shape)
+        require(found == ((2, 2, 0, plain.dv), (2, 2, 0)), "shapes without queries", got=found)
 
 
 def joins(open_device: Open) -> None:
     with opened(open_device) as device:
-        parts = [draw(PLAIN, 1, range(2), n, rng(n)) for n in (PLAIN.block_rows, 2 * PLAIN.block_rows, 7)]
-        segments = [device.put(PLAIN, k, v, range(2))[0] for k, v in parts]
-        k, v = (torch.cat([part[i] for part in parts], dim=2) for i in range(2))  # type: ignore[misc]
-        (whole,) = kept(PLAIN, [device.join(segments)], k, v)
+        plain = plain_of(device)
+        parts = [draw(plain, 1, range(2), n, rng(n)) for n in (plain.block_rows, 2 * plain.block_rows, 7)]
+        segments = [device.put(plain, k, v, range(2))[0] for k, v in parts]
+        k, v = (torch.cat([part[i] for part in parts], dim=2) for i in range(2))
+        (whole,) = kept(plain, [device.join(segments)], k, v)
         for segment in segments:
             device.release(segment)
-        look = queries(PLAIN, 1, 2, 2, rng())
-        assert_right(attend(device, PLAIN, [whole.use(0)], look), [whole.use(0)], look)
-        assert device.stats().stored_bytes == whole.segment.size_bytes
+        look = queries(plain, 1, 2, 2, rng())
+        right(device)(attend(device, plain, [whole.use(0)], look), [whole.use(0)], look)
+        _require_stored(device, whole.segment.size_bytes)
 
 
 def counts(open_device: Open) -> None:
     """In whole blocks; what was released is not stored."""
     with opened(open_device) as device:
-        stored: list[Kept] = put(device, PLAIN, 2, range(2), 3 * PLAIN.block_rows, rng())
+        plain = plain_of(device)
+        stored: list[Kept] = put(device, plain, 2, range(2), 3 * plain.block_rows, rng())
         device.flush()
-        assert all(device.is_written(each.segment) for each in stored)
+        require(all(device.is_written(each.segment) for each in stored), "is_written after a flush", got=False)
         size = sum(each.segment.size_bytes for each in stored)
         found = device.stats()
-        assert (found.bytes_written, found.stored_bytes, found.bytes_asked) == (size, size, 0)
+        counted = found.bytes_written, found.stored_bytes, found.bytes_asked
+        require(counted == (size, size, 0), "bytes written, stored and asked", got=counted, expected=(size, size, 0))
         some = [each.use(i) for i, each in enumerate(stored)]
-        attend(device, PLAIN, some, queries(PLAIN, 2, 2, 1, rng()))
+        attend(device, plain, some, queries(plain, 2, 2, 1, rng()))
         found = device.stats()
-        assert found.bytes_asked == size
-        assert found.bytes_moved >= size
+        require(found.bytes_asked == size, "bytes asked", got=found.bytes_asked, expected=size)
+        require(found.bytes_moved >= size, "bytes moved", got=found.bytes_moved, expected=f"at least {size}")
         device.release(stored[0].segment)
-        assert device.stats().stored_bytes == size // 2
-        assert all(file.effective_path for file in device.path_report())
+        _require_stored(device, size // 2)
+        require(all(file.effective_path for file in device.path_report()), "a file without a path", got=device.path_report())
 
 
 def forgets_from_another_thread(open_device: Open) -> None:
     """Whoever is shown rows gets a typed error, and the device serves what is asked next."""
     with opened(open_device, read_ahead_bytes=1 << 20) as device:
-        some = [put(device, PLAIN, 1, range(2), 8000, rng())[0].use(0)]
+        plain = plain_of(device)
+        some = [put(device, plain, 1, range(2), 8000, rng())[0].use(0)]
 
         def forget(memory: torch.Tensor, pieces: np.ndarray) -> None:
             thread = Thread(target=device.forget)
             thread.start()
             thread.join()
 
-        with pytest.raises(errors.TransferCancelledError):
-            device.visit(device.ahead(PLAIN, [each.use for each in some]), forget)
-        assert device.front() == -1
-        look = queries(PLAIN, 1, 2, 1, rng())
-        assert_right(attend(device, PLAIN, some, look), some, look)
+        with raises(errors.TransferCancelledError):
+            device.visit(device.ahead(plain, [each.use for each in some]), forget)
+        require(device.front() == -1, "a ticket in line", got=device.front(), expected=-1)
+        look = queries(plain, 1, 2, 1, rng())
+        right(device)(attend(device, plain, some, look), some, look)
 
 
 def refuses_rows_that_do_not_fit(open_device: Open) -> None:
     with opened(open_device) as device:
-        k, v = draw(PLAIN, 1, range(2), 5, rng())
+        plain = plain_of(device)
+        k, v = draw(plain, 1, range(2), 5, rng())
         for rows in ((k[..., :32], v, range(2)), (k, v, range(3))):
-            with pytest.raises(errors.InvalidInputError):
-                device.put(PLAIN, *rows)
-        assert device.stats().stored_bytes == 0
+            with raises(errors.InvalidInputError):
+                device.put(plain, *rows)
+        _require_stored(device, 0)
 
 
 def is_closed(open_device: Open) -> None:
     """With tickets in line; twice."""
     with opened(open_device) as device:
-        some = [put(device, PLAIN, 1, range(2), 900, rng())[0].use(0)]
-        ticket = device.ahead(PLAIN, [each.use for each in some])
+        plain = plain_of(device)
+        some = [put(device, plain, 1, range(2), 900, rng())[0].use(0)]
+        ticket = device.ahead(plain, [each.use for each in some])
         for _ in range(2):
             device.close()
         for call in (
-            lambda: device.attend(ticket, queries(PLAIN, 1, 2, 1, rng())), lambda: device.flush(),
-            lambda: device.ahead(PLAIN, []), lambda: put(device, PLAIN, 1, range(2), 5, rng()),
+            lambda: device.attend(ticket, queries(plain, 1, 2, 1, rng())), device.flush,
+            lambda: device.ahead(plain, []), lambda: put(device, plain, 1, range(2), 5, rng()),
         ):  # fmt: skip
-            with pytest.raises(errors.EngineClosedError):
+            with raises(errors.EngineClosedError):
                 call()
 
 
