@@ -155,7 +155,7 @@ install_packages() {
   else
     packages "installing torch (0.2 GB as a CPU build, 3 GB with CUDA)" torch || no_packages
   fi
-  packages "installing what espnx runs on" numpy safetensors triton || no_packages
+  packages "installing what espnx runs on" numpy safetensors pyyaml triton || no_packages
   packages "installing the coarse index, the tests and the linters" \
     faiss-cpu rich tokenizers transformers pytest pytest-timeout pytest-xdist jsonschema ruff mypy clang-format || no_packages
   packages "installing what reads Parquet and Arrow files" pyarrow ||

@@ -216,8 +216,8 @@ def test_extras() -> None:
     assert {"kv", "retrieval", "demo", "gds", "bench", "dev"} <= set(EXTRAS)
 
 
-def test_dependencies_of_the_base_are_four() -> None:
-    assert {name_of(each) for each in PROJECT["dependencies"]} == {"torch", "numpy", "safetensors", "triton"}
+def test_dependencies_of_the_base_are_five() -> None:
+    assert {name_of(each) for each in PROJECT["dependencies"]} == {"torch", "numpy", "safetensors", "pyyaml", "triton"}
 
 
 def test_every_direct_dependency_is_pinned() -> None:

@@ -1,0 +1,1 @@
+"""What devices are: specs in YAML, each figure with where it is from."""
