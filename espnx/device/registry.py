@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, overload
@@ -18,6 +19,7 @@ from .. import errors
 from ..storage import Engine
 from .interface import NearStorageDevice, RecordDevice
 from .plain import PlainDevice
+from .routed_records import RoutedRecordDevice, is_in
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +126,7 @@ def devices_in(device: Devices, directories: Sequence[str]) -> list[NearStorageD
     if isinstance(device, str):
         return open_together(device, directories)
     found = given_devices(device)
-    if len(found) != len(directories) or not all(_is_in(directory, each.path) for each, directory in zip(found, directories, strict=True)):
+    if len(found) != len(directories) or not all(is_in(directory, each.path) for each, directory in zip(found, directories, strict=True)):
         raise errors.InvalidInputError(
             "directories on several devices", got=list(directories), expected=f"one in each of {[each.path for each in found]}",
             fix="leave the directories out: those of the devices are taken",
@@ -149,15 +151,28 @@ def directories_on(device: Devices | None) -> list[str]:
     return [each.path for each in given_devices(device)]
 
 
-def _is_in(directory: str, path: str) -> bool:
-    path = os.path.realpath(path)
-    return os.path.commonpath([path, os.path.realpath(directory)]) == path
+def open_records(
+    engine: Engine, compute: torch.device, device: Devices | None = None, directories: Sequence[str] = ()
+) -> tuple[RecordDevice, Callable[[], None]]:
+    """(what keeps records that `engine` reads, which stays the caller's; what closes it, and the devices that were opened for it).
 
+    Args:
+        compute: where they are scored, unless a device scores them itself.
+        device: None: this machine's SSD.
+        directories: of the data files; a device that is named is opened for each.
 
-def open_records(engine: Engine, compute: torch.device) -> RecordDevice:
-    """The device of our own for records that `engine` reads, scored on `compute`. The engine stays the caller's.
-
-    Raises InvalidInputError where the engine reads into the memory of a GPU, and scores are computed on the CPU.
+    Raises InvalidInputError where the engine reads into the memory of a GPU, and scores are computed on the CPU; as `open_together`.
     """
-    log.debug("records are read by %s and scored on %s", engine.effective, compute)
-    return PlainDevice("").open_records(engine, compute)
+    with ExitStack() as opened:
+        if device is None:
+            found: list[NearStorageDevice] = [PlainDevice("/")]
+        elif isinstance(device, str):
+            found = open_together(device, directories)
+            for each in found:
+                opened.callback(each.close)
+        else:
+            found = given_devices(device)
+        records = found[0].open_records(engine, compute) if device is None else RoutedRecordDevice(engine, compute, found)
+        opened.callback(records.close)
+        log.debug("records are read by %s and scored on %s%s", engine.effective, compute, "" if device is None else f", by {found[0].name}")
+        return records, opened.pop_all().close

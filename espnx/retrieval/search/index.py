@@ -15,8 +15,8 @@ import torch
 
 from ... import errors
 from ...checks import check_path, check_whole, plain
-from ...device.interface import RecordDevice
-from ...device.registry import open_records
+from ...device.interface import NearStorageDevice, RecordDevice
+from ...device.registry import Devices, open_records
 from ...sizes import format_size, parse_size
 from ...storage import Engine, NativeEngine, open_engine
 from ...storage.native import host_engine
@@ -68,8 +68,8 @@ class Index:
         hot: RAM for documents that many queries want, in bytes or as ``256MiB``; 0 keeps none.
         coarse: where the coarse tier of a cascade is read from: ``ssd``, or ``ram`` (loaded whole, now).
         cost: of the device's reads; None measures it (tens of milliseconds; small stores get the defaults).
-        device: a near-storage device (`espnx.device.interface.RecordDevice`) that keeps and scores the records; stays the caller's.
-            None: the plain SSD, read by `engine` and scored on `compute`.
+        device: what keeps and scores the records: a name (`espnx.device.names`); an open device, or several, in whose directories the data
+            files lie, or a `RecordDevice`, which stay the caller's. None: the plain SSD, read by `engine` and scored on `compute`.
 
     Raises:
         InvalidInputError: another encoder than the store's, or an option that is out of range.
@@ -89,11 +89,13 @@ class Index:
         hot: int | str = 0,
         coarse: str = "ssd",
         cost: DeviceCost | None = None,
-        device: RecordDevice | None = None,
+        device: RecordDevice | Devices | None = None,
     ):
         self._path = check_path("path of a store", path)
-        _check_has("device", device, ("compute", "keep_records", "path_report"))
-        self.compute = _device(compute) if device is None else device.compute
+        self.compute = _device(compute)
+        if device is not None and not isinstance(device, (str, NearStorageDevice, Sequence)):
+            _check_has("device", device, ("compute", "keep_records", "path_report"))
+            self.compute = device.compute
         for name, value, known in (("coarse", coarse, ("ssd", "ram")), ("first_stage_on", first_stage_on, ("cpu", "cuda"))):
             if value not in known:
                 raise errors.InvalidInputError(name, got=repr(value), expected=" or ".join(known))
@@ -122,7 +124,7 @@ class Index:
             self._opened = opened.pop_all()
 
     def _open_device(
-        self, engine: str | os.PathLike[str] | Engine, device: RecordDevice | None, opened: ExitStack
+        self, engine: str | os.PathLike[str] | Engine, device: RecordDevice | Devices | None, opened: ExitStack
     ) -> tuple[NativeEngine, RecordDevice]:
         """(what reads all but records, what keeps and scores those)."""
         if isinstance(engine, (str, os.PathLike)):
@@ -132,9 +134,10 @@ class Index:
         _check_has("engine", engine, ("open", "read", "stats"))
         # Of an engine that reads into GPU memory: manifest, metadata and first stage are read into host memory all the same.
         native = host_engine(engine) or opened.enter_context(NativeEngine())
-        if device is None:
-            device = open_records(engine, self.compute)
-            opened.callback(device.close)
+        if device is None or isinstance(device, (str, NearStorageDevice, Sequence)):
+            directories = (self._path, *read_store_manifest(native, self._path).directories) if isinstance(device, str) else ()
+            device, close = open_records(engine, self.compute, device, directories)
+            opened.callback(close)
         return native, device
 
     def _open_version(self) -> OpenVersion:

@@ -217,7 +217,7 @@ class EmbeddingStore(Version):
 
     def __init__(self, path: str | os.PathLike[str], engine: NativeEngine, device: RecordDevice | None = None):
         super().__init__(path, engine)
-        self.device: RecordDevice = open_records(engine, torch.device("cpu")) if device is None else device
+        self.device: RecordDevice = open_records(engine, torch.device("cpu"))[0] if device is None else device
         self._files: list[FileHandle] = []
         self._tiers: list[Tier] = []
         try:
