@@ -21,7 +21,7 @@ CONFIG = LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, 
 CALLS: dict[str, Callable[[Path], object]] = {
     "open a number": lambda path: E.open(5),
     "open with an engine that is none": lambda path: E.open(store(path), engine=5),
-    "open with a device that is none": lambda path: E.open(store(path), device="ssd"),
+    "open with a device that is none": lambda path: E.open(store(path), device=5),
     "hot": lambda path: E.open(store(path), hot=1.5),
     "threads": lambda path: E.open(store(path), threads="2"),
     "build nowhere": lambda path: E.build(5, DOCUMENTS, toy_encoder()),

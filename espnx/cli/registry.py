@@ -122,6 +122,14 @@ COMMANDS = {
         "espnx.cli.cache:rm", "remove kept KV caches, by name or the least recently used",
         {"cache rm /mnt/nvme chat": "", "cache rm /mnt/nvme --keep 50GiB": "the least recently used go"},
     ),
+    "device ls": Command("espnx.cli.device:ls", "list the near-storage devices that can be opened by name", {"device ls": ""}),
+    "device info": Command(
+        "espnx.cli.device:info", "show what a near-storage device is and what it can do", {"device info ssd --path /mnt/nvme": ""}
+    ),
+    "device verify": Command(
+        "espnx.cli.device:verify", "check that a near-storage device does what every one must: rows, faults, a generation, a search",
+        {"device verify ssd --path /mnt/nvme": "", "device verify my_package.device:MyDevice": "one of your own"},
+    ),
     "plan": Command(
         "espnx.cli.plan", "what a model or an index needs on SSD and in memory, and what it will wait for",
         {
@@ -145,4 +153,8 @@ COMMANDS = {
         {"report results/ --out report.html": "all result files of a directory", "report io.json kv.json": ""},
     ),
 }  # fmt: skip
-GROUPS = {"index": "build, change, import, verify and inspect an index", "cache": "list, verify and remove kept KV caches"}
+GROUPS = {
+    "index": "build, change, import, verify and inspect an index",
+    "cache": "list, verify and remove kept KV caches",
+    "device": "list, inspect and verify near-storage devices",
+}

@@ -5,6 +5,7 @@ What a name stands for is a class derived from `NearStorageDevice`, or anything 
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -42,6 +43,19 @@ def device_names() -> list[str]:
 def _known() -> dict[str, EntryPoint]:
     """By name; nobody replaces ours."""
     return {each.name: each for each in (*entry_points(group=GROUP), *_OWN)}
+
+
+def described_names() -> list[dict[str, str]]:
+    """``name``, ``from`` (the package that brings it) and ``what`` (the first line of its docs) of each, or why it cannot be loaded."""
+    found = []
+    for name, entry in sorted(_known().items()):
+        package = entry.dist.name if entry.dist is not None else "espnx"
+        try:
+            what = (inspect.getdoc(_factory(name)) or "").partition("\n")[0]
+        except errors.EspnxError as error:
+            what = f"cannot be opened: {error.got}"
+        found.append({"name": name, "from": package, "what": what})
+    return found
 
 
 def default_name(engine: object, compute: torch.device | None) -> str:

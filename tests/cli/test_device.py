@@ -1,0 +1,96 @@
+"""``espnx device ls | info | verify`` from the outside: what it finds, what it says of a device that is wrong, exit codes, JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from espnx.cli.main import main
+from espnx.device.interface import NearStorageDevice, RowDevice
+from espnx.device.plain import SsdDevice
+from tests.cli.documents import strict_json
+from tests.device.null_rows import NullDevice, NullRows
+
+HERE = "tests.cli.test_device"
+
+
+class _Shifted(NullRows):
+    def attend(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        o, lse = super().attend(*args)
+        return o * 1.01, lse
+
+
+class WrongAttention(NullDevice):
+    """Every result a hundredth off."""
+
+    def open_rows(self, directory: str | None = None, **options: Any) -> RowDevice:
+        return _Shifted()
+
+
+class _Unchecked(NullRows):
+    def is_written(self, segment: Any) -> bool:
+        raise RuntimeError("not one of ours")
+
+
+class UntypedError(NullDevice):
+    def open_rows(self, directory: str | None = None, **options: Any) -> RowDevice:
+        return _Unchecked()
+
+
+class RecordsAlone(SsdDevice):
+    open_rows = NearStorageDevice.open_rows
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str, str]:
+    code = main([str(word) for word in words])
+    return code, *capsys.readouterr()
+
+
+def test_ls(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "device", "ls", "--json", "-")
+    found = {each["name"]: each for each in strict_json(out)["devices"]}
+    assert code == 0
+    assert found["ssd"]["from"] == "espnx"
+    assert "SSD" in found["ssd"]["what"]
+    code, out, _ = run(capsys, "device", "ls")
+    assert (code, out.split()[:3]) == (0, ["device", "from", "what"])
+
+
+def test_info(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "device", "info", "ssd", "--path", folder, "--json", "-")
+    facts = strict_json(out)["device"]
+    assert (code, facts["name"], facts["kind"], facts["path"]) == (0, "ssd", "plain", str(folder))
+    assert facts["capabilities"]["attends_window"] is True
+    assert "capabilities.attends_widths" in run(capsys, "device", "info", "ssd", "--path", folder)[1]
+    code, _, err = run(capsys, "device", "info", "sdd")
+    assert code == 2
+    assert "'ssd'?" in err
+
+
+def outcomes(out: str) -> dict[str, str]:
+    return {each["check"]: each["outcome"] for each in strict_json(out)["checks"]}
+
+
+def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "device", "verify", "ssd", "--path", folder, "--json", "-")
+    assert code == 0
+    assert set(outcomes(out).values()) == {"ok"}
+    assert {"rows: attends", "faults: reads that never end", "a generation", "a search"} <= set(outcomes(out))
+    assert list(folder.iterdir()) == []
+
+
+def test_verify_parts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "device", "verify", f"{HERE}:RecordsAlone", "--path", folder, "--json", "-")
+    assert code == 0
+    assert {name for name, outcome in outcomes(out).items() if outcome == "ok"} == {"a search"}
+
+
+@pytest.mark.parametrize(("wrong", "check"), [("WrongAttention", "rows: attends"), ("UntypedError", "rows: counts")])
+def test_verify_finds_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str], wrong: str, check: str) -> None:
+    code, out, _ = run(capsys, "device", "verify", f"{HERE}:{wrong}", "--path", folder, "--json", "-")
+    assert code == 1
+    assert outcomes(out)[check] == "failed"
+    assert outcomes(out)["rows: refuses rows that do not fit"] == "ok", "one that fails says nothing about the next"
