@@ -69,7 +69,7 @@ def configure_verify(parser: argparse.ArgumentParser) -> None:
 def run_verify(args: argparse.Namespace) -> int:
     """Every check of every device: one that fails says nothing about the next."""
     from ..device.registry import open_device
-    from .device_checks import checks_of
+    from ..integrations.device_checks import checks_of
     from .progress import ProgressLine
 
     found = list[dict[str, Any]]()

@@ -49,8 +49,8 @@ def _keeps_none(what: str) -> Check:
 
 def generates_the_same(device: NearStorageDevice) -> str | None:
     """A small random model writes the tokens with K and V on the device that it writes with them in memory."""
-    from ..integrations.transformers.cache import KVCache
-    from ..integrations.transformers.enable import enable_kv_cache
+    from .transformers.cache import KVCache
+    from .transformers.enable import enable_kv_cache
 
     head_dim = (device.capabilities.attends_widths or (64,))[0]
     model, prompt, expected = next(found for found in map(partial(_sure_model, head_dim), range(1000)) if found is not None)
