@@ -83,20 +83,22 @@ def _sure_model(head_dim: int, seed: int) -> tuple[Any, torch.Tensor, torch.Tens
 
 def searches_the_same(device: NearStorageDevice) -> str | None:
     """An index in the device's directory gives the hits that the plain SSD gives."""
-    import espnx
+    from ..retrieval.build.builder import build
+    from ..retrieval.build.documents import Document
+    from ..retrieval.encoder import Encoded
+    from ..retrieval.search.index import Index
 
     rng = np.random.default_rng(4)
 
-    def some(count: int, name: str) -> list[espnx.Document]:
+    def some(count: int, name: str) -> list[Document]:
         return [
-            espnx.Document(f"{name}{i}", f"text {i}", espnx.Encoded(_normal(rng, 16), _normal(rng, int(rng.integers(0, 20)), 8)))
-            for i in range(count)
+            Document(f"{name}{i}", f"text {i}", Encoded(_normal(rng, 16), _normal(rng, int(rng.integers(0, 20)), 8))) for i in range(count)
         ]
 
     path = os.path.join(device.path, "verify.index")
-    espnx.build(path, some(300, "d"), dims=(16, 8), first_stage_code="flat", nlist=4, coarse="int8", replace=True)
+    build(path, some(300, "d"), dims=(16, 8), first_stage_code="flat", nlist=4, coarse="int8", replace=True)
     queries = [each.vectors for each in some(5, "q") if each.vectors is not None]
-    with espnx.open(path, None) as plain, espnx.open(path, None, device=device) as index:
+    with Index(path, None) as plain, Index(path, None, device=device) as index:
         every: list[dict[str, Any]] = [{}, {"rerank": 20}, {"cascade": 20}]
         for options in every:
             wanted, found = ([result.hits for result in each.search(queries, k=30, candidates=80, **options)] for each in (plain, index))
