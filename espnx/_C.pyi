@@ -98,6 +98,35 @@ class RowStream:
     def visit(self, ticket: int, see: Callable[[Tensor, Tensor], object], /) -> None: ...
     def stats(self) -> dict[str, Any]: ...
 
+class LinkTicket:
+    """A transfer of a `LinkClock`."""
+
+class LinkClock:
+    """csrc/device/link_clock.hpp."""
+
+    def __init__(self, links: Sequence[tuple[str, float]], stretch: float) -> None:
+        """`links`: their names and latencies in seconds."""
+
+    def transfer(
+        self, path: Sequence[tuple[int, float, float]], size_bytes: int, chunk_bytes: int, after: Sequence[LinkTicket]
+    ) -> LinkTicket:
+        """`path`: (which link, amount of work there, rate per second) of each leg."""
+
+    def wait(self, ticket: LinkTicket, asked_s: float | None, deadline_s: float) -> float | None:
+        """When it ended; None at the deadline."""
+
+    def done(self, ticket: LinkTicket, /) -> bool: ...
+    def cancel(self, ticket: LinkTicket, /) -> None: ...
+    def now(self) -> float: ...
+    def advance(self, to_s: float, /) -> None: ...
+    def times(self) -> tuple[float, float, float]:
+        """Virtual seconds: (now, waited, late)."""
+
+    def traffic(self) -> list[tuple[str, float, float, int]]:
+        """(name, amount, busy virtual seconds, transfers) of each link."""
+
+    def close(self) -> None: ...
+
 # In `Extension` the plain names are its own attributes.
 _KeptRecords = KeptRecords
 _RowStream = RowStream
@@ -108,6 +137,8 @@ class Extension:
     Engine: type[Engine]
     Future: type[Future]
     KeptRecords: type[KeptRecords]
+    LinkClock: type[LinkClock]
+    LinkTicket: type[LinkTicket]
     RecordStream: type[RecordStream]
     RecordTicket: type[RecordTicket]
     RowStream: type[RowStream]

@@ -72,6 +72,19 @@ class OutOfMemoryError(EspnxError, MemoryError):
         self.needed_bytes, self.free_bytes = needed_bytes, free_bytes
 
 
+class TimesNotValidError(EspnxError):
+    """Too much of an emulated run's time was this machine's, and not the emulated devices'. Its results are right; its times say nothing of
+    the devices.
+
+    Attributes:
+        stretch_to_use: wall seconds of a virtual second with which they would; infinite where no device was waited for.
+    """
+
+    def __init__(self, what: str, *, got: object = None, expected: object = None, fix: str | None = None, stretch_to_use: float):
+        super().__init__(what, got=got, expected=expected, fix=fix)
+        self.stretch_to_use = stretch_to_use
+
+
 class EngineClosedError(EspnxError):
     """The storage engine was closed before or during the call."""
 

@@ -98,6 +98,9 @@ void bind_records(py::module_& m);
 // Stored K/V and X rows: reads that run ahead, attention on rows as they arrive.
 void bind_rows(py::module_& m);
 
+// Virtual time of emulated devices.
+void bind_links(py::module_& m);
+
 // The tensor ops' versions for the CPU, as espnx.ops calls them.
 void bind_ops(py::module_& m);
 

@@ -315,6 +315,7 @@ PYBIND11_MODULE(_C, m) {
   bind_future(m);
   bind_records(m);
   bind_rows(m);
+  bind_links(m);
   bind_ops(m);
   m.def("pack_plan", &pack_plan);
   m.def("reserve_file_numbers", &io::reserve_file_numbers);

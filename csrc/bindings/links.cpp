@@ -1,0 +1,132 @@
+// The virtual clock of emulated devices in Python.
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <optional>
+#include <tuple>
+
+#include "bindings.hpp"
+#include "device/link_clock.hpp"
+
+namespace espnx::python {
+namespace {
+
+using device::LinkClock;
+using device::LinkTicket;
+using device::LinkTransfer;
+
+// A clock in the process that made it: a thread of the parent may have been inside it when a child was forked.
+class PyLinkClock {
+ public:
+  PyLinkClock(const std::vector<std::pair<std::string, double>>& links, double stretch)
+      : clock_(std::make_unique<LinkClock>(to_links(links), stretch)) {}
+  ~PyLinkClock() {
+    if (process_ != getpid()) (void)clock_.release();
+  }
+
+  LinkClock& get() const {
+    if (process_ != getpid()) invalid("the topology belongs to the parent process; make one after fork()");
+    return *clock_;
+  }
+
+ private:
+  static std::vector<device::Link> to_links(const std::vector<std::pair<std::string, double>>& given) {
+    std::vector<device::Link> links;
+    for (const auto& [name, latency_s] : given) links.push_back({name, latency_s});
+    return links;
+  }
+
+  std::unique_ptr<LinkClock> clock_;
+  pid_t process_ = getpid();
+};
+
+LinkTicket transfer(const PyLinkClock& self, const std::vector<std::tuple<int64_t, double, double>>& path,
+                    int64_t size_bytes, int64_t chunk_bytes, const std::vector<LinkTicket>& after) {
+  std::vector<device::Leg> legs;
+  for (const auto& [link, amount, per_s] : path) legs.push_back({link, amount, per_s});
+  LinkClock& clock = self.get();
+  py::gil_scoped_release unlocked;
+  return clock.transfer(std::move(legs), size_bytes, chunk_bytes, after);
+}
+
+std::optional<double> wait(const PyLinkClock& self, const LinkTicket& ticket, std::optional<double> asked_s,
+                           double deadline_s) {
+  if (!(deadline_s > 0) || (asked_s && std::isnan(*asked_s))) invalid("deadline_s must be positive, asked_s a number");
+  const auto until =
+      LinkClock::Wall::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::min(deadline_s, 1e9) * 1e9));
+  LinkClock& clock = self.get();
+  const std::function<bool()> interrupted = [] {
+    py::gil_scoped_acquire locked;
+    return PyErr_CheckSignals() != 0;
+  };
+  try {
+    py::gil_scoped_release unlocked;
+    return clock.wait(ticket, asked_s, until, interrupted);
+  } catch (const io::FailureError&) {
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+    throw;
+  }
+}
+
+}  // namespace
+
+void bind_links(py::module_& m) {
+  py::class_<LinkTransfer, LinkTicket>(m, "LinkTicket");
+  py::class_<PyLinkClock>(m, "LinkClock")
+      .def(py::init<const std::vector<std::pair<std::string, double>>&, double>(), py::arg("links"), py::arg("stretch"))
+      .def("transfer", &transfer, py::arg("path"), py::arg("size_bytes"), py::arg("chunk_bytes"), py::arg("after"))
+      .def("wait", &wait, py::arg("ticket"), py::arg("asked_s"), py::arg("deadline_s"))
+      .def("done",
+           [](const PyLinkClock& self, const LinkTicket& ticket) {
+             LinkClock& clock = self.get();
+             py::gil_scoped_release unlocked;
+             return clock.done(ticket);
+           })
+      .def("cancel",
+           [](const PyLinkClock& self, const LinkTicket& ticket) {
+             LinkClock& clock = self.get();
+             py::gil_scoped_release unlocked;
+             clock.cancel(ticket);
+           })
+      .def("now",
+           [](const PyLinkClock& self) {
+             LinkClock& clock = self.get();
+             py::gil_scoped_release unlocked;
+             return clock.now();
+           })
+      .def("advance",
+           [](const PyLinkClock& self, double to_s) {
+             LinkClock& clock = self.get();
+             py::gil_scoped_release unlocked;
+             clock.advance(to_s);
+           })
+      .def("times",
+           [](const PyLinkClock& self) {
+             LinkClock& clock = self.get();
+             const device::LinkTimes times = [&] {
+               py::gil_scoped_release unlocked;
+               return clock.times();
+             }();
+             return std::make_tuple(times.now_s, times.waited_s, times.late_s);
+           })
+      .def("traffic",
+           [](const PyLinkClock& self) {
+             LinkClock& clock = self.get();
+             const auto traffic = [&] {
+               py::gil_scoped_release unlocked;
+               return clock.traffic();
+             }();
+             std::vector<std::tuple<std::string, double, double, int64_t>> rows;
+             for (const auto& link : traffic) rows.emplace_back(link.name, link.amount, link.busy_s, link.transfers);
+             return rows;
+           })
+      .def("close", [](const PyLinkClock& self) {
+        LinkClock& clock = self.get();
+        py::gil_scoped_release unlocked;
+        clock.close();
+      });
+}
+
+}  // namespace espnx::python

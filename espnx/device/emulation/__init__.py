@@ -1,0 +1,1 @@
+"""Devices that do their work for real, and count it as done when the hardware of a spec would have."""
