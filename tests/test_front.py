@@ -33,7 +33,7 @@ def _front() -> tuple[dict[str, str], list[ast.stmt]]:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             for each in node.body:
                 if isinstance(each, ast.ImportFrom):
-                    told |= {alias.name: f"espnx.{each.module}" for alias in each.names}
+                    told |= {alias.name: f"espnx.{each.module or alias.name}" for alias in each.names}
         elif isinstance(node, ast.If) and ast.unparse(node.test) == "not TYPE_CHECKING":
             skipped += node.body
     return told, skipped
@@ -43,6 +43,9 @@ def test_every_name_is_what_a_type_checker_is_told() -> None:
     told, skipped = _front()
     assert {*told, "open", "errors", "__version__"} == set(espnx.__all__) == set(dir(espnx))
     for name, module in told.items():
+        if name == "device":  # a room with a front of its own
+            assert espnx.device is importlib.import_module("espnx.device")
+            continue
         assert getattr(espnx, name) is getattr(importlib.import_module(module), name)
     assert espnx.open is espnx.Index
     assert [node.name for node in skipped if isinstance(node, ast.FunctionDef)] == ["__getattr__"]
