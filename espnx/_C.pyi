@@ -196,6 +196,18 @@ class Extension:
         """As `espnx.ops.attention`, of a query in float32 and tensors that are contiguous."""
 
     @staticmethod
+    def accelerator(
+        query: Tensor, buffer: Tensor, pieces: Tensor, block_rows: int, scale: float, first_visible: Tensor | None,
+        visible: Tensor | None, last_position: Tensor | None, scores: Tensor | None, values: Tensor | None, buffered_position: int,
+        threads: int, /,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """As `espnx.ops.accelerator.accelerator`; `scores` and `values` are those of `Buffered`."""
+
+    @staticmethod
+    def accelerator_scores(query: Tensor, rows: Tensor, scale: float, threads: int, /) -> Tensor:
+        """As `espnx.ops.accelerator.accelerator_scores`."""
+
+    @staticmethod
     def cpu_level() -> int:
         """The instruction set in force: 0 portable, 1 AVX2, 2 AVX-512, 3 VNNI, 4 AMX."""
 

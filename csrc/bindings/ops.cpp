@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bindings.hpp"
+#include "cpu/accelerator/accelerator.hpp"
 #include "cpu/attention/batch.hpp"
 #include "cpu/cpu_level.hpp"
 #include "cpu/crc32c.hpp"
@@ -219,6 +220,94 @@ std::pair<NewTensor, NewTensor> attention(const Tensor& query, const Tensor& buf
   return {o.tensor(), lse.tensor()};
 }
 
+const int64_t* optional_indices(const std::optional<Tensor>& tensor, const char* name, int64_t count) {
+  if (!tensor) return nullptr;
+  check(tensor->numel() == count, name, " must have ", count, " entries, got ", *tensor);
+  return indices(*tensor, name);
+}
+
+const uint16_t* halves(const Tensor& tensor, int64_t dim, const char* name, const char* expected) {
+  const auto* data = memory<const uint16_t>(tensor, dim, Dtype::float16, name, expected);
+  check(tensor.size(-1) == espnx::accelerator::kDim, name, " must have rows of ", espnx::accelerator::kDim, ", got ",
+        tensor);
+  return data;
+}
+
+// What waits on the host: both or neither.
+void add_buffered(espnx::accelerator::Task& task, const std::optional<Tensor>& scores,
+                  const std::optional<Tensor>& values, int64_t position) {
+  check(scores.has_value() == values.has_value(), "scores and values of buffered rows come together");
+  if (!scores) return;
+  task.scores = memory<const float>(*scores, 4, Dtype::float32, "scores", "float32 [B, H, n, t]");
+  task.values = halves(*values, 4, "values", "float16 [B, H, t, 128]");
+  task.n_buffered = scores->size(3), task.buffered_position = position;
+  check(scores->size(0) == task.n_sequences && scores->size(1) == task.n_heads && scores->size(2) == task.n &&
+            values->size(0) == task.n_sequences && values->size(1) == task.n_heads &&
+            values->size(2) == task.n_buffered,
+        "scores and values must be of the query's sequences, heads and rows, got ", *scores, " and ", *values);
+  check(position >= 0 && (task.visible == nullptr || position + task.n_buffered <= task.visible_stride),
+        "buffered rows from position ", position, " on are not among those that visible has");
+}
+
+std::pair<NewTensor, NewTensor> accelerator(const Tensor& query, const Tensor& buffer, const Tensor& pieces,
+                                            int64_t block_rows, double scale,
+                                            const std::optional<Tensor>& first_visible,
+                                            const std::optional<Tensor>& visible,
+                                            const std::optional<Tensor>& last_position,
+                                            const std::optional<Tensor>& scores, const std::optional<Tensor>& values,
+                                            int64_t buffered_position, int64_t threads) {
+  namespace accelerator = espnx::accelerator;
+  accelerator::Task task{};
+  task.query = halves(query, 4, "query", "float16 [B, H, n, 128]");
+  task.n_sequences = query.size(0), task.n_heads = query.size(1), task.n = query.size(2);
+  task.scale = static_cast<float>(scale);
+  check(block_rows >= 1 && block_rows <= 1 << 20, "block_rows must be 1 to ", 1 << 20, ", got ", block_rows);
+  task.buffer = bytes(buffer), task.buffer_bytes = buffer.numel(), task.block_rows = block_rows;
+  const auto* table = memory<const int64_t>(pieces, 2, Dtype::int64, "pieces", "int64 [pieces, 5]");
+  check(pieces.size(1) == 5, "pieces must have 5 columns, got ", pieces);
+  task.pieces = reinterpret_cast<const accelerator::Piece*>(table), task.n_pieces = pieces.size(0);
+  task.first_visible = optional_indices(first_visible, "first_visible", task.n_sequences);
+  task.last_position = optional_indices(last_position, "last_position", task.n);
+  if (visible) {
+    task.visible = memory<const uint8_t>(*visible, 2, Dtype::uint8, "visible", "uint8 [B, positions]");
+    check(visible->size(0) == task.n_sequences, "visible must have ", task.n_sequences, " rows, got ", *visible);
+    task.visible_stride = visible->size(1);
+  }
+  add_buffered(task, scores, values, buffered_position);
+  const int max_threads = thread_count(threads);
+  const int64_t bad = accelerator::find_bad_piece(task);
+  if (bad >= 0) {
+    const accelerator::Piece& piece = task.pieces[bad];
+    fail<py::index_error>("piece ", bad, " (sequence ", piece.sequence, ", head ", piece.head, ", offset_bytes ",
+                          piece.offset_bytes, ", n_rows ", piece.n_rows, ", first_position ", piece.first_position,
+                          ") is not of the query's sequences and heads, within the buffer of ", task.buffer_bytes,
+                          " bytes and the positions that visible has");
+  }
+  const auto o = std::make_shared<std::vector<uint16_t>>(query.numel());
+  NewFloats lse({task.n_sequences, task.n_heads, task.n});
+  {
+    py::gil_scoped_release unlocked;
+    accelerator::attend(task, max_threads, o->data(), lse.data());
+  }
+  return {NewTensor(o->data(), Dtype::float16, {task.n_sequences, task.n_heads, task.n, accelerator::kDim}, o),
+          lse.tensor()};
+}
+
+NewTensor accelerator_scores(const Tensor& query, const Tensor& rows, double scale, int64_t threads) {
+  const uint16_t* q = halves(query, 4, "query", "float16 [B, H, n, 128]");
+  const uint16_t* k = halves(rows, 4, "rows", "float16 [B, H, t, 128]");
+  check(query.size(0) == rows.size(0) && query.size(1) == rows.size(1), "rows must be of the query's heads, got ",
+        rows);
+  const int64_t n = query.size(2), n_rows = rows.size(2), n_units = query.size(0) * query.size(1);
+  const int max_threads = thread_count(threads);
+  NewFloats scores({query.size(0), query.size(1), n, n_rows});
+  {
+    py::gil_scoped_release unlocked;
+    espnx::accelerator::score(q, k, n_units, n, n_rows, static_cast<float>(scale), max_threads, scores.data());
+  }
+  return scores.tensor();
+}
+
 int64_t cpu_level() { return static_cast<int64_t>(espnx::cpu_level()); }
 
 int64_t set_cpu_level(int64_t level) {
@@ -233,6 +322,8 @@ void bind_ops(py::module_& m) {
   m.def("maxsim", &maxsim);
   m.def("crc32c_ranges", &crc32c_ranges);
   m.def("attention", &attention);
+  m.def("accelerator", &accelerator);
+  m.def("accelerator_scores", &accelerator_scores);
   // For tests and benchmarks: the instruction set in force in this process (0 portable, 1 AVX2, 2 AVX-512, 3 VNNI, 4
   // AMX; -1 restores the best).
   m.def("cpu_level", &cpu_level);

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from .._C import Extension
 
 _BUILD = "run `make setup` (or `pip install -e .`) in the source tree"
-_OPS = {"maxsim": "maxsim", "crc32c": "crc32c_ranges", "attention": "attention"}  # and the functions that the CPU versions call
+# And the functions that the CPU versions call.
+_OPS = {"maxsim": "maxsim", "crc32c": "crc32c_ranges", "attention": "attention", "accelerator": "accelerator"}
 
 
 @functools.cache
