@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <limits>
 #include <tuple>
 #include <utility>
 
@@ -14,6 +15,7 @@ namespace espnx::device {
 namespace {
 
 constexpr std::chrono::milliseconds kSignalCheck{50};  // Ctrl-C is seen at least this often
+constexpr std::chrono::microseconds kTick{50};         // events that lie closer are walked together
 constexpr size_t kSpansMax = 4096;                     // more are folded from the front
 constexpr int64_t kChunksMax = int64_t{1} << 24;
 
@@ -85,6 +87,37 @@ LinkClock::~LinkClock() {
   for (const auto& [transfer, ticket] : live_) transfer->followers.clear();
 }
 
+class LinkClock::Place {
+ public:
+  Place(LinkClock& clock, Waiter& waiter) : clock_(clock), waiter_(waiter) {
+    clock_.waiters_.push_back(&waiter_);
+    if (clock_.leader_ != nullptr) clock_.leader_->woken.notify_one();  // this one may be due before the others
+  }
+  ~Place() {
+    auto& waiters = clock_.waiters_;
+    waiters.erase(std::find(waiters.begin(), waiters.end(), &waiter_));
+    hand_over();
+  }
+  Place(const Place&) = delete;
+  Place& operator=(const Place&) = delete;
+
+  // If it leads, another one does from now on.
+  void hand_over() {
+    if (clock_.leader_ != &waiter_) return;
+    clock_.leader_ = nullptr;
+    for (Waiter* other : clock_.waiters_) {
+      if (other == &waiter_) continue;
+      clock_.leader_ = other;
+      other->woken.notify_one();
+      return;
+    }
+  }
+
+ private:
+  LinkClock& clock_;
+  Waiter& waiter_;
+};
+
 double LinkClock::clock() const {
   if (stretch_ == 0) return walked_s_;
   // Never behind what has been walked, whatever rounding does.
@@ -94,6 +127,17 @@ double LinkClock::clock() const {
 LinkClock::Wall::time_point LinkClock::wall(double at_s) const {
   const double ahead_s = std::min(at_s * stretch_, 1e9);
   return start_ + std::chrono::nanoseconds(static_cast<int64_t>(std::ceil(ahead_s * 1e9)));
+}
+
+// Before this, nothing that is waited for can be done.
+LinkClock::Wall::time_point LinkClock::next_due() const {
+  double first_s = std::numeric_limits<double>::infinity();
+  for (const Waiter* waiter : waiters_) first_s = std::min(first_s, waiter->transfer->not_before_s);
+  return std::max(wall(std::max(first_s, events_.empty() ? 0 : events_.top().at_s)), Wall::now() + kTick);
+}
+
+void LinkClock::wake_all() {
+  for (Waiter* waiter : waiters_) waiter->woken.notify_one();
 }
 
 double LinkClock::now() {
@@ -213,7 +257,9 @@ void LinkClock::finish(LinkTransfer& transfer, double at_s) {
     next->earliest_s = std::max(next->earliest_s, at_s);
     if (--next->n_before == 0 && !next->is_cancelled) push(next->earliest_s, *next, 0, 0);
   }
-  changed_.notify_all();
+  for (Waiter* waiter : waiters_) {
+    if (waiter->transfer == &transfer) waiter->woken.notify_one();
+  }
   live_.erase(&transfer);
 }
 
@@ -221,6 +267,8 @@ std::optional<double> LinkClock::wait(const LinkTicket& ticket, std::optional<do
                                       const std::function<bool()>& interrupted) {
   check(ticket);
   std::unique_lock lock(mutex_);
+  Waiter self{ticket.get(), {}};
+  Place place(*this, self);
   const double asked = std::min(asked_s.value_or(clock()), clock());
   auto check_at = Wall::now() + kSignalCheck;
   for (;;) {
@@ -236,13 +284,15 @@ std::optional<double> LinkClock::wait(const LinkTicket& ticket, std::optional<do
     if (stretch_ == 0) {
       step();  // there is an event: what has not ended is on its way, or comes after something that is
     } else {
-      const double next_s = events_.empty() ? 0 : events_.top().at_s;
-      changed_.wait_until(lock, std::min({wall(std::max(ticket->not_before_s, next_s)), until, check_at}));
+      if (leader_ == nullptr) leader_ = &self;
+      self.woken.wait_until(lock, std::min({leader_ == &self ? next_due() : until, until, check_at}));
     }
     if (Wall::now() < check_at) continue;
+    place.hand_over();  // asking may take a while
     lock.unlock();
-    if (interrupted()) throw cancelled();
+    const bool is_interrupted = interrupted();
     lock.lock();
+    if (is_interrupted) throw cancelled();
     check_at = Wall::now() + kSignalCheck;
   }
   waited_.add(asked, ticket->end_s);
@@ -271,7 +321,7 @@ void LinkClock::cancel(const LinkTicket& ticket) {
     line.insert(line.end(), each->followers.begin(), each->followers.end());
     if (each->n_before > 0) live_.erase(each.get());  // no event knows it
   }
-  changed_.notify_all();
+  wake_all();
 }
 
 void LinkClock::advance(double to_s) {
@@ -295,7 +345,7 @@ std::vector<LinkTraffic> LinkClock::traffic() {
 void LinkClock::close() {
   std::lock_guard lock(mutex_);
   is_closed_ = true;
-  changed_.notify_all();
+  wake_all();
 }
 
 }  // namespace espnx::device

@@ -117,6 +117,12 @@ class LinkClock {
   void close();
 
  private:
+  struct Waiter {
+    LinkTransfer* transfer;
+    std::condition_variable woken;
+  };
+  class Place;  // of a waiter among the others
+
   struct Event {  // a chunk has passed the legs before `leg`
     double at_s;
     int64_t number, chunk;
@@ -136,13 +142,16 @@ class LinkClock {
   void push(double at_s, LinkTransfer& transfer, int64_t chunk, int64_t leg);
   void check(const LinkTicket& ticket) const;
   Wall::time_point wall(double at_s) const;
+  Wall::time_point next_due() const;
+  void wake_all();
 
   const int64_t id_;
   const std::vector<Link> links_;
   const double stretch_;
   const Wall::time_point start_ = Wall::now();
   std::mutex mutex_;
-  std::condition_variable changed_;
+  std::vector<Waiter*> waiters_;
+  Waiter* leader_ = nullptr;  // walks what is due for all of them, which sleep until theirs is done
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
   std::unordered_map<LinkTransfer*, LinkTicket> live_;  // what has not ended
   std::vector<double> free_s_;                          // when each link has done all that has arrived

@@ -1,0 +1,16 @@
+"""The clock of links under many threads, in C++ with a sanitizer: tests/cpp/link_clock_stress.cpp."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cpp.sanitized import CSRC, SANITIZERS, build, run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_threads_on_one_clock(sanitizer: str, request: pytest.FixtureRequest) -> None:
+    folder = request.config.cache.mkdir(f"sanitized-{sanitizer}")
+    program = build("link_clock_stress", [CSRC / "device" / "link_clock.cpp"], sanitizer, folder)
+    for seed in range(3):
+        run(program, str(seed), "150")
