@@ -1,16 +1,22 @@
-"""``espnx device ls|info|verify``: near-storage devices, those of other packages too."""
+"""``espnx device ls|info|verify|replay``: near-storage devices, those of other packages too."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
+from contextlib import ExitStack
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ..errors import InvalidInputError
+from ..sizes import format_size
 from ..tables import render_table
 from .output import add_json_option, emit, json_document
 
 if TYPE_CHECKING:
     from ..device.interface import NearStorageDevice
+    from ..device.trace.reader import Trace
 
 
 def configure_ls(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +43,6 @@ def _path(parser: argparse.ArgumentParser) -> None:
 
 
 def run_info(args: argparse.Namespace) -> int:
-    from dataclasses import asdict
-
     from ..device.registry import open_device
 
     device = open_device(args.name, args.path)
@@ -101,3 +105,67 @@ def _outcome(check: Any, device: NearStorageDevice) -> dict[str, str]:
     except Exception as error:
         return {"outcome": "failed", "message": " ".join(f"{type(error).__name__}: {error}".split())}
     return {"outcome": "not offered" if why_not else "ok", "message": why_not or ""}
+
+
+def configure_replay(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("trace", metavar="FILE", help="that `--record` wrote")
+    parser.add_argument("--device", metavar="NAME", help="ask this one instead of the recorded ones")
+    parser.add_argument("--path", metavar="DIR", default=".", help="rows are kept below it meanwhile (default: the current directory)")
+    parser.add_argument("--index", metavar="STORE", help="that a recorded search asked")
+    parser.add_argument("--no-host", action="store_true", help="do not wait as long as the host worked between commands")
+    add_json_option(parser)
+
+
+def run_replay(args: argparse.Namespace) -> int:
+    from ..device.trace.reader import read_trace
+    from ..device.trace.replay import replay
+    from .progress import ProgressLine
+
+    trace = read_trace(args.trace)
+    with ProgressLine(is_terse=True) as line, line.loading(f"{len(trace.commands):,} commands"), ExitStack() as opened:
+        devices, tiers = _replayed_on(args, trace, opened)
+        found = replay(trace, devices, tiers, with_host=not args.no_host)
+    rows = [
+        (verb, times.count, format_size(times.size_bytes), f"{times.recorded_s:.4f}", f"{times.replayed_s:.4f}")
+        for verb, times in sorted(found.verbs.items(), key=lambda each: -each[1].recorded_s)
+    ]
+    rows.append(("in all", sum(row[1] for row in rows), "", f"{found.recorded_s:.4f}", f"{found.replayed_s:.4f}"))
+    headers = ("command", "count", "bytes", "recorded s", "replayed s")
+    names = ", ".join(dict.fromkeys(each.name for each in devices))
+    text = render_table(headers, rows, right=headers[1:]) + f"\nrecorded: {trace.program}\nreplayed on {names}, {devices[0].kind} times"
+    document = {
+        "trace": args.trace, "program": trace.program, "devices": [each.describe() for each in devices], "recorded_s": found.recorded_s,
+        "replayed_s": found.replayed_s, "host_s": found.host_s, "verbs": {verb: asdict(times) for verb, times in found.verbs.items()},
+    }  # fmt: skip
+    emit(args, text, json_document("device replay", **document))
+    return 0
+
+
+def _replayed_on(args: argparse.Namespace, trace: Trace, opened: ExitStack) -> tuple[list[NearStorageDevice], list[Any]]:
+    """(a device for each of the trace's, the records that it asks for)."""
+    from ..device.registry import open_together
+
+    names = [args.device or each["name"] for each in trace.devices]
+    if len(set(names)) > 1:
+        raise InvalidInputError(
+            "a trace of devices of several kinds", got=", ".join(sorted(set(names))), fix="--device NAME, for all of them"
+        )
+    index = None
+    if args.index is not None:
+        from ..retrieval.store.manifest import data_directories
+
+        places = data_directories(args.index)
+        if len(places) != len(trace.devices):
+            raise InvalidInputError("directories of the index", got=len(places), expected=f"{len(trace.devices)}, as many as were recorded")
+    else:
+        scratch = opened.enter_context(tempfile.TemporaryDirectory(prefix=".espnx-replay-", dir=args.path))
+        places = [os.path.join(scratch, str(number)) for number in range(len(trace.devices))]
+    devices = open_together(names[0], places)
+    for each in devices:
+        opened.callback(each.close)
+    if args.index is not None:
+        from ..retrieval.search.index import Index
+
+        index = opened.enter_context(Index(args.index, None, device=devices))
+    tiers = [] if index is None else [tier for tier in (index.store.full, index.store.coarse) if tier is not None]
+    return devices, tiers

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
     queries, qrels = read_queries(args.queries), read_qrels(args.qrels)
     metrics = [metric.strip() for metric in args.metrics.split(",")]
-    with ProgressLine(is_terse=True) as progress, progress.loading(f"{args.store} and its encoder"), open_index(args) as index:
+    with ProgressLine(is_terse=True) as progress, open_index(args, progress) as index:
         values = index.evaluate(queries, _ids_of(index, qrels), metrics, **search_options(args))
         path = index.store.effective_path
     judged = [query for query, relevant in qrels.items() if any(gain > 0 for gain in relevant.values())]

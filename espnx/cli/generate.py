@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInputError
 from ..tables import render_table
+from .device_options import add_device_options, devices_of
 from .output import add_json_option, emit, json_document
 
 if TYPE_CHECKING:
@@ -66,13 +67,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--x-rows", type=_whole_number(0), metavar="N", help="sequences that keep X instead of K and V (default: decided by measurement)"
     )
-    parser.add_argument("--format", choices=("int8",), help="of stored rows; lossy (default: as the model computes them)")
+    parser.add_argument(
+        "--format", choices=("int8", "fp16", "bf16"), help="of stored rows, lossy where the model's is finer (default: as it computes them)"
+    )
     parser.add_argument(
         "--capacity", type=_whole_number(1), metavar="TOKENS", help="reserve space for so many tokens of each sequence at the start"
     )
     parser.add_argument("--memory", metavar="SIZE", help="stream weights that do not fit into so much (default: load them all)")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="default: that of the checkpoint")
     parser.add_argument("--engine", default="auto", help="auto, uring, posix, or settings such as nvme.toml (default: %(default)s)")
+    add_device_options(parser)
     add_json_option(parser)
 
 
@@ -126,13 +130,16 @@ def _generate(args: argparse.Namespace, out: str | None, progress: ProgressLine)
     settings = {name: getattr(args, name) for name in names} | {"model_fingerprint": model_fingerprint(args.model)}
     if out is not None:
         read_done(out, settings, prompts)  # what it refuses it refuses before a model is loaded
-    cache_options = {"x_rows": args.x_rows, "format": args.format, "capacity_tokens": args.capacity, "engine": args.engine}
-    with progress.loading(f"model {args.model}"):
-        model, tokenizer = load_model(args.model, args.memory, getattr(torch, args.dtype) if args.dtype else None)
-    return generate_file(
-        model, tokenizer, prompts, out, args.storage, batch_size=args.batch, settings=settings, cache_options=cache_options,
-        generate_options=generate_options, progress=lambda done, total: progress.update("prompts", done, total),
-    )  # fmt: skip
+    with devices_of(args, args.storage) as device:
+        with progress.loading(f"model {args.model}"):
+            model, tokenizer = load_model(args.model, args.memory, getattr(torch, args.dtype) if args.dtype else None)
+        cache_options = {
+            "x_rows": args.x_rows, "format": args.format, "capacity_tokens": args.capacity, "engine": args.engine, "device": device,
+        }  # fmt: skip
+        return generate_file(
+            model, tokenizer, prompts, out, args.storage, batch_size=args.batch, settings=settings, cache_options=cache_options,
+            generate_options=generate_options, progress=lambda done, total: progress.update("prompts", done, total),
+        )  # fmt: skip
 
 
 def _text(report: Report, out: str | None) -> str:

@@ -130,6 +130,13 @@ COMMANDS = {
         "espnx.cli.device:verify", "check that a near-storage device does what every one must: rows, faults, a generation, a search",
         {"device verify ssd --path /mnt/nvme": "", "device verify my_package.device:MyDevice": "one of your own"},
     ),
+    "device replay": Command(
+        "espnx.cli.device:replay", "ask a device for what a recorded program asked, and compare the times",
+        {
+            "device replay generate.trace --path /mnt/nvme": "as it was recorded",
+            "device replay search.trace --index my.index --device smartssd": "what would another device have taken",
+        },
+    ),
     "plan": Command(
         "espnx.cli.plan", "what a model or an index needs on SSD and in memory, and what it will wait for",
         {

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from .device_options import add_device_options, devices_of
 from .output import add_json_option, emit, json_document
 from .progress import ProgressLine
 from .queries import read_queries
@@ -64,14 +67,21 @@ def add_index_options(parser: argparse.ArgumentParser) -> None:
         help="path of the reads: auto, uring, posix, memory or a file of settings such as nvme.toml (default: %(default)s)",
     )
     parser.add_argument("--compute", default="cpu", help="cpu or cuda (default: %(default)s)")
+    add_device_options(parser)
 
 
-def open_index(args: argparse.Namespace) -> Index:
-    """The store of a command, with its encoder."""
-    from .. import open as open_store
+@contextmanager
+def open_index(args: argparse.Namespace, progress: ProgressLine) -> Iterator[Index]:
+    """The store of a command, with its encoder, on the devices that the command names."""
+    with progress.loading(f"{args.store} and its encoder"):
+        from ..retrieval.search.index import Index
+        from ..retrieval.store.manifest import data_directories
 
-    encoder = args.encoder or "auto"
-    return open_store(args.store, encoder, engine=args.engine, compute=args.compute, hot=args.hot, coarse=args.coarse)
+        directories = data_directories(args.store) if args.device or args.record else []
+        with devices_of(args, directories) as device, Index(
+            args.store, args.encoder or "auto", engine=args.engine, compute=args.compute, hot=args.hot, coarse=args.coarse, device=device
+        ) as index:  # fmt: skip
+            yield index
 
 
 def _steps(text: str) -> str | list[float]:
@@ -112,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     if not queries:
         raise InvalidInputError("espnx search", got="no query", expected="queries after the store, or --queries FILE")
     options = search_options(args) | {"prefetch_step": _steps(args.prefetch_step), "explain": args.explain}
-    with ProgressLine(is_terse=True) as progress, progress.loading(f"{args.store} and its encoder"), open_index(args) as index:
+    with ProgressLine(is_terse=True) as progress, open_index(args, progress) as index:
         _warn_of_unknown(index, args)
         texts = [text for _, text in queries]
         results = index.search(texts, k=args.k, include=_ids(args.include), exclude=_ids(args.exclude), **options)

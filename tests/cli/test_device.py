@@ -13,6 +13,7 @@ from espnx.device.interface import NearStorageDevice, RowDevice
 from espnx.device.plain import SsdDevice
 from tests.cli.documents import strict_json
 from tests.device.null_rows import NullDevice, NullRows
+from tests.retrieval.common import build, toy_encoder
 
 HERE = "tests.cli.test_device"
 
@@ -94,3 +95,25 @@ def test_verify_finds_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[
     assert code == 1
     assert outcomes(out)[check] == "failed"
     assert outcomes(out)["rows: refuses rows that do not fit"] == "ok", "one that fails says nothing about the next"
+
+
+def test_record_and_replay(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that is recorded finds what it finds, and can be replayed on another device, with its index alone."""
+    monkeypatch.setattr("espnx.encoders.load_encoder", lambda name, **options: toy_encoder())
+    build(folder / "s", [(str(i), f"text of {i}") for i in range(40)], encoder=toy_encoder(), dims=None, nlist=2)
+    search = ["search", folder / "s", "text of 3", "--encoder", "toy", "-k", 3, "--json", "-"]
+    _, plain, _ = run(capsys, *search)
+    code, found, _ = run(capsys, *search, "--record", folder / "trace")
+    assert code == 0
+    assert [hit["id"] for hit in strict_json(found)["queries"][0]["hits"]] == [
+        hit["id"] for hit in strict_json(plain)["queries"][0]["hits"]
+    ]
+    code, out, _ = run(capsys, "device", "replay", folder / "trace", "--index", folder / "s", "--json", "-")
+    assert code == 0
+    assert strict_json(out)["verbs"]["maxsim"]["count"] >= 1
+    code, out, _ = run(capsys, "device", "replay", folder / "trace", "--index", folder / "s", "--device", "ssd", "--no-host")
+    assert (code, out.split()[:4]) == (0, ["command", "count", "bytes", "recorded"])
+    code, _, err = run(capsys, "device", "replay", folder / "trace", "--path", folder)
+    assert code == 2
+    assert "--index" in err
+    assert not list(folder.glob(".espnx-replay-*"))

@@ -13,7 +13,6 @@ import espnx
 from espnx import errors
 from espnx.device.interface import NearStorageDevice, RecordDevice, RecordQuery
 from espnx.device.routed_records import RoutedRecordDevice
-from espnx.retrieval.build import builder
 from tests.integrations.transformers.tiny import enabled, prompt
 from tests.retrieval.common import build, corpus, queries
 
@@ -72,15 +71,6 @@ def test_what_a_device_does_not_do(tmp_path: Path) -> None:
     build(tmp_path / "s", corpus(20))
     with pytest.raises(errors.InvalidInputError, match=r"embedding records on device 'nothing'"):
         espnx.open(tmp_path / "s", device=device)
-
-
-@pytest.fixture
-def spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[Path]]:
-    """A store whose records lie in two directories beside its own."""
-    monkeypatch.setattr(builder, "segment_bytes", lambda total_bytes, devices: total_bytes // 4)
-    directories = [tmp_path / "one", tmp_path / "two"]
-    build(tmp_path / "s", corpus(300), directories=directories, coarse="int8")
-    return tmp_path / "s", directories
 
 
 def test_a_search_over_several_devices(spread: tuple[Path, list[Path]]) -> None:

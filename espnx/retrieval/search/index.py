@@ -25,7 +25,7 @@ from ..build.documents import check_count
 from ..encoder import AUTO, Encoded, Encoder, EncoderLike, encoder_of, remembered_encoder
 from ..evaluate import DEFAULT_METRICS, Qrels, check_judged, evaluate
 from ..first_stage.interface import LoadedStage
-from ..store.manifest import read_store_manifest
+from ..store.manifest import data_directories, read_store_manifest
 from ..store.store import EmbeddingStore
 from ..store.texts import DocumentId, document_id, document_ids
 from ..store.tier import Tier
@@ -135,7 +135,7 @@ class Index:
         # Of an engine that reads into GPU memory: manifest, metadata and first stage are read into host memory all the same.
         native = host_engine(engine) or opened.enter_context(NativeEngine())
         if device is None or isinstance(device, (str, NearStorageDevice, Sequence)):
-            directories = (self._path, *read_store_manifest(native, self._path).directories) if isinstance(device, str) else ()
+            directories = data_directories(self._path) if isinstance(device, str) else ()
             device, close = open_records(engine, self.compute, device, directories)
             opened.callback(close)
         return native, device

@@ -131,6 +131,12 @@ def read_store_manifest(engine: NativeEngine, path: str | os.PathLike[str]) -> M
     return parse_manifest(read_manifest(engine, path, MAGIC, VERSION), os.path.join(path, MANIFEST_NAME))
 
 
+def data_directories(path: str | os.PathLike[str]) -> list[str]:
+    """Where the data files of a store may lie, its own directory first. Raises as `read_store_manifest`."""
+    with NativeEngine(pool_bytes=1 << 20) as engine:
+        return [os.fspath(path), *read_store_manifest(engine, path).directories]
+
+
 def parse_manifest(found: Mapping[str, Any], path: str) -> Manifest:
     """The opposite of `Manifest.fields`. Raises FormatError, naming `path`."""
     fields = Fields(found, path, fix=REBUILD)

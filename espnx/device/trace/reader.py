@@ -1,0 +1,113 @@
+"""Reads a trace. It may come from elsewhere: it is parsed, never believed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ... import errors
+from ...storage.parse import Fields
+from .writer import VERSION
+
+#: A line of a search for a million records; longer ones are none of ours.
+LINE_BYTES_MAX = 64 << 20
+_DEVICES_MAX = 4096
+
+
+@dataclass(frozen=True)
+class Command:
+    """One line.
+
+    Attributes:
+        number: in the order in which commands began.
+        device: which of the trace's. verb: as docs/trace-format.md names it. part: of the device; -1: none.
+        at_s, took_s: from the trace's beginning, and to the command's end.
+        host_s: the host's work since the last command ended; 0 while another ran.
+        size_bytes: that it asked for.
+        failed: the error it ended with, or empty.
+        detail: the whole line.
+    """
+
+    number: int
+    device: int
+    verb: str
+    part: int
+    at_s: float
+    took_s: float
+    host_s: float
+    size_bytes: int
+    failed: str
+    detail: Fields
+
+    @property
+    def end_s(self) -> float:
+        return self.at_s + self.took_s
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Attributes: program: that ran; devices: ``name``, ``kind`` and ``path`` of each; commands: in the order of their numbers."""
+
+    program: str
+    devices: list[dict[str, str]]
+    commands: list[Command] = field(repr=False)
+
+    @property
+    def wall_s(self) -> float:
+        """From the beginning of the first command to the end of the last."""
+        return max((each.end_s for each in self.commands), default=0.0) - min((each.at_s for each in self.commands), default=0.0)
+
+
+def read_trace(path: str | os.PathLike[str]) -> Trace:
+    """A whole trace. Raises FileMissingError, ReadError, FormatError (which names the line)."""
+    lines = _lines(path)
+    head = next(lines, None)
+    if head is None or "espnx_trace" not in head:
+        raise errors.FormatError("no trace", path=path, got="a file without its first line", expected='{"espnx_trace": ...}')
+    if (version := head.whole("espnx_trace")) != VERSION:
+        raise errors.FormatError("version of a trace", path=path, got=version, expected=VERSION, fix="record it again")
+    devices = [{name: each.text(name) for name in ("name", "kind", "path")} for each in head.each("devices", count=_DEVICES_MAX)]
+    commands = sorted((_command(line, len(devices)) for line in lines), key=lambda command: command.number)
+    for number, command in enumerate(commands):
+        if number and command.number == commands[number - 1].number:
+            command.detail.refuse("n", "a number that no other line has")
+    return Trace(head.text("program"), devices, commands)
+
+
+def _lines(path: str | os.PathLike[str]) -> Iterator[Fields]:
+    try:
+        with open(path, "rb") as file:
+            number = 0
+            while text := file.readline(LINE_BYTES_MAX):
+                number += 1
+                if not text.endswith(b"\n"):
+                    raise errors.FormatError(
+                        f"line {number} of a trace", path=path, got=f"{len(text)} bytes without an end", expected="whole lines",
+                        fix="the program that wrote it was stopped: cut the last line off",
+                    )  # fmt: skip
+                try:
+                    value: Any = json.loads(text)
+                except (ValueError, RecursionError) as error:
+                    raise errors.FormatError(f"line {number} of a trace", path=path, got=str(error), expected="JSON") from error
+                yield Fields(value, path, where=f"line {number}: ")
+    except FileNotFoundError as error:
+        raise errors.FileMissingError("no such trace", path=path) from error
+    except OSError as error:
+        if isinstance(error, errors.EspnxError):
+            raise
+        raise errors.ReadError("cannot read the trace", path=path, errno=error.errno) from error
+
+
+def _command(line: Fields, n_devices: int) -> Command:
+    times = {name: line.real(name) for name in ("at_s", "took_s", "host_s")}
+    for name, value in times.items():
+        if value < 0:
+            line.refuse(name, "0 or more")
+    optional = {name: line.whole(name) if name in line else missing for name, missing in (("part", -1), ("bytes", 0))}
+    return Command(
+        line.whole("n"), line.whole("device", most=n_devices - 1), line.text("verb", most=32), optional["part"], **times,
+        size_bytes=optional["bytes"], failed=line.text("failed") if "failed" in line else "", detail=line,
+    )  # fmt: skip

@@ -1,0 +1,125 @@
+"""Writes a trace: a line for each command of a device, with what it moved, what it came after, and the host's work between."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from ... import errors
+from ..interface import NearStorageDevice
+
+#: Of the lines; the first one names it as `espnx_trace`.
+VERSION = 1
+
+
+class TraceWriter:
+    """A context manager. Calls may come from any thread.
+
+    Args:
+        path: of the file, which is replaced.
+        program: what runs, for whoever reads the trace.
+        devices: in the order in which the lines number them.
+
+    Raises WriteError where the file cannot be written, also from later calls.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], program: str, devices: Sequence[NearStorageDevice]):
+        self.path = os.fspath(path)
+        self._lock = threading.Lock()
+        self._begun = time.perf_counter()
+        self._count = self._running = 0
+        self._last, self._last_end_s = -1, 0.0  # the command that ended last
+        self._parts = 0
+        try:
+            self._file: TextIO | None = open(self.path, "w", encoding="utf-8", buffering=1 << 16)  # noqa: SIM115
+        except OSError as error:
+            raise errors.WriteError("cannot write the trace", path=self.path, errno=error.errno) from error
+        self._write(
+            {
+                "espnx_trace": VERSION,
+                "program": program,
+                "devices": [{"name": each.name, "kind": each.kind, "path": os.path.abspath(each.path)} for each in devices],
+            }
+        )
+
+    def part(self) -> int:
+        """A number for a part of a device (`open_rows`, `open_records`, `keep_records`) that the lines can name."""
+        with self._lock:
+            self._parts += 1
+            return self._parts - 1
+
+    def begin(self, device: int, verb: str) -> dict[str, Any]:
+        """The line of a command that begins now; given back to `stop` and `write`, or to `end`."""
+        with self._lock:
+            now = time.perf_counter() - self._begun
+            line = {
+                "n": self._count, "device": device, "verb": verb, "at_s": now, "after": self._last,
+                "host_s": 0.0 if self._running else now - self._last_end_s,
+            }  # fmt: skip
+            self._count += 1
+            self._running += 1
+            return line
+
+    def stop(self, line: dict[str, Any]) -> None:
+        """A command has ended."""
+        with self._lock:
+            now = time.perf_counter() - self._begun
+            self._running -= 1
+            self._last, self._last_end_s = line["n"], now
+            line["took_s"] = now - line["at_s"]
+
+    def write(self, line: dict[str, Any], *, failed: str | None = None) -> None:
+        """The line of a command that has ended."""
+        if failed is not None:
+            line["failed"] = failed
+        with self._lock:
+            self._write(line)
+
+    def end(self, line: dict[str, Any], *, failed: str | None = None) -> None:
+        """Both."""
+        self.stop(line)
+        self.write(line, failed=failed)
+
+    @contextmanager
+    def command(self, device: int, verb: str) -> Iterator[dict[str, Any]]:
+        """A command that lasts as long as the block. What the block puts into the line is written with it."""
+        line = self.begin(device, verb)
+        try:
+            yield line
+        except BaseException as error:
+            self.end(line, failed=type(error).__name__)
+            raise
+        self.end(line)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is None:
+            return  # of a request that was cancelled when the program ended
+        for name in ("at_s", "took_s", "host_s", "waited_s"):
+            if name in line:
+                line[name] = round(line[name], 7)
+        try:
+            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        except OSError as error:
+            raise errors.WriteError("cannot write the trace", path=self.path, errno=error.errno) from error
+
+    def close(self) -> None:
+        """Ends the file. May be called again."""
+        with self._lock:
+            file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except OSError as error:
+                raise errors.WriteError("cannot write the trace", path=self.path, errno=error.errno) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,227 @@
+"""Traces: what they hold of a generation and a search, that recording changes nothing, that a replay asks the same, what is no trace."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import espnx
+from espnx import errors
+from espnx.device.conformance.row_checks import CHECKS
+from espnx.device.interface import NearStorageDevice
+from espnx.device.trace.reader import Trace, read_trace
+from espnx.device.trace.recorded import recorded
+from espnx.device.trace.replay import replay
+from espnx.device.trace.writer import TraceWriter
+from tests.integrations.transformers.tiny import enabled, prompt
+from tests.retrieval.common import queries
+
+
+def generate(devices: list[NearStorageDevice], **options: Any) -> tuple[list[int], dict[str, Any]]:
+    model = enabled("llama")
+    with espnx.KVCache(model.config, device=devices, spill_interval=4, **options) as cache:
+        found = model.generate(**prompt([40, 9]), past_key_values=cache, max_new_tokens=12, do_sample=False)
+        return found.flatten().tolist(), cache.stats()
+
+
+@pytest.fixture
+def generated(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """A trace of a generation on two devices, and the cache's own counters."""
+    devices = espnx.device.open("ssd", [tmp_path / "a", tmp_path / "b"])
+    wanted, _ = generate(devices)
+    with TraceWriter(tmp_path / "trace", "a test", devices) as writer:
+        found, stats = generate(recorded(devices, writer))
+    assert found == wanted
+    return tmp_path / "trace", stats
+
+
+def test_a_generation(generated: tuple[Path, dict[str, Any]]) -> None:
+    path, stats = generated
+    trace = read_trace(path)
+    assert [each["name"] for each in trace.devices] == ["ssd", "ssd"]
+    verbs = Counter(each.verb for each in trace.commands)
+    assert verbs["attend"] == verbs["ahead"] - sum(1 for each in unused(trace))
+    assert {"put", "ahead", "attend"} <= set(verbs)
+    assert sum(each.size_bytes for each in trace.commands if each.verb == "put") == stats["bytes_written"]
+    assert sum(each.size_bytes for each in trace.commands if each.verb == "attend") == stats["bytes_asked"]
+    asked = {each.number: each for each in trace.commands if each.verb == "ahead"}
+    for each in trace.commands:
+        assert each.took_s >= 0 <= each.host_s <= each.at_s
+        if each.verb == "attend":
+            waits_for = asked[each.detail.whole("waits_for")]
+            assert waits_for.end_s <= each.at_s
+            assert waits_for.size_bytes == each.size_bytes
+    assert sum(each.host_s for each in trace.commands) <= trace.wall_s + trace.commands[0].at_s
+
+
+def unused(trace: Trace) -> list[Any]:
+    consumed = {each.detail.whole("waits_for") for each in trace.commands if each.verb in ("attend", "visit")}
+    return [each for each in trace.commands if each.verb == "ahead" and each.number not in consumed]
+
+
+@pytest.mark.parametrize("with_host", [True, False])
+def test_a_replayed_generation(generated: tuple[Path, dict[str, Any]], tmp_path: Path, with_host: bool) -> None:
+    """The same commands of the same sizes: a recorded replay is the same trace, but for the times."""
+    trace = read_trace(generated[0])
+    again = espnx.device.open("ssd", [tmp_path / "c", tmp_path / "d"])
+    with TraceWriter(tmp_path / "again", "a replay", again) as writer:
+        found = replay(trace, recorded(again, writer), with_host=with_host)
+    second = read_trace(tmp_path / "again")
+
+    def asked(of: Trace, device: int) -> list[tuple[str, int]]:
+        return [(each.verb, each.size_bytes) for each in of.commands if each.device == device]
+
+    for device in range(2):
+        assert asked(second, device) == asked(trace, device)
+    assert found.recorded_s == trace.wall_s
+    assert found.replayed_s > 0
+    assert {verb: times.count for verb, times in found.verbs.items()} == Counter(each.verb for each in trace.commands)
+
+
+def test_x_rows_are_visited(tmp_path: Path) -> None:
+    devices = espnx.device.open("ssd", [tmp_path / "a"])
+    with TraceWriter(tmp_path / "trace", "a test", devices) as writer:
+        generate(recorded(devices, writer), x_rows=1)
+    trace = read_trace(tmp_path / "trace")
+    assert any(each.verb == "visit" and each.detail.real("host_in_s") >= 0 for each in trace.commands)
+    replay(trace, espnx.device.open("ssd", [tmp_path / "b"]))
+
+
+def test_a_kept_cache(tmp_path: Path) -> None:
+    """What was kept before is put anew by a replay, which has none of it."""
+    model, ids = enabled("llama"), prompt([40])
+    for run in range(2):
+        devices = espnx.device.open("ssd", [tmp_path / "a"])
+        with (
+            TraceWriter(tmp_path / f"trace{run}", "a test", devices) as writer,
+            espnx.KVCache(model.config, device=recorded(devices, writer), name="kept", x_rows=0) as cache,
+        ):
+            text = ids["input_ids"] if run == 0 else torch.cat([cache.tokens, ids["input_ids"][:, :3]], dim=1)  # type: ignore[list-item]
+            model.generate(text, past_key_values=cache, max_new_tokens=3, do_sample=False, attention_mask=torch.ones_like(text))
+    trace = read_trace(tmp_path / "trace1")
+    assert any(each.verb == "restore" and each.size_bytes for each in trace.commands)
+    replay(trace, espnx.device.open("ssd", [tmp_path / "b"]))
+
+
+def test_a_search(spread: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    path, directories = spread
+    devices = espnx.device.open("ssd", [path, *directories])
+    with (
+        espnx.open(path, None) as plain,
+        TraceWriter(tmp_path / "trace", "a test", devices) as writer,
+        espnx.open(path, None, device=recorded(devices, writer)) as index,
+    ):
+        for options in ({}, {"cascade": 20}, {"prefetch_step": (0.1, 0.5)}):
+            wanted, found = (each.search(queries(4), k=30, candidates=80, **options) for each in (plain, index))
+            assert [result.hits for result in found] == [result.hits for result in wanted]
+        index.search(queries(1)[0], k=3)
+    trace = read_trace(tmp_path / "trace")
+    asked = [each for each in trace.commands if each.verb == "maxsim"]
+    assert len({each.device for each in asked}) == 2
+    assert len({each.part for each in asked}) == 4
+    assert all(each.detail.real("waited_s") >= 0 for each in asked)
+    with espnx.open(path, None, device=devices) as index:
+        tiers = [index.store.full, index.store.coarse]
+        before = index.device.stats().bytes_asked
+        found = replay(trace, devices, tiers)  # type: ignore[arg-type]
+        moved = index.device.stats().bytes_asked - before
+    assert found.verbs["maxsim"].count == len(asked)
+    assert moved == sum(each.size_bytes for each in trace.commands if each.verb in ("maxsim", "read"))
+    for wrong in ((), tiers[:1]):
+        with pytest.raises(errors.InvalidInputError, match="records that a trace asks for"):
+            replay(trace, devices, wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_a_recorded_device_is_a_device(check: Any, folder: Path) -> None:
+    devices = espnx.device.open("ssd", [folder])
+    with TraceWriter(folder / "trace", "a test", devices) as writer:
+        check(recorded(devices, writer)[0].open_rows)
+    trace = read_trace(folder / "trace")
+    assert {each.failed for each in trace.commands} <= {
+        "", "InvalidInputError", "TransferCancelledError", "EngineClosedError", "NotConformingError",
+    }  # fmt: skip
+
+
+def test_an_error_is_written(tmp_path: Path) -> None:
+    devices = espnx.device.open("ssd", [tmp_path / "a"])
+    with TraceWriter(tmp_path / "trace", "a test", devices) as writer:
+        rows = recorded(devices, writer)[0].open_rows()
+        rows.close()
+        with pytest.raises(errors.EngineClosedError):
+            rows.flush()
+    (command,) = read_trace(tmp_path / "trace").commands
+    assert (command.verb, command.failed) == ("flush", "EngineClosedError")
+
+
+HEAD = '{"espnx_trace":1,"program":"p","devices":[{"name":"ssd","kind":"plain","path":"/x"}]}\n'
+LINE: dict[str, Any] = {"n": 0, "device": 0, "verb": "flush", "part": 0, "at_s": 0.0, "took_s": 0.0, "host_s": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "no trace"), ("{}\n", "no trace"), ('{"espnx_trace":7}\n', "version of a trace"), (HEAD[:-1], "without an end"),
+        (HEAD + "no json\n", "line 2"), (HEAD + "[]\n", "an object"), (HEAD + json.dumps(LINE | {"device": 1}) + "\n", "device"),
+        (HEAD + json.dumps(LINE | {"at_s": -1.0}) + "\n", "at_s"), (HEAD + json.dumps(LINE | {"took_s": "x"}) + "\n", "took_s"),
+        (HEAD + 2 * (json.dumps(LINE) + "\n"), "no other line"), (HEAD + json.dumps(LINE)[:-3], "without an end"),
+    ],
+)  # fmt: skip
+def test_what_is_no_trace(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "trace").write_text(text)
+    with pytest.raises(errors.FormatError, match=says):
+        read_trace(tmp_path / "trace")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"verb": "burn"}, {"verb": "put"}, {"verb": "put", "segments": [{"number": 0}]}, {"verb": "release", "segment": 3},
+        {"verb": "attend", "ticket": 9}, {"verb": "ahead", "ticket": 0, "views": [[0, 0, 0]]}, {"verb": "maxsim", "part": 3, "places": [1]},
+        {
+            "verb": "put",
+            "segments": [
+                {
+                    "number": 0, "n_rows": 1 << 40, "heads": [0, 2, 1],
+                    "layout": {"format": "fp16", "d": 64, "dv": 64, "is_shared": False, "least_rows": 1},
+                }
+            ],
+        },
+    ],
+)  # fmt: skip
+def test_lines_that_cannot_be_asked(tmp_path: Path, line: dict[str, Any]) -> None:
+    """A typed error, and nothing is asked for that memory cannot hold."""
+    (tmp_path / "trace").write_text(HEAD + json.dumps(LINE | line) + "\n")
+    with pytest.raises(errors.FormatError):
+        replay(read_trace(tmp_path / "trace"), espnx.device.open("ssd", [tmp_path / "a"]))
+
+
+def test_other_devices_than_recorded(tmp_path: Path) -> None:
+    (tmp_path / "trace").write_text(HEAD)
+    with pytest.raises(errors.InvalidInputError, match="devices for a trace"):
+        replay(read_trace(tmp_path / "trace"), [])
+    with pytest.raises(errors.FileMissingError):
+        read_trace(tmp_path / "none")
+    with pytest.raises(errors.WriteError):
+        TraceWriter(tmp_path / "no" / "trace", "p", [])
+    assert replay(read_trace(tmp_path / "trace"), espnx.device.open("ssd", [tmp_path])).verbs == {}
+
+
+def test_random_bytes_are_no_trace(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    whole = (HEAD + json.dumps(LINE) + "\n").encode()
+    for _ in range(300):
+        data = bytearray(whole)
+        for at in rng.integers(0, len(data), 3):
+            data[at] = rng.integers(256)
+        (tmp_path / "trace").write_bytes(bytes(data))
+        try:
+            read_trace(tmp_path / "trace")
+        except errors.EspnxError:
+            continue
