@@ -105,9 +105,8 @@ def test_record_and_replay(folder: Path, capsys: pytest.CaptureFixture[str], mon
     _, plain, _ = run(capsys, *search)
     code, found, _ = run(capsys, *search, "--record", folder / "trace")
     assert code == 0
-    assert [hit["id"] for hit in strict_json(found)["queries"][0]["hits"]] == [
-        hit["id"] for hit in strict_json(plain)["queries"][0]["hits"]
-    ]
+    hits = [[hit["id"] for hit in strict_json(text)["results"][0]["hits"]] for text in (plain, found)]
+    assert hits[0] == hits[1]
     code, out, _ = run(capsys, "device", "replay", folder / "trace", "--index", folder / "s", "--json", "-")
     assert code == 0
     assert strict_json(out)["verbs"]["maxsim"]["count"] >= 1
