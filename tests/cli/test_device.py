@@ -12,7 +12,7 @@ from espnx.cli.main import main
 from espnx.device.interface import NearStorageDevice, RowDevice
 from espnx.device.plain import SsdDevice
 from tests.cli.documents import strict_json
-from tests.device.null_rows import NullDevice, NullRows
+from tests.device.example_package.null_device import NullDevice, NullRows
 from tests.retrieval.common import build, toy_encoder
 
 HERE = "tests.cli.test_device"

@@ -20,7 +20,7 @@ from espnx.storage.native import load_native
 from tests.device.rows import assert_right, attend, put, queries
 from tests.storage.common import patiently
 
-NULL = "tests.device.null_rows:NullDevice"
+NULL = "tests.device.example_package.null_device:NullDevice"
 CPU = torch.device("cpu")
 PLAIN = LAYOUTS[0]
 
@@ -103,7 +103,7 @@ def test_names() -> None:
     with pytest.raises(errors.InvalidInputError, match="gpu, ssd") as caught:
         open_device("smart", "/nowhere")
     assert "espnx.devices" in str(caught.value)
-    for wrong in ("tests.device.null_rows:Missing", "no.such.module:Device"):
+    for wrong in ("tests.device.example_package.null_device:Missing", "no.such.module:Device"):
         with pytest.raises(errors.MissingDependencyError, match="cannot be loaded"):
             open_device(wrong, "/nowhere")
 

@@ -16,7 +16,7 @@ from espnx.device.routed_records import RoutedRecordDevice
 from tests.integrations.transformers.tiny import enabled, prompt
 from tests.retrieval.common import build, corpus, queries
 
-NULL = "tests.device.null_rows:NullDevice"
+NULL = "tests.device.example_package.null_device:NullDevice"
 
 
 def generated(device: Any, *storage: Any, **options: Any) -> list[int]:
@@ -58,7 +58,7 @@ def test_names_options_and_what_is_no_device(tmp_path: Path) -> None:
     with pytest.raises(errors.InvalidInputError, match=r"options of device 'ssd'.*stretch"):
         espnx.device.open("ssd", tmp_path, stretch=3)
     with pytest.raises(errors.InvalidInputError, match=r"derived from espnx\.device\.NearStorageDevice"):
-        espnx.device.open("tests.device.null_rows:NullRows", tmp_path)
+        espnx.device.open("tests.device.example_package.null_device:NullRows", tmp_path)
 
 
 def test_what_a_device_does_not_do(tmp_path: Path) -> None:

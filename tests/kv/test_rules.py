@@ -19,7 +19,7 @@ from espnx.kv.scores import PLAIN, ScoreRules
 from tests.device.gpu.test_cache import on_cpu_memory
 from tests.kv.naive import Naive, Shape, assert_right, forward
 
-NULL = "tests.device.null_rows:NullDevice"
+NULL = "tests.device.example_package.null_device:NullDevice"
 HEADS, GROUP = 2, 2
 EVERY: dict[str, Any] = {
     "soft_cap": 2.0, "slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625]), "window": 37, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]),

@@ -13,7 +13,7 @@ from espnx.integrations.transformers import attention
 from espnx.kv.scores import PLAIN
 from tests.integrations.transformers.tiny import enabled, expected, generate, prompt
 
-NULL = "tests.device.null_rows:NullDevice"
+NULL = "tests.device.example_package.null_device:NullDevice"
 LENGTHS = [40, 23]
 
 
