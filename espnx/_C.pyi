@@ -127,6 +127,27 @@ class LinkClock:
 
     def close(self) -> None: ...
 
+class ClusterTicket:
+    """Clusters that a `ClusterStream` reads and measures."""
+
+    def next(self, at_least: int, timeout_s: float) -> tuple[Tensor, bool]: ...
+    def replies(self) -> Tensor:
+        """uint8 [8 for each vector]: float32 distance, int32 id."""
+
+    def costs(self) -> dict[str, Any]: ...
+    def forget(self) -> None: ...
+
+class ClusterStream:
+    """csrc/device/cluster_stream.hpp."""
+
+    def __init__(self, engine: Engine, window_bytes: int, max_workers: int) -> None: ...
+    def push(
+        self, query: Tensor, fmt: str, metric: str, file: int, path: bytes, clusters: Tensor, offset_bytes: Tensor, n_vectors: Tensor,
+        crc32c: Tensor, deadline_s: float, /,
+    ) -> ClusterTicket: ...  # fmt: skip
+    def clear(self) -> None: ...
+    def stats(self) -> dict[str, Any]: ...
+
 # In `Extension` the plain names are its own attributes.
 _KeptRecords = KeptRecords
 _RowStream = RowStream
@@ -134,6 +155,8 @@ _RowStream = RowStream
 class Extension:
     """The module itself, as `espnx.storage.native.load_native` returns it."""
 
+    ClusterStream: type[ClusterStream]
+    ClusterTicket: type[ClusterTicket]
     Engine: type[Engine]
     Future: type[Future]
     KeptRecords: type[KeptRecords]
@@ -187,6 +210,10 @@ class Extension:
     @staticmethod
     def crc32c_ranges(buffer: Tensor, offset_bytes: Tensor, size_bytes: Tensor, seed: int, /) -> Tensor:
         """As `espnx.ops.crc32c_ranges`, of tensors that are contiguous."""
+
+    @staticmethod
+    def distances(query: Tensor, buffer: Tensor, offset_bytes: Tensor, fmt: str, metric: str, threads: int, /) -> Tensor:
+        """As `espnx.ops.distances`, of tensors that are contiguous; an int8 query as the uint8 it is in memory."""
 
     @staticmethod
     def attention(

@@ -14,6 +14,7 @@
 #include "cpu/attention/batch.hpp"
 #include "cpu/cpu_level.hpp"
 #include "cpu/crc32c.hpp"
+#include "cpu/distances/distances.hpp"
 #include "cpu/maxsim/maxsim.hpp"
 
 namespace espnx::python {
@@ -137,6 +138,51 @@ NewTensor crc32c_ranges(const Tensor& buffer, const Tensor& offset_bytes, const 
                           ") does not lie inside the buffer of ", buffer_bytes, " bytes");
   }
   return to_tensor(std::move(crc));
+}
+
+// `query` [d] or [Q, d]: of whole numbers the vectors' own bytes, else float32.
+std::vector<espnx::DistanceQuery> to_distance_queries(const Tensor& query, espnx::VectorFormat format,
+                                                      espnx::Metric metric) {
+  const bool is_whole = format == espnx::VectorFormat::kUint8 || format == espnx::VectorFormat::kInt8;
+  const int64_t dim = query.dim() == 2 ? 2 : 1;
+  const uint8_t* values = is_whole ? memory<const uint8_t>(query, dim, Dtype::uint8, "query", "bytes [d] or [Q, d]")
+                                   : reinterpret_cast<const uint8_t*>(memory<const float>(
+                                         query, dim, Dtype::float32, "query", "float32 [d] or [Q, d]"));
+  const int64_t d = query.size(-1), n = dim == 2 ? query.size(0) : 1;
+  check(d >= 1 && d <= espnx::kMaxVectorDim, "d must be 1 to ", espnx::kMaxVectorDim, ", got ", d);
+  std::vector<espnx::DistanceQuery> queries;
+  for (int64_t q = 0; q < n; ++q) {
+    queries.emplace_back(values + q * d * (is_whole ? 1 : static_cast<int64_t>(sizeof(float))), d, format, metric);
+  }
+  return queries;
+}
+
+NewTensor distances(const Tensor& query, const Tensor& buffer, const Tensor& offset_bytes, const std::string& format,
+                    const std::string& metric, int64_t threads) {
+  const int of_format = espnx::number_of(espnx::kVectorFormatNames, format.c_str());
+  const int of_metric = espnx::number_of(espnx::kMetricNames, metric.c_str());
+  check(of_format >= 0, "unknown format of vectors '", format, "'");
+  check(of_metric >= 0, "unknown metric '", metric, "'");
+  const auto queries =
+      to_distance_queries(query, static_cast<espnx::VectorFormat>(of_format), static_cast<espnx::Metric>(of_metric));
+  const espnx::DistanceVectors vectors{bytes(buffer), buffer.numel(), indices(offset_bytes, "offset_bytes"),
+                                       offset_bytes.numel()};
+  const int max_threads = thread_count(threads);
+  const auto n_queries = static_cast<int64_t>(queries.size());
+  NewFloats found(query.dim() == 2 ? std::vector{n_queries, vectors.n} : std::vector{vectors.n});
+  found.fill(kNobodyWrote);
+  int64_t outside = -1;
+  if (n_queries > 0) {
+    py::gil_scoped_release unlocked;
+    outside = espnx::find_vector_outside(vectors, queries[0].vector_bytes());
+    if (outside < 0) espnx::distances(queries.data(), n_queries, vectors, max_threads, found.data());
+  }
+  if (outside >= 0) {
+    fail<py::index_error>("vector ", outside, " (offset_bytes ", vectors.offset_bytes[outside], ", ",
+                          queries[0].vector_bytes(), " bytes) does not lie inside the buffer of ", vectors.buffer_bytes,
+                          " bytes");
+  }
+  return found.tensor();
 }
 
 void check_rows(const espnx::AttentionBatch& batch) {
@@ -321,6 +367,7 @@ int64_t set_cpu_level(int64_t level) {
 void bind_ops(py::module_& m) {
   m.def("maxsim", &maxsim);
   m.def("crc32c_ranges", &crc32c_ranges);
+  m.def("distances", &distances);
   m.def("attention", &attention);
   m.def("accelerator", &accelerator);
   m.def("accelerator_scores", &accelerator_scores);

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 _BUILD = "run `make setup` (or `pip install -e .`) in the source tree"
 # And the functions that the CPU versions call.
-_OPS = {"maxsim": "maxsim", "crc32c": "crc32c_ranges", "attention": "attention", "accelerator": "accelerator"}
+_OPS = {
+    "maxsim": "maxsim", "crc32c": "crc32c_ranges", "attention": "attention", "accelerator": "accelerator", "distances": "distances",
+}  # fmt: skip
 
 
 @functools.cache

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from espnx import errors
 from espnx.ops import attention, crc32c_ranges, maxsim
 from espnx.ops._native import load_ops
+from espnx.ops.distances import VECTOR_FORMATS
+from espnx.ops.distances.checks import query_dtype
 from espnx.ops.maxsim import FORMATS
 from tests.ops.records import integers, scatter
 
@@ -31,6 +35,17 @@ def test_opcheck_crc32c() -> None:
     torch.library.opcheck(torch.ops.espnx.crc32c.default, (*args, 0xFFFFFFFF))
 
 
+@pytest.mark.parametrize("fmt", VECTOR_FORMATS)
+@pytest.mark.parametrize("shape", [(5,), (3, 5)])
+def test_opcheck_distances(shape: tuple[int, ...], fmt: str) -> None:
+    load_ops()
+    query = torch.arange(math.prod(shape)).view(shape).to(query_dtype(fmt))
+    buffer = torch.zeros(100, dtype=torch.uint8)
+    args = (query, buffer, torch.tensor([0, 41, 7]), fmt)
+    torch.library.opcheck(torch.ops.espnx.distances.default, (*args, "l2"))
+    torch.library.opcheck(torch.ops.espnx.distances.default, (*args, "ip", 2))
+
+
 def test_shapes_and_devices_without_data() -> None:
     load_ops()
     meta = torch.device("meta")
@@ -38,6 +53,8 @@ def test_shapes_and_devices_without_data() -> None:
     buffer = torch.empty(10**15, dtype=torch.uint8, device=meta)
     scores = torch.ops.espnx.maxsim(torch.empty(4, 32, 128, device=meta), buffer, place, place, "fp16")
     assert (scores.shape, scores.dtype, scores.device) == ((4, 11), torch.float32, meta)
+    found = torch.ops.espnx.distances(torch.empty(4, 96, device=meta), buffer, place, "fp16", "l2")
+    assert (found.shape, found.dtype, found.device) == ((4, 11), torch.float32, meta)
     crcs = torch.ops.espnx.crc32c(buffer, place, place)
     assert (crcs.shape, crcs.dtype, crcs.device) == ((11,), torch.int64, meta)
 

@@ -23,6 +23,11 @@ query is split in two fp16 parts: 11 bits, then 11 of what is left, so each valu
 its token's largest value where the second part is below fp16's normal range. bf16 rows are multiplied as TF32, which holds them, by a
 query in two TF32 parts: off by ``2^-21`` of each value. The products of the parts are summed apart, which adds one rounding, or two.
 
+Distances. Of whole numbers they are exact until they are rounded, once, so all versions agree. Of floats the reference computes in fp64 and
+rounds once. A squared difference has the rounding of the difference twice, and one of the square: with d - 1 additions and the reference's
+rounding ``gamma(d + 3)`` of the distance, whose terms are all positive. An inner product has ``gamma(d + 1)`` of the products' absolute
+values. Each product below fp32's normal range is off by ``2^-150`` at most.
+
 Where inputs are small integers every sum is exact in fp32 and versions must agree bit for bit; most tests of plain formats do that.
 """
 
@@ -77,6 +82,16 @@ def _maxsim_of_magnitudes(query: torch.Tensor, records: Records) -> torch.Tensor
             rows = records.buffer[begin : begin + count * token.token_row_bytes(d)]
             scores[i] = (query @ token.decode(rows, d, records.codebook).abs().T).amax(dim=-1).sum()
     return scores
+
+
+def distances_bound(query: torch.Tensor, vectors: torch.Tensor, metric: str) -> torch.Tensor:
+    """The largest difference allowed between the op and `distances_reference` for each of ``[n, d]`` vectors. Finite inputs, one query."""
+    q, v, d = query.double(), vectors.double(), query.shape[-1]
+    if metric == "l2":
+        bound = gamma(d + 3, 2.0**-24) * ((q - v) ** 2).sum(-1)
+    else:
+        bound = gamma(d + 1, 2.0**-24) * (q * v).abs().sum(-1)
+    return (bound + d * 2.0**-149).float().nextafter(torch.tensor(torch.inf))
 
 
 def assert_scores_close(scores: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> None:
