@@ -16,6 +16,8 @@ SMALL_FILES = {
     "espnx.device.sums": "checksums of blocks, which the format of rows names",
     "espnx.ops.crc32c.cuda": "of an op",
     "espnx.ops.crc32c.shifts": "of an op",
+    "espnx.ops.distances.api": "of an op",
+    "espnx.ops.distances.reference": "of an op",
     "espnx.ops.maxsim.reference": "of an op",
     "espnx.retrieval.build.resuming": "what of an interrupted build is gone on with",
     "espnx.retrieval.search.explain": "why a document scores what it scores",

@@ -100,6 +100,8 @@ void bind_rows(py::module_& m);
 
 // Virtual time of emulated devices.
 void bind_links(py::module_& m);
+// Clusters of vectors: reading them, and measuring distances as they arrive.
+void bind_clusters(py::module_& m);
 
 // The tensor ops' versions for the CPU, as espnx.ops calls them.
 void bind_ops(py::module_& m);

@@ -294,7 +294,9 @@ py::tuple pack_plan(const Tensor& file_sizes, const Tensor& alignments, const Te
 
 PYBIND11_MODULE(_C, m) {
   using namespace espnx::python;
-  m.doc() = "espnx's compiled part: the storage engine, streams of records and rows, and the CPU versions of the ops.";
+  m.doc() =
+      "espnx's compiled part: the storage engine, streams of records, rows and clusters, and the CPU versions of the "
+      "ops.";
   find_torch();
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {
@@ -316,6 +318,7 @@ PYBIND11_MODULE(_C, m) {
   bind_records(m);
   bind_rows(m);
   bind_links(m);
+  bind_clusters(m);
   bind_ops(m);
   m.def("pack_plan", &pack_plan);
   m.def("reserve_file_numbers", &io::reserve_file_numbers);

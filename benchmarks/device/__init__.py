@@ -1,0 +1,1 @@
+"""Near-storage devices: what their verbs bring on this machine."""
