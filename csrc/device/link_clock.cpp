@@ -276,7 +276,7 @@ std::optional<double> LinkClock::wait(const LinkTicket& ticket, std::optional<do
     if (ticket->is_done) break;
     const bool is_late = Wall::now() >= until;
     if (ticket->is_cancelled || is_closed_ || is_late) {
-      waited_.add(asked, clock());
+      waiting_.add(asked, clock());
       if (ticket->is_cancelled) throw cancelled();
       if (is_closed_) throw failure(io::Kind::closed, "the topology was closed");
       return std::nullopt;
@@ -295,7 +295,7 @@ std::optional<double> LinkClock::wait(const LinkTicket& ticket, std::optional<do
     if (is_interrupted) throw cancelled();
     check_at = Wall::now() + kSignalCheck;
   }
-  waited_.add(asked, ticket->end_s);
+  waiting_.add(asked, clock());
   late_.add(std::max(asked, ticket->end_s), clock());
   return ticket->end_s;
 }
@@ -333,7 +333,7 @@ void LinkClock::advance(double to_s) {
 
 LinkTimes LinkClock::times() {
   std::lock_guard lock(mutex_);
-  return {clock(), waited_.total(), late_.total()};
+  return {clock(), std::max(0.0, waiting_.total() - late_.total()), late_.total()};
 }
 
 std::vector<LinkTraffic> LinkClock::traffic() {

@@ -47,8 +47,8 @@ struct LinkTraffic {
 // Seconds of virtual time.
 struct LinkTimes {
   double now_s = 0;
-  double waited_s = 0;  // during which somebody waited for something that the links had not done yet
-  double late_s = 0;    // during which somebody waited for something that the links had done already
+  double waited_s = 0;  // during which somebody waited, and nobody for something that the links had done already
+  double late_s = 0;    // during which somebody did
 };
 
 // Spans of time, and how long they are together where each moment counts once.
@@ -156,8 +156,8 @@ class LinkClock {
   std::unordered_map<LinkTransfer*, LinkTicket> live_;  // what has not ended
   std::vector<double> free_s_;                          // when each link has done all that has arrived
   std::vector<LinkTraffic> traffic_;
-  Spans waited_, late_;
-  double walked_s_ = 0;  // everything before has happened
+  Spans waiting_, late_;  // the second is part of the first
+  double walked_s_ = 0;   // everything before has happened
   int64_t next_number_ = 0;
   bool is_closed_ = false;
 };

@@ -25,9 +25,9 @@ class Report:
     Attributes:
         stretch: wall seconds of a virtual second.
         wall_s: how long it took.
-        waited_s: wall seconds during which somebody waited for what the devices had not done yet: the devices' time.
-        late_s: wall seconds during which somebody waited for what the devices had done already: for real work, and for threads to wake.
-            They are in `host_s`.
+        waited_s: wall seconds in which somebody waited for what the devices had not done yet, and nobody was late: the devices' time.
+        late_s: wall seconds in which somebody waited for what the devices had done already: for real work, and for threads to wake. Others
+            may have waited for devices meanwhile; where one of many is late, the run is. They are in `host_s`.
     """
 
     stretch: float

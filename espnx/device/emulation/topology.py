@@ -77,7 +77,7 @@ class Times:
 
     Attributes:
         now_s: all of it.
-        waited_s: while somebody waited for what the devices had not done yet. Moments that several waited count once.
+        waited_s: while somebody waited, and nobody for what the devices had done already. Moments that several waited count once.
         late_s: while somebody waited for what the devices had done already: for the real work, or for this machine to notice.
     """
 
