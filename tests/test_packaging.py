@@ -86,7 +86,9 @@ def test_wheel_holds_the_kernels_and_the_extension_as_files(wheel: Path) -> None
 
 
 def test_wheel_has_every_module_of_the_package(wheel: Path) -> None:
-    ours = {str(path.relative_to(ROOT)) for path in (ROOT / "espnx").rglob("*.py")}
+    """And the specs of devices beside them."""
+    ours = {str(path.relative_to(ROOT)) for end in ("py", "yaml") for path in (ROOT / "espnx").rglob(f"*.{end}")}
+    assert "espnx/device/model/presets/smartssd.yaml" in ours
     with zipfile.ZipFile(wheel) as archive:
         assert ours <= set(archive.namelist())
 
