@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
+
+from ..errors import InvalidInputError
 
 if TYPE_CHECKING:
     from ..device.registry import Devices
 
 
+def at_least_0(text: str) -> float:
+    """An option's number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a finite number, at least 0")
+    return value
+
+
 def add_device_options(parser: argparse.ArgumentParser) -> None:
     """Those of `devices_of`."""
     parser.add_argument("--device", metavar="NAME", help="near-storage device (`espnx device ls`), or a spec (default: this machine's)")
+    parser.add_argument(
+        "--stretch", type=at_least_0, metavar="X", help="of an emulated device: how many seconds one of its own takes; 0: do not wait"
+    )
     parser.add_argument("--record", metavar="FILE", help="write what the device is asked, for `espnx device replay`")
 
 
@@ -22,12 +39,15 @@ def add_device_options(parser: argparse.ArgumentParser) -> None:
 def devices_of(args: argparse.Namespace, directories: Sequence[str]) -> Iterator[Devices | None]:
     """Devices for directories, as a command's options name them: open while the block runs. None: nothing was said."""
     if args.record is None and args.device is None:
+        if args.stretch is not None:
+            raise InvalidInputError("--stretch", got="no --device", expected="the name of an emulated one", fix="--device smartssd")
         yield None
         return
     from ..device.registry import open_together
 
     with ExitStack() as opened:
-        found = open_together(args.device or "ssd", directories)
+        options = {} if args.stretch is None else {"stretch": args.stretch}
+        found = open_together(args.device or "ssd", directories, **options)
         for each in found:
             opened.callback(each.close)
         if args.record is not None:
@@ -37,3 +57,23 @@ def devices_of(args: argparse.Namespace, directories: Sequence[str]) -> Iterator
             program = " ".join(["espnx", *sys.argv[1:]])
             found = recorded(found, opened.enter_context(TraceWriter(args.record, program, found)))
         yield found
+
+
+def emulated_note(devices: Devices | None) -> Callable[[], str]:
+    """From here on: what says how long work took emulated devices, or why that is not to be quoted (results are right all the same). Empty
+    of other devices."""
+    first = devices[0] if isinstance(devices, Sequence) and devices else devices
+    topology = getattr(first, "topology", None)
+    if topology is None:
+        return str
+    if not topology.stretch:
+        return lambda: "emulated, and not waited for: times are this machine's"
+    from ..device.emulation.report import report
+
+    begun = topology.times()
+
+    def note() -> str:
+        found = report(topology, begun)
+        return str(found.refusal or f"emulated: {found.virtual_s:.3g} s on {topology.n_devices} x {topology.spec.name}")
+
+    return note

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInputError
 from ..tables import render_table
-from .device_options import add_device_options, devices_of
+from .device_options import add_device_options, at_least_0, devices_of, emulated_note
 from .output import add_json_option, emit, json_document
 
 if TYPE_CHECKING:
@@ -32,16 +31,6 @@ def _whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
     return parse
 
 
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a finite number, at least 0")
-    return value
-
-
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="DIR", help="folder of a Hugging Face model with its tokenizer")
     parser.add_argument("--prompts", metavar="FILE", help='a prompt a line, or .jsonl with {"id": ..., "prompt": ...}')
@@ -59,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-new-tokens", type=_whole_number(1), default=64, metavar="N", help="default: %(default)s")
     parser.add_argument("--num-beams", type=_whole_number(1), default=1, metavar="N", help="beam search (default: none)")
-    parser.add_argument("--temperature", type=_temperature, default=0.0, metavar="T", help="sample (default: take the likeliest token)")
+    parser.add_argument("--temperature", type=at_least_0, default=0.0, metavar="T", help="sample (default: take the likeliest token)")
     parser.add_argument("--seed", type=_whole_number(0, 2**63 - 1), default=0, help="of sampling (default: %(default)s)")
     parser.add_argument(
         "--prefill-chunk", type=_whole_number(1), metavar="N", help="read prompts N tokens at a time, to bound memory (default: at once)"
@@ -97,8 +86,9 @@ def run(args: argparse.Namespace) -> int:
                 error.add_note(f"the same command goes on after the results in {out}")
             raise
     document = json_document(
-        "generate", out=out, prompts=report.prompts, skipped=report.skipped, batches=report.stats, results=report.results
-    )
+        "generate", out=out, prompts=report.prompts, skipped=report.skipped, batches=report.stats, results=report.results,
+        note=report.note,
+    )  # fmt: skip
     texts = [f"{args.prompt[int(line['id']) - 1]}\n{line['text']}\n" for line in report.results]
     emit(args, "\n".join([*texts, _text(report, out)]), document)
     return 0
@@ -128,6 +118,8 @@ def _generate(args: argparse.Namespace, out: str | None, progress: ProgressLine)
         generate_options["prefill_chunk_size"] = args.prefill_chunk
     names = ("model", "max_new_tokens", "num_beams", "temperature", "seed", "format", "dtype")
     settings = {name: getattr(args, name) for name in names} | {"model_fingerprint": model_fingerprint(args.model)}
+    if args.device:
+        settings["device"] = args.device
     if out is not None:
         read_done(out, settings, prompts)  # what it refuses it refuses before a model is loaded
     with devices_of(args, args.storage) as device:
@@ -136,10 +128,13 @@ def _generate(args: argparse.Namespace, out: str | None, progress: ProgressLine)
         cache_options = {
             "x_rows": args.x_rows, "format": args.format, "capacity_tokens": args.capacity, "engine": args.engine, "device": device,
         }  # fmt: skip
-        return generate_file(
+        note = emulated_note(device)
+        report = generate_file(
             model, tokenizer, prompts, out, args.storage, batch_size=args.batch, settings=settings, cache_options=cache_options,
             generate_options=generate_options, progress=lambda done, total: progress.update("prompts", done, total),
         )  # fmt: skip
+        report.note = note()
+        return report
 
 
 def _text(report: Report, out: str | None) -> str:
@@ -148,4 +143,6 @@ def _text(report: Report, out: str | None) -> str:
     rows: list[tuple[str, object]] = [("prompts", f"{report.prompts} now, {report.skipped} before")]
     if out is not None:
         rows.insert(0, ("results", out))
+    if report.note:
+        rows.append(("devices", report.note))
     return render_table(("", ""), rows + (work(report.stats) if report.stats else []))

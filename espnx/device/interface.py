@@ -45,6 +45,7 @@ class Capabilities:
         attends_latent: `attend` takes rows that are K and V at once.
         attends_widths: of rows, in elements (head_dim), that `attend` takes; None: every one.
         attends_formats: of rows (`row_layout.DTYPES`) that `attend` takes; None: every one.
+        attends_part_of_tail: `attend` takes rows in memory of which only some heads' count (`RowsInMemory.counts`).
         exchanges: the format in which queries cross to it and results back: results are as exact as that.
         keeps: its rows outlive the process (`Space.restore`).
         hands_out_records: `RecordTicket.records` can be had.
@@ -57,6 +58,7 @@ class Capabilities:
     attends_latent: bool = False
     attends_widths: tuple[int, ...] | None = None
     attends_formats: tuple[str, ...] | None = None
+    attends_part_of_tail: bool = False
     exchanges: Literal["fp32", "fp16"] = "fp32"
     keeps: bool = False
     hands_out_records: bool = False

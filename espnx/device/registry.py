@@ -1,4 +1,5 @@
-"""Opens devices by name: our own, those that other packages bring (entry points of the group ``espnx.devices``), and ``module:factory``.
+"""Opens devices by name: our own, those of specs (presets, YAML files), which are emulated, those that other packages bring (entry points
+of the group ``espnx.devices``), and ``module:class``.
 
 What a name stands for is a class derived from `NearStorageDevice`, or anything else that has its `together`.
 """
@@ -19,6 +20,7 @@ import torch
 from .. import errors
 from ..storage import Engine
 from .interface import NearStorageDevice, RecordDevice
+from .model.spec import SUFFIXES, presets
 from .plain import PlainDevice
 from .routed_records import RoutedRecordDevice, is_in
 
@@ -29,6 +31,7 @@ _OWN = (
     EntryPoint("ssd", "espnx.device.plain:SsdDevice", GROUP),
     EntryPoint("gpu", "espnx.device.plain:GpuDevice", GROUP),
 )  # fmt: skip
+_EMULATION = "espnx.device.emulation.device"
 _INTO_GPU_MEMORY = ("gds", "gds-compat")
 
 #: One device, several, or the name of what to open in each directory.
@@ -42,7 +45,8 @@ def device_names() -> list[str]:
 
 def _known() -> dict[str, EntryPoint]:
     """By name; nobody replaces ours."""
-    return {each.name: each for each in (*entry_points(group=GROUP), *_OWN)}
+    emulated = (EntryPoint(name, _EMULATION, GROUP) for name in presets())
+    return {each.name: each for each in (*entry_points(group=GROUP), *emulated, *_OWN)}
 
 
 def described_names() -> list[dict[str, str]]:
@@ -68,12 +72,16 @@ def _factory(name: str) -> Any:
     known = _known()
     if not isinstance(name, str):
         raise errors.InvalidInputError("device", got=repr(name), expected=f"a device, or one of {', '.join(sorted(known))}")
+    if name.endswith(SUFFIXES) or (name in known and known[name].value == _EMULATION):
+        from .emulation.device import Emulation  # what it computes is not for every program
+
+        return Emulation(name)
     entry = EntryPoint(name, name, GROUP) if ":" in name else known.get(name)
     if entry is None:
         nearest = "".join(f"{each!r}? Or " for each in get_close_matches(name, known, n=1))
         raise errors.InvalidInputError(
             "device", got=repr(name), expected=", ".join(sorted(known)),
-            fix=f"{nearest}install the package that brings it (entry point group {GROUP}), or name a 'module:class'",
+            fix=f"{nearest}install the package that brings it (entry point group {GROUP}), name a spec (drive.yaml), or a 'module:class'",
         )  # fmt: skip
     try:
         found = entry.load()
@@ -92,7 +100,7 @@ def open_together(name: str, paths: Sequence[str | os.PathLike[str]], **options:
     """One device for each directory; they share what such devices share: a switch, the link to the host.
 
     Args:
-        name: one of `device_names`, or ``module:class``.
+        name: one of `device_names`, a spec (``drive.yaml``), or ``module:class``.
         paths: directories; made where they are missing.
         options: of the device.
 
@@ -123,7 +131,7 @@ def open_device(
     """Opens a near-storage device, or one in each of several directories, to be given to `KVCache` or to `espnx.open`.
 
     Args:
-        name: one of `device_names`, or ``module:class``.
+        name: one of `device_names`, a spec (``drive.yaml``), or ``module:class``.
         path: the directory in which it keeps what it is given, or several: their devices share what such devices share (a switch, the link
             to the host).
         options: of the device.

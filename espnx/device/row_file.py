@@ -220,7 +220,7 @@ class RowFileDevice(ABC):
         self._settle(self._write_behind_bytes - size_bytes)
         place = self.space.take(size_bytes)
         try:
-            writing = Write(self.engine, Plan.of(self._file, [place], [size_bytes], [0]), memory.view(-1), self._deadline_s)
+            writing = self._write(Plan.of(self._file, [place], [size_bytes], [0]), memory.view(-1), is_copy=True)
         except BaseException:
             self.space.give_back(place, size_bytes)
             raise
@@ -231,6 +231,10 @@ class RowFileDevice(ABC):
         self._bytes_written += size_bytes
         self._write_requests += 1
         return found
+
+    def _write(self, plan: Plan, memory: torch.Tensor, *, is_copy: bool = False) -> Writing:
+        """Starts writing blocks of host memory. `is_copy`: of rows that the device has already."""
+        return Write(self.engine, plan, memory, self._deadline_s)
 
     def _check_blocks(self, segment: FileSegment, blocks: torch.Tensor) -> None:
         """Raises ChecksumError unless a segment's blocks are those that were written."""

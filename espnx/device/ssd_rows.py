@@ -18,7 +18,7 @@ from ..storage.native import load_native
 from .interface import PIECE, Capabilities, FilePath, Show
 from .row_file import UNIT_BYTES, RowFileDevice
 from .row_layout import RowLayout
-from .writes import Write
+from .writes import Writing
 
 
 class SsdRowDevice(RowFileDevice):
@@ -48,11 +48,11 @@ class SsdRowDevice(RowFileDevice):
         self._stream = self._native.RowStream(self.engine.native, self._read_ahead_bytes, self._deadline_s)
         self._path = FilePath(file.path, file.effective, self.engine.fallback_reason)
 
-    def _begin_write(self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, sums: np.ndarray, plan: Plan) -> Write:
+    def _begin_write(self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, sums: np.ndarray, plan: Plan) -> Writing:
         memory = self.engine.memory(int(plan.size_bytes[0]))
         layout.pack(k, v, memory.view(*sums.shape, layout.block_bytes))
         sums.reshape(-1)[:] = block_sums(memory, layout.block_bytes).numpy()
-        return Write(self.engine, plan, memory, self._deadline_s)
+        return self._write(plan, memory)
 
     def _push(self, layout: RowLayout, table: np.ndarray, sums: list[np.ndarray]) -> int:
         tensors = [torch.from_numpy(each) for each in sums]

@@ -51,6 +51,8 @@ class EspnxLM(HFLM):
         verify: likelihoods go through the cache too.
         verify_chunk: tokens of a continuation that are fed at a time.
         prefill_chunk: tokens of a context that are read at a time, to bound memory; None: all.
+        storage_device: what keeps the rows and attends over them, ``device`` of `KVCache`: ``smartssd`` is HILOS's accelerator, emulated.
+            (Of ``HFLM``, ``device`` is the model's.)
         x_rows: of `KVCache`. 0 by default, so that results do not depend on a measurement; ``"auto"`` measures.
         **options: of `KVCache` (format, spill_interval, read_ahead_bytes, capacity_tokens, engine, threads, deadline_s); all others are
             those of ``HFLM``.
@@ -71,6 +73,7 @@ class EspnxLM(HFLM):
         verify: bool = False,
         verify_chunk: int = 1,
         prefill_chunk: int | None = None,
+        storage_device: str | None = None,
         x_rows: int | str = 0,
         **options: Any,
     ):
@@ -84,6 +87,7 @@ class EspnxLM(HFLM):
         self.storage = storage.split(os.pathsep) if isinstance(storage, str) else storage
         self.verify, self._verify_chunk, self._prefill_chunk = verify, verify_chunk, prefill_chunk
         self._cache_options = {name: options.pop(name) for name in _CACHE_OPTIONS if name in options}
+        self._cache_options["device"] = storage_device
         self._cache_options["x_rows"] = None if x_rows == "auto" else x_rows
         self.cache_stats: list[dict[str, Any]] = []
         options.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")

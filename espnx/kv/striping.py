@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -61,6 +61,7 @@ class StripedDevices:
         self.count, self.devices = count, list[RowDevice]()
         self._open_device = open_device
         self._kept: list[StripedSegment] = []  # of a published state, to be restored
+        self._views: dict[int, Sequence[Sequence[SegmentView]]] = {}  # by the first device's ticket, where devices share the tail
         self._pool = ThreadPoolExecutor(count, "espnx-device") if count > 1 else None
 
     @property
@@ -160,7 +161,10 @@ class StripedDevices:
 
     def ahead(self, layout: RowLayout, views: Sequence[Sequence[SegmentView]]) -> list[int]:
         """A ticket of each device."""
-        return [device.ahead(layout, part) for device, part in zip(self.devices, views, strict=True)]
+        tickets = [device.ahead(layout, part) for device, part in zip(self.devices, views, strict=True)]
+        if self.count > 1 and all(device.capabilities.attends_part_of_tail for device in self.devices):
+            self._views[tickets[0]] = views
+        return tickets
 
     def lacks(self, queries: Queries, layout: RowLayout) -> tuple[str, ...]:
         """What some device would need to attend with these queries, and has not; empty: all of them take them."""
@@ -170,10 +174,11 @@ class StripedDevices:
         """Each device over its own rows, at the same time; merged by log-sum-exp."""
         if self._pool is None:
             return self.devices[0].attend(tickets[0], queries, tail)
+        tails = self._tails(tickets[0], queries, tail)
         stream = torch.cuda.current_stream(queries.q.device) if queries.q.is_cuda else None
         jobs = [
-            self._pool.submit(_attend_on, stream, device, ticket, queries, tail if i == 0 else None)
-            for i, (device, ticket) in enumerate(zip(self.devices, tickets, strict=True))
+            self._pool.submit(_attend_on, stream, device, ticket, queries, own)
+            for device, ticket, own in zip(self.devices, tickets, tails, strict=True)
         ]
         try:
             wait(jobs)  # also where one has failed: nobody may still be at work when the caller goes on
@@ -187,8 +192,24 @@ class StripedDevices:
             o, lse = merge(o, lse, other_o, other_lse)
         return o, lse
 
+    def _tails(self, ticket: int, queries: Queries, tail: RowsInMemory | None) -> list[RowsInMemory | None]:
+        """What of the rows in memory each device attends to: the first to all of them, or, where all can, each to those of the heads whose
+        newest stored rows it has. A head that lies on one device whole is then computed by that one, whole."""
+        views = self._views.pop(ticket, None)
+        if views is None or tail is None:
+            return [tail, *[None] * (self.count - 1)]
+        owner = torch.zeros(queries.q.shape[:2], dtype=torch.int64)
+        newest = torch.full(queries.q.shape[:2], -1)
+        for device, part in enumerate(views):
+            for view in part:
+                heads = torch.tensor(view.segment.heads)
+                later = heads[newest[view.sequence, heads] < view.first_position]
+                owner[view.sequence, later], newest[view.sequence, later] = device, view.first_position
+        return [replace(tail, counts=owner == device) for device in range(self.count)]
+
     def visit(self, tickets: list[int], show: Show) -> None:
         """Shows the rows of each device, one device after the other; their reads run at the same time all the same."""
+        self._views.pop(tickets[0], None)
         for device, ticket in zip(self.devices, tickets, strict=True):
             device.visit(ticket, show)
 
@@ -196,6 +217,7 @@ class StripedDevices:
         return self.is_open and all(device.front() == ticket for device, ticket in zip(self.devices, tickets, strict=True))
 
     def forget(self) -> None:
+        self._views.clear()
         for device in self.devices:
             device.forget()
 

@@ -100,7 +100,7 @@ def test_two_that_claim_one_place(folder: Path) -> None:
 
 def test_names() -> None:
     assert {"ssd", "gpu"} <= set(device_names())
-    with pytest.raises(errors.InvalidInputError, match="gpu, ssd") as caught:
+    with pytest.raises(errors.InvalidInputError, match="smartssd, ssd") as caught:
         open_device("smart", "/nowhere")
     assert "espnx.devices" in str(caught.value)
     for wrong in ("tests.device.example_package.null_device:Missing", "no.such.module:Device"):

@@ -73,6 +73,7 @@ class RowsInMemory:
         skip: rows before those that count.
         n_rows: rows that count.
         first_position: of the first of them.
+        counts: bool [sequences, KV heads], whose rows do; None: all of them. Devices alone know of it, those that say so.
     """
 
     k: torch.Tensor
@@ -80,6 +81,7 @@ class RowsInMemory:
     skip: int
     n_rows: int
     first_position: int
+    counts: torch.Tensor | None = None
 
     @property
     def counting(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,12 +92,13 @@ class RowsInMemory:
     def part(self, begin: int, end: int) -> Self:
         """Of some of the sequences."""
         k = self.k[begin:end]
-        return replace(self, k=k, v=k if self.v is self.k else self.v[begin:end])
+        counts = None if self.counts is None else self.counts[begin:end]
+        return replace(self, k=k, v=k if self.v is self.k else self.v[begin:end], counts=counts)
 
     def to(self, device: torch.device) -> Self:
         """The rows that count, on another device."""
         k, v = (each.to(device) for each in self.counting)
-        return type(self)(k, k if self.v is self.k else v, 0, self.n_rows, self.first_position)
+        return type(self)(k, k if self.v is self.k else v, 0, self.n_rows, self.first_position, self.counts)
 
 
 def native_arguments(queries: Queries, rows: RowsInMemory | None, threads: int) -> dict[str, Any]:

@@ -1,0 +1,124 @@
+"""Devices of a spec, emulated: real work on this machine, done when the hardware of the spec would have done it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ... import errors
+from ..interface import READ_AHEAD_BYTES, NearStorageDevice, RowDevice
+from ..model.spec import DeviceSpec, load_spec
+from ..ssd_rows import SsdRowDevice
+from .report import Report, report
+from .rows import HAND_OVERS, EmulatedRowDevice, HandedOver, capabilities_of
+from .topology import DEFAULT_STRETCH, Topology
+
+
+class EmulatedDevice(NearStorageDevice):
+    """One of the devices of a topology. `Emulation.together` makes them. See `NearStorageDevice`.
+
+    Attributes:
+        topology: that it shares with those that were opened with it.
+        number: which of them it is.
+        hand_over: how rows that wait on the host reach the result (`HandedOver`).
+        near_storage: whether it computes. If not, it is the same disk without its accelerator.
+    """
+
+    kind = "emulated"
+
+    def __init__(
+        self, path: str, topology: Topology, number: int, users: list[EmulatedDevice], *, hand_over: HandedOver, near_storage: bool
+    ):
+        super().__init__(path)
+        self.topology, self.number, self.hand_over, self.near_storage = topology, number, hand_over, near_storage
+        self.capabilities = capabilities_of(topology.spec, near_storage=near_storage)
+        self._users = users
+        users.append(self)
+
+    def check(self, directory: str | None = None, *, engine: Any = "auto", name: str | None = None) -> None:
+        """See `NearStorageDevice`."""
+        SsdRowDevice.check(directory or self.path, engine=engine, name=name)
+
+    def open_rows(
+        self,
+        directory: str | None = None,
+        *,
+        compute: torch.device | None = None,
+        engine: Any = "auto",
+        name: str | None = None,
+        read_ahead_bytes: int = READ_AHEAD_BYTES,
+        threads: int | None = None,
+        deadline_s: float = 30.0,
+    ) -> RowDevice:
+        """See `NearStorageDevice`. `compute` may be anything: results go where the queries are. `deadline_s` is of a transfer of this
+        machine's, and in virtual seconds of one of the device's."""
+        return EmulatedRowDevice(
+            directory or self.path, topology=self.topology, number=self.number, hand_over=self.hand_over, near_storage=self.near_storage,
+            engine=engine, name=name, read_ahead_bytes=read_ahead_bytes, threads=threads, deadline_s=deadline_s,
+        )  # fmt: skip
+
+    def describe(self) -> dict[str, Any]:
+        """See `NearStorageDevice`."""
+        spec, memory = self.topology.spec, self.topology.spec.memory.size
+        return super().describe() | {
+            "spec": spec.name, "title": spec.title, "devices": self.topology.n_devices, "stretch": self.topology.stretch,
+            "near_storage": self.near_storage, "hand_over": self.hand_over, "memory_bytes": None if memory is None else int(memory.value),
+            "links": {name: f"{per_s:.4g}/s" for name, per_s in self.topology.links.items()},
+        }  # fmt: skip
+
+    def report(self) -> Report:
+        """Whose time it was since the topology was opened: whether times of it may be quoted. Raises StateError for a stretch of 0."""
+        return report(self.topology)
+
+    def close(self) -> None:
+        """See `NearStorageDevice`: with the last device the topology ends."""
+        if self in self._users:
+            self._users.remove(self)
+            if not self._users:
+                self.topology.close()
+
+
+class Emulation:
+    """What a name of a spec opens.
+
+    Args:
+        source: a preset, or a YAML file (docs/device-specs.md). Raises as `load_spec`.
+    """
+
+    def __init__(self, source: str | os.PathLike[str]):
+        self.spec: DeviceSpec = load_spec(source)
+        self.__doc__ = f"{self.spec.title}, emulated"
+
+    def together(
+        self,
+        paths: Sequence[str | os.PathLike[str]],
+        *,
+        stretch: float = DEFAULT_STRETCH,
+        hand_over: HandedOver = "scores",
+        near_storage: bool = True,
+    ) -> list[EmulatedDevice]:
+        """A topology with one device for each directory.
+
+        Args:
+            paths: directories.
+            stretch: wall seconds that a virtual second takes; 0: the wall clock has no part in it (`Topology`).
+            hand_over: of rows that wait on the host: ``scores``, which go to the device with their V (HILOS, section 4.3), or ``lse``:
+                attended to on the host and merged.
+            near_storage: False: the same disks without what computes beside them.
+
+        Raises:
+            InvalidInputError: an option out of range; an accelerator that attends, but not as HILOS's does.
+        """
+        if hand_over not in HAND_OVERS:
+            raise errors.InvalidInputError("hand_over", got=repr(hand_over), expected=" or ".join(map(repr, HAND_OVERS)))
+        if not isinstance(near_storage, bool):
+            raise errors.InvalidInputError("near_storage", got=repr(near_storage), expected="True or False")
+        capabilities_of(self.spec, near_storage=near_storage)
+        topology, users = Topology(self.spec, len(paths), stretch=stretch), list[EmulatedDevice]()
+        return [
+            EmulatedDevice(os.fspath(path), topology, number, users, hand_over=hand_over, near_storage=near_storage)
+            for number, path in enumerate(paths)
+        ]

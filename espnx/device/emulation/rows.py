@@ -1,0 +1,365 @@
+"""Rows on an emulated device: they lie in a file of this machine and are really read; HILOS's accelerator computes on them, bit by bit; and
+all of it counts as done when the device of a spec would have done it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+
+from ... import errors
+from ...ops.accelerator import DIM, LSE_LEAST, Buffered, accelerator, accelerator_scores
+from ...ops.accelerator.checks import BLOCK, MASK, PAD_TO
+from ...ops.attention import Queries, RowsInMemory, attend_rows, merge
+from ...storage import Plan
+from ..interface import READ_AHEAD_BYTES, Capabilities, SegmentView, Show
+from ..model.spec import Accelerator, DeviceSpec
+from ..row_file import SEGMENT_READ
+from ..row_layout import RowLayout
+from ..space import FileSegment
+from ..ssd_rows import SsdRowDevice
+from ..writes import Writing
+from .row_pacing import HandOver, HeadRows, PacedReads, RowPacing, check_memory
+from .topology import Topology, Transfer
+
+#: How rows that wait on the host reach the result: as scores and V, which go to the device (HILOS, section 4.3), or attended to on the host
+#: and merged by log-sum-exp.
+HandedOver = Literal["scores", "lse"]
+HAND_OVERS: tuple[HandedOver, ...] = get_args(HandedOver)
+SCALE = DIM**-0.5
+#: Heads are read and computed on together up to so many bytes, so that threads share them.
+TOGETHER_BYTES = 16 << 20
+_NOTHING = frozenset[tuple[int, int]]()
+
+
+@dataclass(eq=False, slots=True)
+class _Ticket:
+    """Reads in line: those of the real file, some heads each, and those of the emulated device."""
+
+    layout: RowLayout
+    parts: list[tuple[int, np.ndarray]]  # a ticket of the file's, and what it reads: `SEGMENT_READ`
+    paced: PacedReads
+
+
+class EmulatedRowDevice(SsdRowDevice):
+    """See `espnx.device.interface.RowDevice`. What it attends over are fp16 rows of 128 values, by a plain softmax; results are those of
+    `espnx.ops.accelerator`. Rows of a head that lie on one device give the same bits however many devices there are.
+
+    Args:
+        directory: of the data file.
+        topology, number: the hardware, and which device of it this is.
+        name: of the data file.
+        hand_over: of rows that wait on the host.
+        near_storage: whether it computes. If not, it is the same disk without its accelerator: rows go to the host.
+        read_ahead_bytes: of host memory, for rows read before they are asked for. What the emulated device reads ahead is bounded by its
+            memory.
+        compute: anything: results go where the queries are.
+        **options: of `SsdRowDevice`.
+
+    Raises:
+        InvalidInputError: the spec's accelerator is not the one that is emulated.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        topology: Topology,
+        number: int,
+        hand_over: HandedOver = "scores",
+        near_storage: bool = True,
+        read_ahead_bytes: int = READ_AHEAD_BYTES,
+        deadline_s: float = 30.0,
+        compute: torch.device | None = None,
+        **options: Any,
+    ):
+        self.capabilities = capabilities_of(topology.spec, near_storage=near_storage)
+        memory = topology.spec.memory.size
+        #: None: not known, and no bound.
+        self._memory_bytes = None if memory is None else int(memory.value)
+        window_bytes = read_ahead_bytes if not near_storage or self._memory_bytes is None else self._memory_bytes
+        self._pacing = RowPacing(topology, number, window_bytes, deadline_s)
+        self._hand_over, self._near_storage = hand_over, near_storage
+        self._tickets: dict[int, _Ticket] = {}
+        super().__init__(directory, read_ahead_bytes=read_ahead_bytes, deadline_s=deadline_s, **options)
+
+    # --- rows come ---
+
+    def _write(self, plan: Plan, memory: torch.Tensor, *, is_copy: bool = False) -> Writing:
+        size_bytes = int(plan.size_bytes.sum())
+        paced = self._pacing.write(size_bytes, from_host=not (is_copy and self._near_storage))
+        return _PacedWrite(super()._write(plan, memory, is_copy=is_copy), self._pacing, paced)
+
+    def _join(self, segments: Sequence[FileSegment]) -> FileSegment:
+        self._pacing.copy(sum(each.size_bytes for each in segments), to_host=not self._near_storage)
+        return super()._join(segments)
+
+    # --- rows are looked at ---
+
+    def ahead(self, layout: RowLayout, views: Sequence[SegmentView]) -> int:
+        """See `RowDevice`."""
+        self._check_open()
+        table, sums = self._table(views)
+        heads = dict[tuple[int, int], HeadRows]()
+        for row in (by_head := _by_head(layout, table)):
+            unit = int(row["sequence"]), int(row["first_head"])
+            before, n_rows = heads.get(unit, HeadRows(0, 0)), int(row["n_rows"])
+            heads[unit] = HeadRows(before.n_rows + n_rows, before.size_bytes + layout.blocks(n_rows) * layout.block_bytes)
+        is_for_host = bool(self.capabilities.lacks(Queries(torch.empty(0, 0, 0, layout.d), layout.dv), layout))
+        parts = [(self._push(layout, part, sums), part) for part in ([table] if is_for_host else _parts(layout, by_head))]
+        paced = PacedReads(is_for_host, heads)
+        self._tickets[parts[0][0]] = _Ticket(layout, parts, paced)
+        self._pacing.read(paced)
+        return parts[0][0]
+
+    def forget(self) -> None:
+        """See `RowDevice`."""
+        super().forget()
+        self._pacing.cancel()
+        self._tickets.clear()
+
+    def visit(self, ticket: int, show: Show) -> None:
+        """See `RowDevice`."""
+        mine, asked_s = self._front(ticket), self._pacing.topology.now()
+        try:
+            for part, _ in mine.parts:
+                super().visit(part, show)
+            self._pacing.wait(self._pacing.arrive(mine.paced), asked_s)
+        except BaseException:
+            self.forget()
+            raise
+        self._end(ticket, mine)
+
+    def attend(self, ticket: int, queries: Queries, tail: RowsInMemory | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `RowDevice`.
+
+        Raises also:
+            OutOfMemoryError: the rows of a head, with their scores, do not fit the device's memory.
+            InvalidInputError: scores are so low that the accelerator's mask is not below them.
+        """
+        mine, there = self._front(ticket), queries.q.device
+        if missing := self.capabilities.lacks(queries, mine.layout):
+            raise errors.InvalidInputError(
+                f"attention on device {self._name!r}", got=", ".join(missing), expected="what its capabilities say"
+            )
+        if there != self.compute:
+            queries, tail = queries.to(self.compute), tail if tail is None else tail.to(self.compute)
+        try:
+            o, lse = self._attend(mine, queries, tail if tail is not None and tail.n_rows else None)
+        except BaseException:
+            self.forget()
+            raise
+        self._end(ticket, mine)
+        return o.to(there), lse.to(there)
+
+    def _attend(self, mine: _Ticket, queries: Queries, tail: RowsInMemory | None) -> tuple[torch.Tensor, torch.Tensor]:
+        topology, n = self._pacing.topology, queries.q.shape[2]
+        asked_s = topology.now()
+        hands_scores = tail is not None and self._hand_over == "scores"
+        units = _counting(queries, tail) if tail is not None and hands_scores else _NOTHING
+        buffered = tail.n_rows if tail is not None and hands_scores else 0
+        accelerator_spec = topology.spec.accelerator
+        if self._memory_bytes is not None and accelerator_spec is not None:
+            check_memory(mine.paced.heads, n, buffered, accelerator_spec.max_group, self._memory_bytes, self._name)
+        results = self._pacing.attend(mine.paced, HandOver(n, buffered, units, returns_lse=self._hand_over == "lse")) if n else []
+        work = _Attention(queries, tail if hands_scores else None, self._threads)
+        for ticket, table in mine.parts:
+            self._compute(work, ticket, table, mine.layout)
+        work.add_unseen(units - work.units)
+        o, lse = work.result(self._name)
+        if tail is not None and not hands_scores:
+            o, lse = merge(o, lse, *_attend_tail(queries, tail, self._threads))
+        self._pacing.wait(results, asked_s)
+        return o, lse
+
+    def _compute(self, work: _Attention, ticket: int, table: np.ndarray, layout: RowLayout) -> None:
+        """Reads some heads into the device's memory and computes on them."""
+        blocks = -(-table["n_rows"] // layout.block_rows)
+        memory = torch.empty(int(blocks.sum()) * layout.block_bytes, dtype=torch.uint8)
+        pieces, end = list[np.ndarray](), 0
+
+        def take(shown: torch.Tensor, some: np.ndarray) -> None:
+            nonlocal end
+            some = some.copy()
+            for piece in some:
+                size_bytes, begin = layout.blocks(int(piece["n_rows"])) * layout.block_bytes, int(piece["offset_bytes"])
+                memory[end : end + size_bytes] = shown[begin : begin + size_bytes]
+                piece["offset_bytes"] = end
+                end += size_bytes
+            pieces.append(some)
+
+        super().visit(ticket, take)
+        if pieces:
+            work.add(memory, np.concatenate(pieces), layout.block_rows)
+
+    def _front(self, ticket: int) -> _Ticket:
+        self._check_open()
+        mine = self._tickets.get(ticket)
+        if mine is None or ticket != self.front():
+            raise errors.InvalidInputError("rows are consumed in the order in which they were asked for", got=ticket, expected=self.front())
+        return mine
+
+    def _end(self, ticket: int, mine: _Ticket) -> None:
+        self._tickets.pop(ticket, None)
+        self._pacing.used(mine.paced)
+
+    @property
+    def _name(self) -> str:
+        return self._pacing.topology.spec.name
+
+
+class _Attention:
+    """The accelerator's work for one ticket: each head of each sequence by itself, some of them at a time."""
+
+    def __init__(self, queries: Queries, tail: RowsInMemory | None, threads: int):
+        self._queries, self._threads = queries, threads
+        self._q = (queries.q / SCALE).half()
+        if bool((self._q.isinf() & queries.q.isfinite()).any()):
+            largest = float(queries.q.abs().max()) / SCALE
+            raise errors.InvalidInputError("queries for the accelerator", got=f"values up to {largest:g}", expected="at most 65504 (fp16)")
+        self._o = torch.zeros(*queries.q.shape[:3], queries.dv)
+        self._lse = torch.full(queries.q.shape[:3], -torch.inf)
+        self._buffered: Buffered | None = None
+        self._counting = _NOTHING if tail is None else _counting(queries, tail)
+        if tail is not None:
+            k, v = (rows.half().contiguous() for rows in tail.counting)
+            self._buffered = Buffered(accelerator_scores(self._q, k, threads=threads or None), v, tail.first_position)
+        self.units = set[tuple[int, int]]()
+
+    def add(self, memory: torch.Tensor, pieces: np.ndarray, block_rows: int) -> None:
+        """All rows of some heads, in `memory`: pieces of `PIECE`, in any order."""
+        pieces = pieces[np.lexsort((pieces["first_position"], pieces["head"], pieces["sequence"]))]
+        units = list(dict.fromkeys(zip(pieces["sequence"].tolist(), pieces["head"].tolist(), strict=True)))
+        for with_tail in (True, False):
+            chosen = [unit for unit in units if (unit in self._counting) == with_tail]
+            self._run(chosen, memory, pieces, block_rows, with_tail=with_tail)
+
+    def add_unseen(self, units: frozenset[tuple[int, int]]) -> None:
+        """Heads without rows on the device."""
+        none = np.empty(0, [(name, np.int64) for name in ("sequence", "head", "offset_bytes", "n_rows", "first_position")])
+        self._run(sorted(units), torch.empty(0, dtype=torch.uint8), none, 1, with_tail=True)
+
+    def _run(self, units: list[tuple[int, int]], memory: torch.Tensor, pieces: np.ndarray, block_rows: int, *, with_tail: bool) -> None:
+        """Each unit as a sequence of one head."""
+        if not units or not self._q.shape[2]:
+            return
+        queries, number = self._queries, {unit: i for i, unit in enumerate(units)}
+        sequence, head = (torch.tensor(each) for each in zip(*units, strict=True))
+        rows = [(number[s, h], 0, offset, n_rows, first) for s, h, offset, n_rows, first in pieces.tolist() if (s, h) in number]
+        buffered = self._buffered
+        if buffered is not None and with_tail:
+            scores, v = (each[sequence, head].unsqueeze(1) for each in (buffered.scores, buffered.v))
+            buffered = replace(buffered, scores=scores, v=v)
+        first_visible, visible = (
+            None if each is None else each[sequence].contiguous() for each in (queries.first_visible, queries.visible)
+        )
+        o, lse = accelerator(
+            self._q[sequence, head].unsqueeze(1), memory, torch.tensor(rows, dtype=torch.int64).reshape(-1, 5), block_rows=block_rows,
+            first_visible=first_visible, visible=visible, last_position=queries.last_position,
+            buffered=buffered if with_tail else None, threads=self._threads or None,
+        )  # fmt: skip
+        self._o[sequence, head], self._lse[sequence, head] = o.squeeze(1).float(), lse.squeeze(1)
+        self.units.update(units)
+
+    def result(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """(o float32, lse), of all heads. Raises InvalidInputError where masked rows may have counted."""
+        if bool(((self._lse < LSE_LEAST) & (self._lse > -torch.inf)).any()):
+            lowest = float(self._lse[self._lse > -torch.inf].min())
+            raise errors.InvalidInputError(
+                f"scores on device {name!r}", got=f"a log-sum-exp of {lowest:g}", fix="device='ssd'",
+                expected=f"at least {LSE_LEAST:g}: its accelerator scores hidden rows {MASK:g}",
+            )  # fmt: skip
+        return self._o, self._lse
+
+
+class _PacedWrite:
+    """Rows under way to the file, and to the emulated flash: written when both are done. See `Writing`."""
+
+    def __init__(self, real: Writing, pacing: RowPacing, paced: Transfer):
+        self._real, self._pacing, self._paced = real, pacing, paced
+
+    def done(self) -> bool:
+        return self._real.done() and self._pacing.topology.done(self._paced)
+
+    def wait(self) -> None:
+        """See `Writing`."""
+        asked_s = self._pacing.topology.now()
+        self._real.wait()
+        self._pacing.wait([self._paced], asked_s)
+
+    def end(self) -> bool | None:
+        """See `Writing`: what a place is used for next does not depend on emulated time."""
+        return self._real.end()
+
+    def cancel(self) -> None:
+        self._real.cancel()
+        self._pacing.topology.cancel(self._paced)
+
+
+def capabilities_of(spec: DeviceSpec, *, near_storage: bool) -> Capabilities:
+    """Of the rows on a device. Raises InvalidInputError where it attends, and not as `espnx.ops.accelerator` does."""
+    if not near_storage or spec.accelerator is None or not spec.has("attend"):
+        return Capabilities(attends_widths=(), attends_formats=(), keeps=True)
+    check_accelerator(spec.accelerator, spec.name)
+    return Capabilities(
+        attends_widths=(DIM,), attends_formats=("fp16",), exchanges="fp16", attends_part_of_tail=True, keeps=True
+    )  # fmt: skip
+
+
+def check_accelerator(accelerator: Accelerator, name: str) -> None:
+    """Raises InvalidInputError unless it is the one that is emulated."""
+    emulated = {"block_tokens": BLOCK, "head_dim": DIM, "pad_tokens": PAD_TO, "mask_value": MASK}
+    for field, wanted in emulated.items():
+        figure = getattr(accelerator, field)
+        if figure is None or figure.value != wanted:
+            raise errors.InvalidInputError(
+                f"accelerator.{field} of device {name!r}", got=figure, expected=f"{wanted:g}: results are those of this accelerator alone"
+            )
+
+
+def _counting(queries: Queries, tail: RowsInMemory) -> frozenset[tuple[int, int]]:
+    """The sequences and heads whose rows in memory count."""
+    counts = torch.ones(queries.q.shape[:2], dtype=torch.bool) if tail.counts is None else tail.counts
+    return frozenset((sequence, head) for sequence, head in counts.nonzero().tolist())
+
+
+def _attend_tail(queries: Queries, tail: RowsInMemory, threads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """On the host, of the heads whose rows count."""
+    o, lse = attend_rows(queries, replace(tail, counts=None), threads=threads)
+    if tail.counts is not None:
+        o, lse = o.masked_fill(~tail.counts[..., None, None], 0.0), lse.masked_fill(~tail.counts[..., None], -torch.inf)
+    return o, lse
+
+
+def _by_head(layout: RowLayout, table: np.ndarray) -> np.ndarray:
+    """A table of reads with one head in each row, those of a sequence's head together, in the order of `table`."""
+    rows = []
+    for row in table:
+        for i in range(int(row["n_heads"])):
+            own = row.copy()
+            blocks = int(row["n_blocks"])
+            own["first_head"], own["head_step"], own["n_heads"] = row["first_head"] + i * row["head_step"], 1, 1
+            own["offset_bytes"] += i * blocks * layout.block_bytes
+            own["first_sum"] += i * blocks
+            rows.append(own)
+    found = np.array(rows, SEGMENT_READ) if rows else np.empty(0, SEGMENT_READ)
+    return found[np.lexsort((np.arange(len(found)), found["first_head"], found["sequence"]))]
+
+
+def _parts(layout: RowLayout, by_head: np.ndarray) -> list[np.ndarray]:
+    """Whole heads together, up to `TOGETHER_BYTES`; at least one part."""
+    if not len(by_head):
+        return [by_head]
+    starts = np.flatnonzero(np.r_[True, (np.diff(by_head["sequence"]) != 0) | (np.diff(by_head["first_head"]) != 0)])
+    sizes = np.add.reduceat(-(-by_head["n_rows"] // layout.block_rows) * layout.block_bytes, starts)
+    cuts, held = list[int](), 0
+    for start, size_bytes in zip(starts.tolist(), sizes.tolist(), strict=True):
+        if held and held + size_bytes > TOGETHER_BYTES:
+            cuts.append(start)
+            held = 0
+        held += size_bytes
+    return np.split(by_head, cuts)
