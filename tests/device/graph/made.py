@@ -28,10 +28,11 @@ class StoredGraph:
 
     def __init__(
         self, folder: Path, vectors: np.ndarray, neighbours: Sequence[Sequence[int]], entry: Sequence[int], *, per_page: int = 1,
-        coded: bool = False, share: bool = False,
+        coded: bool = False,
     ):  # fmt: skip
         self.vectors, self.neighbours, self.entry, self.coded = vectors, [list(each) for each in neighbours], list(entry), coded
-        self.n_nodes, self.per_page, self.share = len(vectors), per_page, share
+        self.n_nodes, self.per_page = len(vectors), per_page
+        self.shared_slots = 0  # of each page that is read: so many of its first nodes are handed over, too
         self.slot_bytes = PAGE_BYTES // per_page
         self.path = folder / "graph.bin"
         pages = bytearray(-(-self.n_nodes // per_page) * PAGE_BYTES)
@@ -66,12 +67,11 @@ class StoredGraph:
         data = memory.numpy()
         numbers, offsets, near, codes = [], [], [], []
         for node, at in zip(nodes.tolist(), position_bytes.tolist(), strict=True):
-            slots = range(self.per_page) if self.share else [node % self.per_page]
-            for slot in slots:
+            for slot in sorted({*range(self.shared_slots), node % self.per_page}):
                 begin = at + slot * self.slot_bytes
                 number, count = data[begin : begin + 8].view(np.int32).tolist()
                 if number != node // self.per_page * self.per_page + slot:
-                    if self.share and count == 0:  # behind the last node
+                    if slot != node % self.per_page and count == 0:  # behind the last node
                         continue
                     raise errors.StaleDataError("node", got=number, expected=node)
                 numbers.append(number)

@@ -91,14 +91,15 @@ def test_nodes_of_one_page(folder: Path, coded: bool) -> None:
             assert ticket.walk.bytes_moved <= ticket.walk.bytes_asked, "nodes of one page and hop are read together"
         asked = device.search(query_of(0), 30, 10)
         asked.finish()
-    alone.share = True
-    with SsdGraphDevice(alone) as device:
-        ticket = device.search(query_of(0), 30, 10)
-        result = found(ticket.finish())
     wanted = query_of(0).numpy().astype(int)
-    assert all(far == ((alone.vectors[node].astype(int) - wanted) ** 2).sum() for far, node in result)
-    assert result == sorted(result)
-    assert ticket.walk.distances > ticket.walk.nodes
+    for alone.shared_slots in (1, 3, 8):
+        alone.parsed.clear()
+        with SsdGraphDevice(alone) as device:
+            ticket = device.search(query_of(0), 30, 10)
+            result = found(ticket.finish())
+        assert all(far == ((alone.vectors[node].astype(int) - wanted) ** 2).sum() for far, node in result)
+        assert result == sorted(set(result))
+        assert ticket.walk.distances == len(set(alone.parsed)) > ticket.walk.nodes, "what came before is not measured again"
     assert [far for far, _ in result] <= [far for far, _ in found(asked.finish())], "what came along can only help here"
 
 
