@@ -106,6 +106,26 @@ def test_tickets_that_nobody_waits_for(folder: Path) -> None:
     assert pairs(kept) == made.reply(made.query(2), 5)
 
 
+def test_the_window_is_given_back(folder: Path) -> None:
+    """By tickets that ended, were cancelled, or met an error: the next one has all of its batches under way at once."""
+    made = make(folder, [4000] * 50, seed=7)
+    with NativeEngine() as engine, SsdClusterDevice(made.directory, engine=engine, threads=0, window_bytes=13 << 20) as device:
+        for end in ("finish", "cancel", "drop", "error") * 2:
+            before = engine.stats().bytes_asked
+            ticket = device.distances(made.query(), range(50))
+            assert engine.stats().bytes_asked - before == 50 * 4000 * 64
+            if end == "finish":
+                ticket.finish()
+            elif end == "cancel":
+                ticket.cancel()
+            elif end == "error":
+                device.clusters.crc32c[:] ^= 1
+                with pytest.raises(errors.ChecksumError):
+                    device.distances(made.query(), [0]).finish()
+                device.clusters.crc32c[:] ^= 1
+            del ticket
+
+
 def test_commands(folder: Path) -> None:
     """As the thesis defines them: opcode, cluster's address, query in the payload, 8 bytes of reply a vector."""
     made = make(folder, COUNTS)
