@@ -16,12 +16,15 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from .. import errors
+from ..device.registry import open_together
+from ..kv.striping import directories_of
 from .generate.generate import batches
 from .transformers.cache import KVCache
 from .transformers.enable import enable_kv_cache
@@ -53,6 +56,7 @@ class EspnxLM(HFLM):
         prefill_chunk: tokens of a context that are read at a time, to bound memory; None: all.
         storage_device: what keeps the rows and attends over them, ``device`` of `KVCache`: ``smartssd`` is HILOS's accelerator, emulated.
             (Of ``HFLM``, ``device`` is the model's.)
+        stretch: of an emulated device: how many seconds one of its own takes. 0: it is not waited for, which scores do not depend on.
         x_rows: of `KVCache`. 0 by default, so that results do not depend on a measurement; ``"auto"`` measures.
         **options: of `KVCache` (format, spill_interval, read_ahead_bytes, capacity_tokens, engine, threads, deadline_s); all others are
             those of ``HFLM``.
@@ -74,6 +78,7 @@ class EspnxLM(HFLM):
         verify_chunk: int = 1,
         prefill_chunk: int | None = None,
         storage_device: str | None = None,
+        stretch: float | None = None,
         x_rows: int | str = 0,
         **options: Any,
     ):
@@ -87,17 +92,28 @@ class EspnxLM(HFLM):
         self.storage = storage.split(os.pathsep) if isinstance(storage, str) else storage
         self.verify, self._verify_chunk, self._prefill_chunk = verify, verify_chunk, prefill_chunk
         self._cache_options = {name: options.pop(name) for name in _CACHE_OPTIONS if name in options}
-        self._cache_options["device"] = storage_device
+        self._storage_device, self._device_options = storage_device, {} if stretch is None else {"stretch": stretch}
         self._cache_options["x_rows"] = None if x_rows == "auto" else x_rows
         self.cache_stats: list[dict[str, Any]] = []
         options.setdefault("device", "cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(pretrained, **options)
         enable_kv_cache(self.model)
 
+    @contextmanager
+    def _cache(self) -> Iterator[KVCache]:
+        """For one batch."""
+        with ExitStack() as opened:
+            devices = None
+            if self._storage_device is not None:
+                devices = open_together(self._storage_device, directories_of(self.storage), **self._device_options)
+                for each in devices:
+                    opened.callback(each.close)
+            yield opened.enter_context(KVCache(self.model.config, self.storage, device=devices, **self._cache_options))
+
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> torch.Tensor:
         if self._prefill_chunk is not None:
             generation_kwargs.setdefault("prefill_chunk_size", self._prefill_chunk)
-        with KVCache(self.model.config, self.storage, **self._cache_options) as cache:
+        with self._cache() as cache:
             found = super()._model_generate(context, max_length, stop, past_key_values=cache, **generation_kwargs)
             self.cache_stats.append(cache.stats())
         return found
@@ -142,7 +158,7 @@ class EspnxLM(HFLM):
             mask[row, begin:] = 1
             counts[row, : len(continuation)] = True
         totals, greedy = torch.zeros(rows, dtype=torch.float64), torch.ones(rows, dtype=torch.bool)
-        with KVCache(self.model.config, self.storage, **self._cache_options) as cache:
+        with self._cache() as cache:
             # The last token is scored, and need not be fed.
             for begin, end, logits in self._feed(cache, ids[:, :-1], mask[:, :-1], length):
                 first, last = begin - length + 1, end - length + 1

@@ -262,3 +262,18 @@ def test_results_of_other_prompts_stay(model: Path, folder: Path, capsys: pytest
     assert run(capsys, *options(model, folder, prompts), "--out", folder / "link")[0] == 0
     assert list(results(out)) == ["new", "p3", "p0", "p1", "p2"]
     assert ((folder / "link").is_symlink(), out.stat().st_mode & 0o777) == (True, 0o640)
+
+
+def test_on_emulated_devices(model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows in fp16 are attended to by their accelerators; a note says whose the times are."""
+    more = ["--x-rows", 0, "--format", "fp16", "--device", "smartssd", "--stretch", 0, "--max-new-tokens", NEW]
+    words = ["--model", model, "--prompt", PROMPTS[1], "--storage", folder / "a", "--storage", folder / "b", *more]
+    code, out, err = run(capsys, *words, "--json", folder / "report.json")
+    assert code == 0, err
+    (stats,) = strict_json((folder / "report.json").read_text())["batches"]
+    assert stats["layers_attended_on_host"] == 0
+    assert stats["bytes_asked"] > 0
+    assert re.search(r"devices +emulated, and not waited for", out)
+    code, _, err = run(capsys, *words[:6], "--stretch", 3)
+    assert code == 2
+    assert "--device smartssd" in err

@@ -128,6 +128,21 @@ def test_rolling_windows_and_truncation(folder: Path) -> None:
     assert_scores(lm.loglikelihood(requests(pairs), disable_tqdm=True), known.loglikelihood(requests(pairs), disable_tqdm=True))
 
 
+def test_through_emulated_accelerators(folder: Path) -> None:
+    """The paper's own check. Rows, queries and results in fp16 cost less than the framework's computing in fp16 throughout."""
+    pairs = texts()
+    exact, theirs_in_half = (
+        torch.tensor([score for score, _ in lm.loglikelihood(requests(pairs), disable_tqdm=True)])
+        for lm in (theirs("llama"), HFLM(pretrained=model("llama").half(), tokenizer=tokenizer(), batch_size=3))
+    )
+    lm = ours("llama", folder, verify=True, format="fp16", storage_device="smartssd", stretch=0)
+    scores = torch.tensor([score for score, _ in lm.loglikelihood(requests(pairs), disable_tqdm=True)])
+    assert all(each["layers_attended_on_host"] == 0 for each in lm.cache_stats)
+    assert any(each["bytes_asked"] for each in lm.cache_stats)
+    apart, own = ((each - exact).square().mean().sqrt() for each in (scores, theirs_in_half))
+    assert 0 < float(apart) <= float(own)
+
+
 def test_without_verify_likelihoods_are_the_harness_s(folder: Path) -> None:
     lm, pairs = ours("llama", folder), texts()[:4]
     assert_scores(lm.loglikelihood(requests(pairs), disable_tqdm=True), theirs("llama").loglikelihood(requests(pairs), disable_tqdm=True))
