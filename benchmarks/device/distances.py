@@ -5,7 +5,7 @@ A run asks for the ten nearest vectors of many clusters, for several queries one
 
 - ``espnx-command``: algorithm 2: a distance command for each cluster, the host sorts the replies. On a plain SSD the host's cores compute.
 - ``espnx-read``: algorithm 1: the host reads the clusters and measures their vectors.
-- ``espnx-kernel``: our kernel alone, one thread, on the clusters' bytes in memory, unchecked: what the others could reach without a disk.
+- ``espnx-kernel``: our kernel and choice of the nearest, one thread, on the clusters' bytes in memory, unchecked: neither disk nor device.
 
 FAISS's kernels are asked for the same on all the threads it is given, up to the machine's cores:
 
