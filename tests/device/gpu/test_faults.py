@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from espnx import errors
-from espnx.device.gpu import device as gpu
+from espnx.device.gpu import rows as gpu
 from espnx.device.gpu import stream as tensor_stream
 from espnx.device.gpu.rows import GpuRowDevice
 from espnx.device.row_layout import RowLayout
