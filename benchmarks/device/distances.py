@@ -301,7 +301,7 @@ def _compare(
         "format": "uint8", "d": DIM, "cluster_bytes": cluster_bytes, "clusters": work.clusters.shape[1], "queries": len(work.queries),
         "threads": work.threads, "k": K,
     }  # fmt: skip
-    return compare("distances", params, ours, others, pairs=pairs, seed=seed, say=say)
+    return compare("device", params, ours, others, pairs=pairs, seed=seed, say=say)
 
 
 def _closing(stack: contextlib.ExitStack, system: System) -> System:
