@@ -17,8 +17,8 @@ from typing import Any, cast
 
 import torch
 import transformers
-from espnx.device.emulation.device import EmulatedDevice
 
+from espnx.device.emulation.device import EmulatedDevice
 from espnx.device.emulation.report import Report, report
 from espnx.device.emulation.topology import Topology
 from espnx.device.registry import open_together
