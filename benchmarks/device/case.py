@@ -54,7 +54,7 @@ def run(args: Namespace, say: Say) -> list[Row]:
 
     systems = choices(args.system, list(SYSTEMS), "--system") if args.system else list(SYSTEMS)
     if args.quick:
-        work = Work(Path(args.path), args.device, batch=4, context=96, steps=3, layers=1, width=256, seed=args.seed)
+        work = Work(Path(args.path), args.device, batch=4, context=96, steps=3, layers=1, width=256, seed=args.seed, is_checked=False)
         return measure(work, (1, 2), systems, args.stretch, say)
     work = Work(
         Path(args.path),

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 
 from ... import errors
-from ..interface import READ_AHEAD_BYTES, NearStorageDevice, RowDevice
+from ...storage import Engine
+from ..interface import READ_AHEAD_BYTES, NearStorageDevice, RecordDevice, RowDevice
 from ..model.spec import DeviceSpec, load_spec
+from ..plain import PlainDevice
 from ..ssd_rows import SsdRowDevice
+from .records import EmulatedRecordDevice
 from .report import Report, report
 from .rows import HAND_OVERS, EmulatedRowDevice, HandedOver, capabilities_of
 from .topology import DEFAULT_STRETCH, Topology
@@ -59,6 +62,12 @@ class EmulatedDevice(NearStorageDevice):
             directory or self.path, topology=self.topology, number=self.number, hand_over=self.hand_over, near_storage=self.near_storage,
             engine=engine, name=name, read_ahead_bytes=read_ahead_bytes, threads=threads, deadline_s=deadline_s,
         )  # fmt: skip
+
+    def open_records(self, engine: Engine, compute: torch.device) -> RecordDevice:
+        """See `NearStorageDevice`."""
+        accelerator = self.topology.spec.accelerator
+        scores = self.near_storage and accelerator is not None and "maxsim" in accelerator.verbs
+        return EmulatedRecordDevice(PlainDevice(self.path).open_records(engine, compute), self.topology, self.number, scores_records=scores)
 
     def describe(self) -> dict[str, Any]:
         """See `NearStorageDevice`."""

@@ -239,13 +239,3 @@ class _PacedTicket:
     def finished_at(self) -> float:
         """See `RecordTicket`."""
         return self._finished_at
-
-
-def open_emulated_records(
-    inner: RecordDevice, topology: Topology, number: int, *, near_storage: bool
-) -> EmulatedRecordDevice:  # fmt: skip
-    """The records of one device of a topology, scored beside them where its accelerator can and may."""
-    accelerator = topology.spec.accelerator
-    return EmulatedRecordDevice(
-        inner, topology, number, scores_records=near_storage and accelerator is not None and "maxsim" in accelerator.verbs
-    )
