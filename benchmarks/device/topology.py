@@ -101,7 +101,7 @@ def measure(work: Work, counts: Sequence[int], systems: Sequence[str], stretch: 
         vocab_size=512, hidden_size=work.width, word_embed_proj_dim=work.width, ffn_dim=work.width, num_hidden_layers=work.layers,
         num_attention_heads=work.width // 128, max_position_embeddings=work.context + work.steps + 8, init_std=0.02, dropout=0.0,
     )  # fmt: skip
-    model = transformers.OPTForCausalLM(config).eval()
+    model = transformers.OPTForCausalLM(config).half().eval()  # X rows are kept as the model computes them
     tokens = torch.randint(4, 512, (work.batch, work.context + work.steps))
     wanted = _logits_in_memory(model, tokens, work)
     rows, exact = list[Row](), dict[tuple[str, int], torch.Tensor]()
@@ -125,7 +125,7 @@ def measure(work: Work, counts: Sequence[int], systems: Sequence[str], stretch: 
 def _logits_in_memory(model: Any, tokens: torch.Tensor, work: Work) -> torch.Tensor:
     """Of every timed step, with K and V in memory: [steps, batch, vocabulary]."""
     with torch.no_grad():
-        found: torch.Tensor = model(tokens, logits_to_keep=work.steps).logits.transpose(0, 1)
+        found: torch.Tensor = model(tokens, logits_to_keep=work.steps).logits.transpose(0, 1).float()
     return found
 
 
@@ -166,7 +166,7 @@ def _run(work: Work, model: Any, tokens: torch.Tensor, directories: Sequence[str
                     before, since = topology.traffic(), topology.times()
                 begun_s = topology.now()
                 seen = torch.ones(work.batch, end + 1)
-                found = model(tokens[:, end : end + 1], past_key_values=cache, attention_mask=seen).logits[:, 0]
+                found = model(tokens[:, end : end + 1], past_key_values=cache, attention_mask=seen).logits[:, 0].float()
                 if system.spill_interval == 1:
                     for device in cache.store.striped.devices:
                         device.flush()

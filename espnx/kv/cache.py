@@ -407,20 +407,8 @@ class SsdCache:
         """(o float32 [sequences, heads, n, dv], lse) over what is stored and what waits in memory."""
         n_sequences, heads, n, _ = step.q.shape
         queries = _queries(step, rows.n_heads, rows.layout.dv, span)
-        if arrived.tickets is not None and (missing := self.striped.lacks(queries, rows.layout)):
-            self._on_host[rows] = missing
-            o, lse = self._attend_here(rows, arrived.tickets, arrived.tail, queries)
-        else:
-            o, lse = self._gather(arrived, queries)
+        o, lse = self._gather(rows, arrived, queries)
         return o.reshape(n_sequences, heads, n, -1), lse.reshape(n_sequences, heads, n)
-
-    def _attend_here(
-        self, rows: LayerRows, tickets: list[int], tail: RowsInMemory | None, queries: Queries
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the devices cannot do: they show their rows."""
-        shown = ShownAttention(queries, self._threads)
-        self.striped.visit(tickets, partial(shown.show, rows.layout))
-        return merge(shown.o, shown.lse, *attend_rows(queries, tail, threads=self._threads))
 
     @property
     def attended_on_host(self) -> dict[str, Any]:
@@ -437,7 +425,7 @@ class SsdCache:
         seen = step.visibility
         every = None if span.last is None else span.last.repeat(heads)
         queries = Queries(absorb(step.q, projection, step.scale), projection.hidden, every, seen.first_visible, seen.visible)
-        o, lse = self._gather(arrived, queries)
+        o, lse = self._gather(rows, arrived, queries)
         sums = lse.reshape(step.q.shape[:3])
         if step.rules.sinks is not None:  # which have to be compared with whole scores
             sums = sums + bias_scores(step.q, projection, step.scale)
@@ -458,9 +446,15 @@ class SsdCache:
                 made.add(sequence, tail.counting[0][sequence, 0], tail.first_position)
         return made.over.o.reshape(n_sequences, heads, n, -1), made.over.lse.reshape(n_sequences, heads, n)
 
-    def _gather(self, arrived: Arrived, queries: Queries) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gather(self, rows: LayerRows, arrived: Arrived, queries: Queries) -> tuple[torch.Tensor, torch.Tensor]:
+        """Over what is stored and what waits in memory. Devices that cannot attend to these rows show them."""
         if arrived.tickets is None:
             return attend_rows(queries, arrived.tail, threads=self._threads)
+        if missing := self.striped.lacks(queries, rows.layout):
+            self._on_host[rows] = missing
+            shown = ShownAttention(queries, self._threads)
+            self.striped.visit(arrived.tickets, partial(shown.show, rows.layout))
+            return merge(shown.o, shown.lse, *attend_rows(queries, arrived.tail, threads=self._threads))
         return self.striped.attend(arrived.tickets, queries, arrived.tail)
 
     # --- reads and writes ---
