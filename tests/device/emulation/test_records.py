@@ -146,3 +146,14 @@ def test_damage(store: Path, tmp_path: Path) -> None:
         with pytest.raises(errors.ChecksumError, match="record 37"):
             index.store.full.maxsim(np.arange(60), [query]).finish()
         assert len(index.store.full.maxsim(np.arange(37), [query]).finish()) == 37
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_an_index_on_devices_by_name(tmp_path: Path, n: int) -> None:
+    build(tmp_path / "s", corpus(60), directories=[tmp_path / str(i) for i in range(n - 1)])
+    devices = espnx.device.open("smartssd", [tmp_path / "s", *(tmp_path / str(i) for i in range(n - 1))], stretch=0)
+    with espnx.open(tmp_path / "s", None) as plain, espnx.open(tmp_path / "s", None, device=devices) as index:
+        wanted, found = (each.search(queries(3), k=20, candidates=60) for each in (plain, index))
+        assert [result.hits for result in found] == [result.hits for result in wanted]
+    for each in devices:
+        each.close()
