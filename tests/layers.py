@@ -35,7 +35,7 @@ NATIVE_USERS = {"storage", "ops", "device", "cli"}
 KERNEL_USERS = {"ops"}
 # What a layer may see of `device`: the interface, the registry and what is told of rows, not the devices behind them. Layers that are not
 # here may import any of it.
-DEVICE_SEEN_BY = {"kv": {"interface", "registry", "row_layout"}}
+DEVICE_SEEN_BY = {"kv": {"interface", "near_storage", "registry", "row_layout"}}
 
 # Third-party packages by layer, beyond the standard library.
 THIRD_PARTY = {

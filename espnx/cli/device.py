@@ -15,7 +15,7 @@ from ..tables import render_table
 from .output import add_json_option, emit, json_document
 
 if TYPE_CHECKING:
-    from ..device.interface import NearStorageDevice
+    from ..device.near_storage import NearStorageDevice
     from ..device.trace.reader import Trace
 
 

@@ -9,13 +9,14 @@ A device of your own derives from `NearStorageDevice` (docs/devices.md).
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .interface import Capabilities, NearStorageDevice
+    from .interface import Capabilities
+    from .near_storage import NearStorageDevice
     from .registry import device_names as names
     from .registry import open_device as open  # noqa: A004 - read as espnx.device.open
 
 _HOME = {
     "Capabilities": ("interface", "Capabilities"),
-    "NearStorageDevice": ("interface", "NearStorageDevice"),
+    "NearStorageDevice": ("near_storage", "NearStorageDevice"),
     "names": ("registry", "device_names"),
     "open": ("registry", "open_device"),
 }

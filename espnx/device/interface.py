@@ -1,7 +1,7 @@
 """What every near-storage device offers, and all that its users see of it.
 
-A `NearStorageDevice` is storage at a directory, and what computes beside it. What it keeps there is asked of its parts: a `RowDevice` keeps
-the rows of a KV cache and attends over them, a `RecordDevice` keeps embedding records and scores them. Handles of what a device keeps
+A `RowDevice` keeps the rows of a KV cache and attends over them, a `RecordDevice` keeps embedding records and scores them. Both are parts
+of a `NearStorageDevice` (near_storage.py), as are those that measure vectors (vectors/interface.py). Handles of what a device keeps
 (`Segment`, `KeptRecords`) are its own affair: whoever has one knows its public facts and gives it back.
 
 Threads: calls marked **any thread** may come from any thread at any time, while another call is under way. All other calls come from one
@@ -10,15 +10,13 @@ thread at a time.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Protocol, Self
+from typing import Literal, Protocol, Self
 
 import numpy as np
 import torch
 
-from .. import errors
 from ..ops.attention import Queries, RowsInMemory
 from ..storage import Engine, FileHandle, Future
 from .record_layout import RecordLayout
@@ -397,77 +395,3 @@ class RecordDevice(Device, Protocol):
 
     def keep_records(self, layout: RecordLayout) -> KeptRecords:
         """Records of files that this device has opened."""
-
-
-class NearStorageDevice:
-    """Storage at a directory, and what computes beside it: opened by name (`espnx.device.open`), asked for its parts.
-
-    A device of another package derives from it and overrides what it can do; what it does not, a typed error says. Nothing is read or
-    written before one of its parts is opened.
-
-    Args:
-        path: the directory in which it keeps what it is given.
-
-    Attributes:
-        name: by which it was opened.
-        path: as given.
-        kind: of its times: ``plain`` ones are this machine's, ``emulated`` ones those of another device (docs/device-specs.md).
-        capabilities: of its rows.
-    """
-
-    name: str = ""
-    kind: Literal["plain", "emulated"] = "plain"
-    capabilities = Capabilities()
-
-    def __init__(self, path: str | os.PathLike[str]):
-        self.path = os.fspath(path)
-
-    @classmethod
-    def together(cls, paths: Sequence[str | os.PathLike[str]], **options: Any) -> Sequence[Self]:
-        """One for each path. Devices that share something (a switch, a link to the host) are made here; others do not override it."""
-        return [cls(path, **options) for path in paths]
-
-    def check(self, directory: str | None = None, *, engine: Any = "auto", name: str | None = None) -> None:
-        """Whether rows could be opened there, as far as that can be told before: raises what `open_rows` would, leaves no file behind."""
-
-    def open_rows(
-        self,
-        directory: str | None = None,
-        *,
-        compute: torch.device | None = None,
-        engine: Any = "auto",
-        name: str | None = None,
-        read_ahead_bytes: int = READ_AHEAD_BYTES,
-        threads: int | None = None,
-        deadline_s: float = 30.0,
-    ) -> RowDevice:
-        """A place for the rows of one KV cache.
-
-        Args:
-            directory: of the data file, in `path`; None: `path`.
-            compute: in whose memory rows are computed on; None: the device's own choice.
-            engine: the path that bytes are to take, by name (`auto` alone may fall back), or a storage engine.
-            name: of the data file, to keep it; None: its space returns when the process ends.
-            read_ahead_bytes: of rows that are read before they are asked for.
-            threads: that compute on the host; None: as many as PyTorch uses.
-            deadline_s: of each transfer.
-
-        Raises:
-            InvalidInputError: what this device cannot do.
-            WriteError, PathUnavailableError: the directory or the path cannot be used.
-        """
-        raise self._lacks("rows of KV caches")
-
-    def open_records(self, engine: Engine, compute: torch.device) -> RecordDevice:
-        """For records that `engine` reads, scored on `compute`. The engine stays the caller's. Raises InvalidInputError."""
-        raise self._lacks("embedding records")
-
-    def describe(self) -> dict[str, Any]:
-        """What it is, for people: `espnx device info`."""
-        return {"name": self.name, "path": self.path, "kind": self.kind}
-
-    def close(self) -> None:
-        """Ends what its parts share. They are closed before. May be called again."""
-
-    def _lacks(self, what: str) -> errors.InvalidInputError:
-        return errors.InvalidInputError(f"{what} on device {self.name!r}", got="a device that does not keep them", fix="device='ssd'")

@@ -10,8 +10,10 @@ import torch
 from .. import errors
 from ..storage import Engine
 from ..storage.native import host_engine
-from .interface import READ_AHEAD_BYTES, NearStorageDevice, RecordDevice, RowDevice
+from .interface import READ_AHEAD_BYTES, RecordDevice, RowDevice
+from .near_storage import NearStorageDevice
 from .ssd_rows import SsdRowDevice
+from .vectors.interface import ClusterDevice, Graph, GraphDevice
 
 
 class PlainDevice(NearStorageDevice):
@@ -52,6 +54,18 @@ class PlainDevice(NearStorageDevice):
         if native is None:
             raise errors.InvalidInputError("records would lie in GPU memory", got="compute='cpu'", fix="open the index with compute='cuda'")
         return SsdRecordDevice(native)
+
+    def open_clusters(self, directory: str | os.PathLike[str], *, engine: Any = "auto", threads: int | None = None) -> ClusterDevice:
+        """See `NearStorageDevice`."""
+        from .clusters.device import SsdClusterDevice
+
+        return SsdClusterDevice(directory, engine=engine, threads=threads)
+
+    def open_graph(self, graph: Graph, *, engine: Any = "auto") -> GraphDevice:
+        """See `NearStorageDevice`."""
+        from .graph.device import SsdGraphDevice
+
+        return SsdGraphDevice(graph, engine=engine)
 
 
 class SsdDevice(PlainDevice):

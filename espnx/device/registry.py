@@ -19,8 +19,9 @@ import torch
 
 from .. import errors
 from ..storage import Engine
-from .interface import NearStorageDevice, RecordDevice
+from .interface import RecordDevice
 from .model.spec import SUFFIXES, presets
+from .near_storage import NearStorageDevice
 from .plain import PlainDevice
 from .routed_records import RoutedRecordDevice, is_in
 

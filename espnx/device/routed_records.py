@@ -12,7 +12,8 @@ import torch
 
 from .. import errors
 from ..storage import Engine, FileHandle, Future
-from .interface import Capabilities, DeviceStats, FilePath, KeptRecords, NearStorageDevice, Pairs, RecordDevice, RecordQuery, RecordTicket
+from .interface import Capabilities, DeviceStats, FilePath, KeptRecords, Pairs, RecordDevice, RecordQuery, RecordTicket
+from .near_storage import NearStorageDevice
 from .record_layout import RecordLayout
 
 _POLL_S = 0.001

@@ -14,7 +14,7 @@ import torch
 from ..device.conformance.fault_checks import FAULT_CHECKS
 from ..device.conformance.requirement import require
 from ..device.conformance.row_checks import CHECKS, Open
-from ..device.interface import NearStorageDevice
+from ..device.near_storage import NearStorageDevice
 
 Check = Callable[[NearStorageDevice], str | None]
 

@@ -19,7 +19,8 @@ import torch
 
 from .. import errors
 from ..checks import check_callable, check_whole
-from ..device.interface import READ_AHEAD_BYTES, NearStorageDevice, RowDevice
+from ..device.interface import READ_AHEAD_BYTES, RowDevice
+from ..device.near_storage import NearStorageDevice
 from ..device.registry import Devices, default_name, devices_in
 from ..device.row_layout import DTYPES, RowLayout, format_of
 from ..ops.attention import Queries, RowsInMemory, add_sinks, attend_rows, merge

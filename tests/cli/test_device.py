@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from espnx.cli.main import main
-from espnx.device.interface import NearStorageDevice, RowDevice
+from espnx.device.interface import RowDevice
+from espnx.device.near_storage import NearStorageDevice
 from espnx.device.plain import SsdDevice
 from tests.cli.documents import strict_json
 from tests.device.example_package.null_device import NullDevice, NullRows

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ... import errors
 from ...storage import FaultRule, FaultyEngine
-from ..interface import NearStorageDevice
+from ..near_storage import NearStorageDevice
 from .known_rows import attend, put, queries
 from .requirement import raises, require
 from .row_checks import plain_of, right, rng

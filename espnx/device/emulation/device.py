@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from ... import errors
 from ...storage import Engine
-from ..interface import READ_AHEAD_BYTES, NearStorageDevice, RecordDevice, RowDevice
+from ..interface import READ_AHEAD_BYTES, RecordDevice, RowDevice
 from ..model.spec import DeviceSpec, load_spec
+from ..near_storage import NearStorageDevice
 from ..plain import PlainDevice
 from ..ssd_rows import SsdRowDevice
+from ..vectors.encoding import Encoding, encode_on_host
+from ..vectors.interface import ClusterDevice
+from .clusters import EmulatedClusterDevice
 from .records import EmulatedRecordDevice
 from .report import Report, report
 from .rows import HAND_OVERS, EmulatedRowDevice, HandedOver, capabilities_of
 from .topology import DEFAULT_STRETCH, Topology
+
+T = TypeVar("T")
 
 
 class EmulatedDevice(NearStorageDevice):
@@ -65,9 +71,33 @@ class EmulatedDevice(NearStorageDevice):
 
     def open_records(self, engine: Engine, compute: torch.device) -> RecordDevice:
         """See `NearStorageDevice`."""
+        inner = PlainDevice(self.path).open_records(engine, compute)
+        return EmulatedRecordDevice(inner, self.topology, self.number, scores_records=self._computes("maxsim"))
+
+    def open_clusters(self, directory: str | os.PathLike[str], *, engine: Any = "auto", threads: int | None = None) -> ClusterDevice:
+        """See `NearStorageDevice`."""
+        inner = PlainDevice(self.path).open_clusters(directory, engine=engine, threads=threads)
+        return EmulatedClusterDevice(inner, self.topology, self.number, computes=self._computes("distances"))
+
+    def encode(self, encode: Callable[[Sequence[str]], T], texts: Sequence[str], *, flop: float | None = None) -> Encoding[T]:
+        """See `NearStorageDevice`. On a device that encodes, the seconds are virtual: of `flop` at the spec's rate.
+
+        Raises InvalidInputError: no `flop`, without which the spec says nothing of the time.
+        """
+        if not self._computes("encode"):
+            return super().encode(encode, texts, flop=flop)
+        if flop is None:
+            raise errors.InvalidInputError(
+                f"encoding on device {self.name!r}", got="no flop", expected="how much arithmetic it takes", fix="flop=forward_flop(...)"
+            )
+        done = encode_on_host(encode, texts, flop=flop)
+        asked_s = self.topology.now()
+        ended_s = self.topology.wait(self.topology.compute(self.number, flop, 0), asked_s=asked_s)
+        return Encoding(done.value, self.topology.spec.name, "emulated", ended_s - asked_s, flop)
+
+    def _computes(self, verb: str) -> bool:
         accelerator = self.topology.spec.accelerator
-        scores = self.near_storage and accelerator is not None and "maxsim" in accelerator.verbs
-        return EmulatedRecordDevice(PlainDevice(self.path).open_records(engine, compute), self.topology, self.number, scores_records=scores)
+        return self.near_storage and accelerator is not None and verb in accelerator.verbs
 
     def describe(self) -> dict[str, Any]:
         """See `NearStorageDevice`."""

@@ -16,7 +16,6 @@ from ..interface import (
     DeviceStats,
     FilePath,
     KeptRecords,
-    NearStorageDevice,
     Pairs,
     RecordDevice,
     RecordQuery,
@@ -27,7 +26,8 @@ from ..interface import (
     SegmentView,
     Show,
     Space,
-)  # fmt: skip
+)
+from ..near_storage import NearStorageDevice
 from ..record_layout import RecordLayout
 from ..row_layout import RowLayout
 from .writer import TraceWriter

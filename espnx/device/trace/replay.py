@@ -21,7 +21,8 @@ from ... import errors
 from ...ops.attention import Queries, RowsInMemory
 from ...storage.engine import FileHandle, Future
 from ...storage.parse import Fields
-from ..interface import NearStorageDevice, Pairs, RecordQuery, RecordTicket, RowDevice, Segment, SegmentView
+from ..interface import Pairs, RecordQuery, RecordTicket, RowDevice, Segment, SegmentView
+from ..near_storage import NearStorageDevice
 from ..record_layout import RecordSchema
 from ..row_layout import DTYPES, RowLayout
 from .reader import Command, Trace

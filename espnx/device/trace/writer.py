@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from ... import errors
-from ..interface import NearStorageDevice
+from ..near_storage import NearStorageDevice
 
 #: Of the lines; the first one names it as `espnx_trace`.
 VERSION = 1

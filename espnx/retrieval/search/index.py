@@ -15,7 +15,8 @@ import torch
 
 from ... import errors
 from ...checks import check_path, check_whole, plain
-from ...device.interface import NearStorageDevice, RecordDevice
+from ...device.interface import RecordDevice
+from ...device.near_storage import NearStorageDevice
 from ...device.registry import Devices, open_records
 from ...sizes import format_size, parse_size
 from ...storage import Engine, NativeEngine, open_engine

@@ -13,7 +13,8 @@ import torch
 
 import espnx
 from espnx import errors
-from espnx.device.emulation.records import GROUP_BYTES, EmulatedRecordDevice
+from espnx.device.emulation.paced import GROUP_BYTES
+from espnx.device.emulation.records import EmulatedRecordDevice
 from espnx.device.emulation.topology import Topology
 from espnx.device.interface import Pairs, RecordQuery
 from espnx.device.model.spec import Accelerator, DeviceSpec

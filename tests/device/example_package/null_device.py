@@ -13,17 +13,8 @@ import numpy as np
 import torch
 
 from espnx import errors
-from espnx.device.interface import (
-    PIECE,
-    Capabilities,
-    DeviceStats,
-    FilePath,
-    NearStorageDevice,
-    Segment,
-    SegmentPlace,
-    SegmentView,
-    Show,
-)  # fmt: skip
+from espnx.device.interface import PIECE, Capabilities, DeviceStats, FilePath, Segment, SegmentPlace, SegmentView, Show
+from espnx.device.near_storage import NearStorageDevice
 from espnx.device.row_layout import RowLayout
 from espnx.ops.attention import Queries, RowsInMemory, attend_rows_reference, merge
 

@@ -14,7 +14,7 @@ import torch
 import espnx
 from espnx import errors
 from espnx.device.conformance.row_checks import CHECKS
-from espnx.device.interface import NearStorageDevice
+from espnx.device.near_storage import NearStorageDevice
 from espnx.device.trace.reader import Trace, read_trace
 from espnx.device.trace.recorded import recorded
 from espnx.device.trace.replay import replay

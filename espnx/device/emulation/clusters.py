@@ -1,0 +1,100 @@
+"""Clusters of vectors on an emulated device: measured by this machine, in the device's time.
+
+A device with processing elements takes a query with each command and gives distances and ids back (in-storage distance calculation,
+chapter 3); of any other the clusters pass its link, and the host measures. Distances are those of the plain device either way, to the bit.
+How an element is set up, synchronously or not, costs what the spec's bandwidths say: bubbles between commands are a time model's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ..interface import Capabilities, DeviceStats, FilePath
+from ..vectors.interface import ClusterDevice, Clusters, DistanceCommand, DistanceTicket
+from .paced import Group, PacedTicket, groups_of
+from .topology import Topology, Transfer
+
+
+class EmulatedClusterDevice:
+    """See `espnx.device.vectors.interface.ClusterDevice`.
+
+    Args:
+        inner: does the work; closed with this one.
+        topology, number: which device of it.
+        computes: its accelerator measures distances.
+    """
+
+    capabilities = Capabilities()
+
+    def __init__(self, inner: ClusterDevice, topology: Topology, number: int, *, computes: bool):
+        self.compute = inner.compute
+        self._inner, self._topology, self._number, self._computes = inner, topology, number, computes
+
+    @property
+    def clusters(self) -> Clusters:
+        """See `ClusterDevice`."""
+        return self._inner.clusters
+
+    def commands(self, query: torch.Tensor, clusters: Sequence[int] | np.ndarray, *, metric: str = "l2") -> list[DistanceCommand]:
+        """See `ClusterDevice`."""
+        return self._inner.commands(query, clusters, metric=metric)
+
+    def distances(
+        self, query: torch.Tensor, clusters: Sequence[int] | np.ndarray, *, metric: str = "l2", deadline_s: float = 30.0
+    ) -> DistanceTicket:
+        """See `ClusterDevice`. `deadline_s` is of the real reads, and in virtual seconds of the device's."""
+        inner = self._inner.distances(query, clusters, metric=metric, deadline_s=deadline_s)
+        wanted = np.asarray(clusters, dtype=np.int64)
+        commands = dict(zip(self._with_vectors(wanted), self._inner.commands(query, clusters, metric=metric), strict=True))
+        flash = np.array([commands[i].flash_bytes if i in commands else 0 for i in range(len(wanted))], np.int64)
+        reply = np.array([commands[i].data_len if i in commands else 0 for i in range(len(wanted))], np.int64)
+        flop = 3.0 * query.numel() * np.asarray(self.clusters.n_vectors)[wanted]  # a difference, its square, a sum
+        groups = [
+            Group(begin, end, self._ask(query.nbytes, flash[begin:end], reply[begin:end], float(flop[begin:end].sum())))
+            for begin, end in groups_of(flash)
+        ]
+        return _PacedDistances(inner, len(wanted), groups, self._topology, deadline_s * max(self._topology.stretch, 1.0))
+
+    def _with_vectors(self, wanted: np.ndarray) -> list[int]:
+        """Places of clusters that are not empty: of the others there is no command."""
+        return np.flatnonzero(np.asarray(self.clusters.n_vectors)[wanted]).tolist()
+
+    def _ask(self, query_bytes: int, flash: np.ndarray, reply: np.ndarray, flop: float) -> Transfer:
+        size_bytes, device, topology = int(flash.sum()), self._number, self._topology
+        if not self._computes:
+            return topology.transfer(device, "flash_to_host", size_bytes)
+        asked = topology.transfer(device, "host_to_device", query_bytes * int(np.count_nonzero(flash)))
+        read = topology.transfer(device, "flash_read", size_bytes, after=asked)
+        measured = topology.compute(device, flop, size_bytes, after=read)
+        return topology.transfer(device, "device_to_host", int(reply.sum()), after=measured)
+
+    def path_report(self) -> Sequence[FilePath]:
+        """See `Device`."""
+        return self._inner.path_report()
+
+    def stats(self) -> DeviceStats:
+        """See `Device`. Of the real reads; what passed the links is the topology's to say."""
+        return self._inner.stats()
+
+    def forget(self) -> None:
+        """See `Device`."""
+        self._inner.forget()
+
+    def close(self) -> None:
+        """See `Device`."""
+        self._inner.close()
+
+
+class _PacedDistances(PacedTicket):
+    """See `espnx.device.vectors.interface.DistanceTicket`."""
+
+    def __init__(self, inner: DistanceTicket, count: int, groups: Sequence[Group], topology: Topology, deadline_s: float):
+        super().__init__(inner, count, groups, topology, deadline_s)
+        self._inner = inner
+
+    def reply(self, item: int) -> np.ndarray:
+        """See `DistanceTicket`."""
+        return self._inner.reply(item)

@@ -1,0 +1,131 @@
+"""Many things asked of a device at once, and taken as they come: done by this machine, handed out when the device would have them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ... import errors
+from ..interface import DeviceStats
+from .topology import Topology, Transfer
+
+#: Things come in groups of so many bytes: large enough for flash, small enough that they come as they are ready.
+GROUP_BYTES = 1 << 20
+PAGE_BYTES = 4096
+
+
+class Ticket(Protocol):
+    """What does the real work: `espnx.device.interface.RecordTicket`, `espnx.device.vectors.interface.DistanceTicket`."""
+
+    def next(self, at_least: int = 1, timeout_s: float | None = None) -> tuple[np.ndarray, bool]: ...
+
+    def finish(self) -> np.ndarray: ...
+
+    def cancel(self) -> None: ...
+
+    @property
+    def stats(self) -> DeviceStats: ...
+
+
+@dataclass(frozen=True)
+class Group:
+    """Places `begin` to `end` of a request, and when they are there."""
+
+    begin: int
+    end: int
+    transfer: Transfer
+
+
+def groups_of(sizes: np.ndarray) -> list[tuple[int, int]]:
+    """Consecutive places whose sizes add up to `GROUP_BYTES`, the last of each beyond it."""
+    if not len(sizes):
+        return []
+    ends = np.flatnonzero(np.diff(np.cumsum(sizes) // GROUP_BYTES, append=-1)) + 1
+    return list(zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True))
+
+
+def in_pages(sizes: np.ndarray, page_bytes: int = PAGE_BYTES) -> np.ndarray:
+    """What flash reads for them."""
+    return -(-sizes // page_bytes) * page_bytes
+
+
+class PacedTicket:
+    """Hands out what the real ticket has, group by group, in the order in which it was asked for.
+
+    Args:
+        inner: the real work.
+        count: of what was asked for.
+        groups: in order.
+        deadline_s: wall seconds of each group.
+    """
+
+    def __init__(self, inner: Ticket, count: int, groups: Sequence[Group], topology: Topology, deadline_s: float):
+        self._real, self._groups, self._topology, self._deadline_s = inner, deque(groups), topology, deadline_s
+        self._is_done = np.zeros(count, dtype=bool)
+        self._has_ended = False  # the real work
+        self._finished_at = time.perf_counter()
+
+    def next(self, at_least: int = 1, timeout_s: float | None = None) -> tuple[np.ndarray, bool]:
+        """See `RecordTicket`."""
+        asked_s, until = self._topology.now(), None if timeout_s is None else time.monotonic() + timeout_s
+        found, count = list[np.ndarray](), 0
+        try:
+            while self._groups and count < max(at_least, 1):
+                group = self._groups[0]
+                if not self._do(group, until) or not self._arrive(group, asked_s, until):
+                    break
+                self._groups.popleft()
+                self._finished_at = time.perf_counter()
+                found.append(np.arange(group.begin, group.end))
+                count += group.end - group.begin
+            if not self._groups and not self._has_ended:
+                self._has_ended = self._real.next(1, None if until is None else max(until - time.monotonic(), 0.0))[1]
+        except BaseException:
+            self.cancel()
+            raise
+        return np.concatenate([np.empty(0, np.int64), *found]), not self._groups and self._has_ended
+
+    def _do(self, group: Group, until: float | None) -> bool:
+        """Whether this machine has done the whole group by then."""
+        while not self._is_done[group.begin : group.end].all():
+            left_s = None if until is None else until - time.monotonic()
+            if left_s is not None and left_s < 0:
+                return False
+            items, self._has_ended = self._real.next(1, left_s)
+            self._is_done[items] = True
+        return True
+
+    def _arrive(self, group: Group, asked_s: float, until: float | None) -> bool:
+        """Whether the device has it on the host by then."""
+        if until is None:
+            self._topology.wait(group.transfer, asked_s=asked_s, deadline_s=self._deadline_s)
+            return True
+        if self._topology.done(group.transfer):
+            return True
+        try:
+            self._topology.wait(group.transfer, asked_s=asked_s, deadline_s=max(until - time.monotonic(), 0.0))
+        except errors.DeadlineExceededError:
+            return False
+        return True
+
+    def finish(self) -> np.ndarray:
+        """See `RecordTicket`."""
+        while not self.next(2**62)[1]:
+            pass
+        return self._real.finish()
+
+    def cancel(self) -> None:
+        """See `RecordTicket`."""
+        self._real.cancel()
+        for group in self._groups:
+            self._topology.cancel(group.transfer)
+
+    @property
+    def stats(self) -> DeviceStats:
+        """See `RecordTicket`."""
+        return self._real.stats
