@@ -174,6 +174,10 @@ class TransferCancelledError(StorageError):
     """A read or a write that its caller, or somebody on the caller's behalf, has called off. The engine is usable; nothing is wrong."""
 
 
+class DeviceFailedError(StorageError):
+    """A near-storage device has died, or its reply is what cannot be. Names the device; what lies on others is intact."""
+
+
 class ChecksumError(StorageError):
     """Bytes were read whole, but are not the bytes that were written."""
 

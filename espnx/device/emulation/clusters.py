@@ -8,12 +8,15 @@ How an element is set up, synchronously or not, costs what the spec's bandwidths
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..interface import Capabilities, DeviceStats, FilePath
 from ..vectors.interface import ClusterDevice, Clusters, DistanceCommand, DistanceTicket
+from .faults import Guard
 from .paced import Group, PacedTicket, groups_of
 from .topology import Topology, Transfer
 
@@ -25,13 +28,15 @@ class EmulatedClusterDevice:
         inner: does the work; closed with this one.
         topology, number: which device of it.
         computes: its accelerator measures distances.
+        guard: what goes wrong on it.
     """
 
     capabilities = Capabilities()
 
-    def __init__(self, inner: ClusterDevice, topology: Topology, number: int, *, computes: bool):
+    def __init__(self, inner: ClusterDevice, topology: Topology, number: int, *, computes: bool, guard: Guard | None = None):
         self.compute = inner.compute
         self._inner, self._topology, self._number, self._computes = inner, topology, number, computes
+        self._guard = guard or Guard(topology, number, "")
 
     @property
     def clusters(self) -> Clusters:
@@ -46,6 +51,7 @@ class EmulatedClusterDevice:
         self, query: torch.Tensor, clusters: Sequence[int] | np.ndarray, *, metric: str = "l2", deadline_s: float = 30.0
     ) -> DistanceTicket:
         """See `ClusterDevice`. `deadline_s` is of the real reads, and in virtual seconds of the device's."""
+        fault = self._guard.begin("distances")
         inner = self._inner.distances(query, clusters, metric=metric, deadline_s=deadline_s)
         wanted = np.asarray(clusters, dtype=np.int64)
         commands = dict(zip(self._with_vectors(wanted), self._inner.commands(query, clusters, metric=metric), strict=True))
@@ -56,7 +62,10 @@ class EmulatedClusterDevice:
             Group(begin, end, self._ask(query.nbytes, flash[begin:end], reply[begin:end], float(flop[begin:end].sum())))
             for begin, end in groups_of(flash)
         ]
-        return _PacedDistances(inner, len(wanted), groups, self._topology, deadline_s * max(self._topology.stretch, 1.0))
+        wall_s = deadline_s * max(self._topology.stretch, 1.0)
+        hold = partial(self._guard.wait, fault, "distances", wall_s)
+        look = partial(self._guard.reply, fault, "distances", is_finite=_is_number)
+        return _PacedDistances(inner, len(wanted), groups, self._topology, wall_s, hold, look)
 
     def _with_vectors(self, wanted: np.ndarray) -> list[int]:
         """Places of clusters that are not empty: of the others there is no command."""
@@ -91,10 +100,23 @@ class EmulatedClusterDevice:
 class _PacedDistances(PacedTicket):
     """See `espnx.device.vectors.interface.DistanceTicket`."""
 
-    def __init__(self, inner: DistanceTicket, count: int, groups: Sequence[Group], topology: Topology, deadline_s: float):
-        super().__init__(inner, count, groups, topology, deadline_s)
-        self._inner = inner
+    def __init__(self, inner: DistanceTicket, *paced: Any):
+        super().__init__(inner, *paced[:-1])
+        self._inner, self._look = inner, paced[-1]
 
     def reply(self, item: int) -> np.ndarray:
         """See `DistanceTicket`."""
-        return self._inner.reply(item)
+        return self._looked_at(self._inner.reply(item))
+
+    def finish(self) -> np.ndarray:
+        """See `DistanceTicket`."""
+        return self._looked_at(super().finish())
+
+    def _looked_at(self, replies: np.ndarray) -> np.ndarray:
+        self._look(replies["distance"])
+        return replies
+
+
+def _is_number(distances: np.ndarray) -> np.ndarray:
+    """Distances of fp16 and fp32 may be infinite; of vectors that are numbers none is NaN."""
+    return ~np.isnan(distances)

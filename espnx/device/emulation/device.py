@@ -18,6 +18,7 @@ from ..ssd_rows import SsdRowDevice
 from ..vectors.encoding import Encoding, encode_on_host
 from ..vectors.interface import ClusterDevice
 from .clusters import EmulatedClusterDevice
+from .faults import DeviceFault, Faults, Guard
 from .records import EmulatedRecordDevice
 from .report import Report, report
 from .rows import HAND_OVERS, EmulatedRowDevice, HandedOver, capabilities_of
@@ -39,12 +40,20 @@ class EmulatedDevice(NearStorageDevice):
     kind = "emulated"
 
     def __init__(
-        self, path: str, topology: Topology, number: int, users: list[EmulatedDevice], *, hand_over: HandedOver, near_storage: bool
+        self,
+        path: str,
+        topology: Topology,
+        number: int,
+        users: list[EmulatedDevice],
+        *,
+        hand_over: HandedOver,
+        near_storage: bool,
+        faults: Faults,
     ):
         super().__init__(path)
         self.topology, self.number, self.hand_over, self.near_storage = topology, number, hand_over, near_storage
         self.capabilities = capabilities_of(topology.spec, near_storage=near_storage)
-        self._users = users
+        self._users, self._faults = users, faults
         users.append(self)
 
     def check(self, directory: str | None = None, *, engine: Any = "auto", name: str | None = None) -> None:
@@ -67,17 +76,18 @@ class EmulatedDevice(NearStorageDevice):
         return EmulatedRowDevice(
             directory or self.path, topology=self.topology, number=self.number, hand_over=self.hand_over, near_storage=self.near_storage,
             engine=engine, name=name, read_ahead_bytes=read_ahead_bytes, threads=threads, deadline_s=deadline_s,
+            faults=self._faults,
         )  # fmt: skip
 
     def open_records(self, engine: Engine, compute: torch.device) -> RecordDevice:
         """See `NearStorageDevice`."""
         inner = PlainDevice(self.path).open_records(engine, compute)
-        return EmulatedRecordDevice(inner, self.topology, self.number, scores_records=self._computes("maxsim"))
+        return EmulatedRecordDevice(inner, self.topology, self.number, scores_records=self._computes("maxsim"), guard=self._guard)
 
     def open_clusters(self, directory: str | os.PathLike[str], *, engine: Any = "auto", threads: int | None = None) -> ClusterDevice:
         """See `NearStorageDevice`."""
         inner = PlainDevice(self.path).open_clusters(directory, engine=engine, threads=threads)
-        return EmulatedClusterDevice(inner, self.topology, self.number, computes=self._computes("distances"))
+        return EmulatedClusterDevice(inner, self.topology, self.number, computes=self._computes("distances"), guard=self._guard)
 
     def encode(self, encode: Callable[[Sequence[str]], T], texts: Sequence[str], *, flop: float | None = None) -> Encoding[T]:
         """See `NearStorageDevice`. On a device that encodes, the seconds are virtual: of `flop` at the spec's rate.
@@ -94,6 +104,10 @@ class EmulatedDevice(NearStorageDevice):
         asked_s = self.topology.now()
         ended_s = self.topology.wait(self.topology.compute(self.number, flop, 0), asked_s=asked_s)
         return Encoding(done.value, self.topology.spec.name, "emulated", ended_s - asked_s, flop)
+
+    @property
+    def _guard(self) -> Guard:
+        return Guard(self.topology, self.number, self.path, self._faults)
 
     def _computes(self, verb: str) -> bool:
         accelerator = self.topology.spec.accelerator
@@ -138,6 +152,8 @@ class Emulation:
         stretch: float = DEFAULT_STRETCH,
         hand_over: HandedOver = "scores",
         near_storage: bool = True,
+        faults: Sequence[DeviceFault] = (),
+        seed: int = 0,
     ) -> list[EmulatedDevice]:
         """A topology with one device for each directory.
 
@@ -147,6 +163,8 @@ class Emulation:
             hand_over: of rows that wait on the host: ``scores``, which go to the device with their V (HILOS, section 4.3), or ``lse``:
                 attended to on the host and merged.
             near_storage: False: the same disks without what computes beside them.
+            faults: what goes wrong on them, for tests of what stands on devices.
+            seed: of faults that are likely, not certain.
 
         Raises:
             InvalidInputError: an option out of range; an accelerator that attends, but not as HILOS's does.
@@ -156,8 +174,9 @@ class Emulation:
         if not isinstance(near_storage, bool):
             raise errors.InvalidInputError("near_storage", got=repr(near_storage), expected="True or False")
         capabilities_of(self.spec, near_storage=near_storage)
+        struck = Faults(faults, seed)
         topology, users = Topology(self.spec, len(paths), stretch=stretch), list[EmulatedDevice]()
         return [
-            EmulatedDevice(os.fspath(path), topology, number, users, hand_over=hand_over, near_storage=near_storage)
+            EmulatedDevice(os.fspath(path), topology, number, users, hand_over=hand_over, near_storage=near_storage, faults=struck)
             for number, path in enumerate(paths)
         ]

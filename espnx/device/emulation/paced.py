@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,9 +62,11 @@ class PacedTicket:
         count: of what was asked for.
         groups: in order.
         deadline_s: wall seconds of each group.
+        hold: waits for a completion that a fault holds up.
     """
 
-    def __init__(self, inner: Ticket, count: int, groups: Sequence[Group], topology: Topology, deadline_s: float):
+    def __init__(self, inner: Ticket, count: int, groups: Sequence[Group], topology: Topology, deadline_s: float, hold: Callable[[], None]):
+        self._hold: Callable[[], None] | None = hold
         self._real, self._groups, self._topology, self._deadline_s = inner, deque(groups), topology, deadline_s
         self._is_done = np.zeros(count, dtype=bool)
         self._has_ended = False  # the real work
@@ -75,6 +77,9 @@ class PacedTicket:
         asked_s, until = self._topology.now(), None if timeout_s is None else time.monotonic() + timeout_s
         found, count = list[np.ndarray](), 0
         try:
+            if self._hold is not None:
+                hold, self._hold = self._hold, None
+                hold()
             while self._groups and count < max(at_least, 1):
                 group = self._groups[0]
                 if not self._do(group, until) or not self._arrive(group, asked_s, until):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from ... import errors
 from ...storage import FileHandle, Future
 from ..interface import Capabilities, DeviceStats, FilePath, KeptRecords, Pairs, RecordDevice, RecordQuery, RecordTicket
 from ..record_layout import RecordLayout
+from .faults import Guard
 from .paced import Group, PacedTicket, groups_of, in_pages
 from .topology import Topology, Transfer
 
@@ -29,13 +32,14 @@ class EmulatedRecordDevice:
         inner: does the work; closed with this one.
         topology, number: which device of it.
         scores_records: its accelerator computes MaxSim.
+        guard: what goes wrong on it.
     """
 
     capabilities = Capabilities()
 
-    def __init__(self, inner: RecordDevice, topology: Topology, number: int, *, scores_records: bool):
+    def __init__(self, inner: RecordDevice, topology: Topology, number: int, *, scores_records: bool, guard: Guard | None = None):
         self.compute, self.engine = inner.compute, inner.engine
-        self._inner, self._pacing = inner, _Pacing(topology, number, scores_records)
+        self._inner, self._pacing = inner, _Pacing(topology, number, scores_records, guard or Guard(topology, number, ""))
 
     def open(self, path: str) -> FileHandle:
         """See `RecordDevice`."""
@@ -73,6 +77,7 @@ class _Pacing:
     topology: Topology
     device: int
     scores_records: bool
+    guard: Guard
 
     def queries(self, queries: Sequence[RecordQuery]) -> Transfer | None:
         """To the device, where it scores."""
@@ -107,6 +112,7 @@ class _EmulatedRecords:
         deadline_s: float = 30.0,
     ) -> RecordTicket:
         """See `KeptRecords`. `deadline_s` is of the real reads, and in virtual seconds of the device's."""
+        fault = self._pacing.guard.begin("maxsim")
         numbers = np.ascontiguousarray(numbers, dtype=np.int64)
         layout, pacing = self._layout, self._pacing
         pages = in_pages(layout.locate(numbers)[2].numpy())
@@ -119,7 +125,10 @@ class _EmulatedRecords:
             transfer = pacing.group(int(pages[part].sum()), float(flop[part].sum()), int(wanted[part].sum()), asked)
             groups.append(Group(begin, end, transfer))
         inner = self._inner.maxsim(numbers, queries, pairs, gap_bytes=gap_bytes, is_urgent=is_urgent, deadline_s=deadline_s)
-        return _PacedRecords(inner, len(numbers), groups, pacing.topology, deadline_s * max(pacing.topology.stretch, 1.0))
+        wall_s = deadline_s * max(pacing.topology.stretch, 1.0)
+        hold = partial(pacing.guard.wait, fault, "maxsim", wall_s)
+        look = partial(pacing.guard.reply, fault, "maxsim")
+        return _PacedRecords(inner, len(numbers), groups, pacing.topology, wall_s, hold, look)
 
     def read(self, numbers: np.ndarray, *, gap_bytes: int = 0, deadline_s: float = 30.0) -> Future:
         """See `KeptRecords`. Not paced: whole records are for whoever checks or copies a store."""
@@ -133,14 +142,20 @@ class _EmulatedRecords:
 class _PacedRecords(PacedTicket):
     """See `espnx.device.interface.RecordTicket`."""
 
-    def __init__(self, inner: RecordTicket, count: int, groups: Sequence[Group], topology: Topology, deadline_s: float):
-        super().__init__(inner, count, groups, topology, deadline_s)
-        self._inner = inner
+    def __init__(self, inner: RecordTicket, *paced: Any):
+        super().__init__(inner, *paced[:-1])
+        self._inner, self._look = inner, paced[-1]
 
     @property
     def scores(self) -> np.ndarray:
         """See `RecordTicket`."""
-        return self._inner.scores
+        scores: np.ndarray = self._look(self._inner.scores)
+        return scores
+
+    def finish(self) -> np.ndarray:
+        """See `RecordTicket`."""
+        scores: np.ndarray = self._look(super().finish())
+        return scores
 
     def add(self, pairs: Pairs) -> None:
         """See `RecordTicket`."""

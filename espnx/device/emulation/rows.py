@@ -4,8 +4,9 @@ all of it counts as done when the device of a spec would have done it."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -23,6 +24,7 @@ from ..row_layout import RowLayout
 from ..space import FileSegment
 from ..ssd_rows import SsdRowDevice
 from ..writes import Writing
+from .faults import Faults, Guard
 from .row_pacing import HandOver, HeadRows, PacedReads, RowPacing, check_memory
 from .topology import Topology, Transfer
 
@@ -58,6 +60,7 @@ class EmulatedRowDevice(SsdRowDevice):
         read_ahead_bytes: of host memory, for rows read before they are asked for. What the emulated device reads ahead is bounded by its
             memory.
         compute: anything: results go where the queries are.
+        faults: what goes wrong on it.
         **options: of `SsdRowDevice`.
 
     Raises:
@@ -75,8 +78,11 @@ class EmulatedRowDevice(SsdRowDevice):
         read_ahead_bytes: int = READ_AHEAD_BYTES,
         deadline_s: float = 30.0,
         compute: torch.device | None = None,
+        faults: Faults | None = None,
         **options: Any,
     ):
+        self._guard = Guard(topology, number, os.fspath(directory), faults or Faults())
+        self._virtual_deadline_s = deadline_s * max(topology.stretch, 1.0)
         self.capabilities = capabilities_of(topology.spec, near_storage=near_storage)
         memory = topology.spec.memory.size
         #: None: not known, and no bound.
@@ -91,8 +97,12 @@ class EmulatedRowDevice(SsdRowDevice):
 
     def _write(self, plan: Plan, memory: torch.Tensor, *, is_copy: bool = False) -> Writing:
         size_bytes = int(plan.size_bytes.sum())
+        fault = self._guard.begin("put")
         paced = self._pacing.write(size_bytes, from_host=not (is_copy and self._near_storage))
-        return _PacedWrite(super()._write(plan, memory, is_copy=is_copy), self._pacing, paced)
+        real = super()._write(plan, memory, is_copy=is_copy)
+        if fault is not None and fault.kind in ("stall", "drop"):
+            return _HeldWrite(real, self._pacing, paced, partial(self._guard.wait, fault, "put", self._virtual_deadline_s))
+        return _PacedWrite(real, self._pacing, paced)
 
     def _join(self, segments: Sequence[FileSegment]) -> FileSegment:
         self._pacing.copy(sum(each.size_bytes for each in segments), to_host=not self._near_storage)
@@ -126,6 +136,7 @@ class EmulatedRowDevice(SsdRowDevice):
         """See `RowDevice`."""
         mine, asked_s = self._front(ticket), self._pacing.topology.now()
         try:
+            self._guard.wait(self._guard.begin("visit"), "visit", self._virtual_deadline_s)
             for part, _ in mine.parts:
                 super().visit(part, show)
             self._pacing.wait(self._pacing.arrive(mine.paced), asked_s)
@@ -149,7 +160,11 @@ class EmulatedRowDevice(SsdRowDevice):
         if there != self.compute:
             queries, tail = queries.to(self.compute), tail if tail is None else tail.to(self.compute)
         try:
+            fault = self._guard.begin("attend")
             o, lse = self._attend(mine, queries, tail if tail is not None and tail.n_rows else None)
+            self._guard.wait(fault, "attend", self._virtual_deadline_s)
+            if fault is not None or bool(torch.isfinite(queries.q).all()):  # of what is no number nothing else can come
+                o = torch.from_numpy(self._guard.reply(fault, "attend", o.numpy(), _is_number))
         except BaseException:
             self.forget()
             raise
@@ -300,6 +315,22 @@ class _PacedWrite:
         self._pacing.topology.cancel(self._paced)
 
 
+class _HeldWrite(_PacedWrite):
+    """One whose completion a fault holds up: whoever waits for it waits for that."""
+
+    def __init__(self, real: Writing, pacing: RowPacing, paced: Transfer, hold: Callable[[], None]):
+        super().__init__(real, pacing, paced)
+        self._hold = hold
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        """See `Writing`."""
+        self._hold()
+        super().wait()
+
+
 def capabilities_of(spec: DeviceSpec, *, near_storage: bool) -> Capabilities:
     """Of the rows on a device. Raises InvalidInputError where it attends, and not as `espnx.ops.accelerator` does."""
     if not near_storage or spec.accelerator is None or not spec.has("attend"):
@@ -319,6 +350,11 @@ def check_accelerator(accelerator: Accelerator, name: str) -> None:
             raise errors.InvalidInputError(
                 f"accelerator.{field} of device {name!r}", got=figure, expected=f"{wanted:g}: results are those of this accelerator alone"
             )
+
+
+def _is_number(values: np.ndarray) -> np.ndarray:
+    """fp16 results may be infinite; none is NaN."""
+    return ~np.isnan(values)
 
 
 def _counting(queries: Queries, tail: RowsInMemory) -> frozenset[tuple[int, int]]:
