@@ -14,8 +14,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+import espnx
 from espnx.device.interface import RowDevice, SegmentView
-from espnx.device.registry import open_rows
 from espnx.device.row_layout import RowLayout
 from espnx.ops.attention import Queries, merge
 
@@ -78,7 +78,7 @@ def main() -> None:
     config = LlamaConfig(vocab_size=97, num_hidden_layers=2, initializer_range=0.25, eos_token_id=None, pad_token_id=0, **shape)
     model, prompt = LlamaForCausalLM(config).eval(), torch.randint(1, 97, (2, 40))
     with tempfile.TemporaryDirectory() as folder:
-        device = open_rows("ssd", folder)
+        device = espnx.device.open("ssd", folder).open_rows()
         tokens = decode_by_hand(model, prompt, 24, device)
         stats = device.stats()
         device.close()

@@ -73,7 +73,8 @@ def searching(rows: Sequence[Row]) -> Line | None:
         found = _systems(rows, show="table", memory_bytes=limit, rerank=None, batch=1)
         if {"espnx", "mmap-1", "mmap-willneed"} <= found.keys():
             times = {name: f"{1e3 * (row.median_s or 0):.0f} ms" for name, row in found.items()}
-            what = f"an exact search of {found['espnx'].params['documents']:,} documents, {limit / 2**30:g} GiB of memory"
+            count = f"{found['espnx'].params['documents']:,}"
+            what = f"a search of {count} documents, 1,000 candidates scored exactly, {limit / 2**30:g} GiB of memory"
             return what, times["espnx"], f"{times['mmap-1']} by `mmap`, {times['mmap-willneed']} with `MADV_WILLNEED` for all at once"
     return None
 

@@ -156,6 +156,8 @@ def run_delete(args: argparse.Namespace) -> int:
                 words += [line.rstrip("\n") for line in file if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidInputError(f"cannot read ids {args.ids}", got=str(error), expected="a readable text file") from error
+    if not words:
+        raise InvalidInputError("espnx index delete", got="no ids", expected="ids after the store, or --ids FILE")
     try:
         ids: list[int | str] = [int(word) for word in words] if args.int else list(words)
     except ValueError as error:

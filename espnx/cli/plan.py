@@ -121,6 +121,8 @@ def _says(plan: dict[str, Any], fit: dict[str, Any]) -> tuple[str, str, str]:
         verdict = FITS + (", but for keeping contexts (resume)" if plan["resume"] else "")
     else:
         verdict = "layers are streamed" if plan["weights"]["layers_streamed"] else "it does not fit in memory"
+        if fit["usable_bytes"] is not None and plan["weights"]["resident_bytes"] > fit["usable_bytes"]:
+            verdict = "the weights do not fit: --memory SIZE streams them, and the times below are of a machine where they do"
     return ("all in memory", format_size(fit["needed_bytes"]), f"beside activations; free here: {free}; {verdict}")
 
 

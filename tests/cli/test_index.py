@@ -302,3 +302,17 @@ def test_what_cannot_be_changed(tmp_path: Path, corpus: Path, capsys: pytest.Cap
         assert code != 0
         assert said in err
     assert run(capsys, "index", "verify", store)[1].startswith(f"{store}: 50 records")
+
+
+def test_delete_needs_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["index", "delete", str(tmp_path / "s")]) == 2
+    assert "no ids" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_refused_stays_as_it_is(tmp_path: Path) -> None:
+    """No lock is left in somebody else's folder."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "corpus.jsonl").write_text('{"id": "a", "text": "b"}\n')
+    assert main(["index", "build", str(tmp_path / "model"), "--corpus", str(tmp_path / "corpus.jsonl")]) != 0
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["config.json"]

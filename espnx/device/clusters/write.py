@@ -41,7 +41,7 @@ def write_clusters(
 
     Raises:
         InvalidInputError: shapes and dtypes; ids that int32 does not hold; a cluster of more than 64 MiB; a directory with clusters in it.
-        WriteError, DiskFullError, StoreBusyError.
+        WriteError, DiskFullError, StoreBusyError: the directory cannot be written, is full, or somebody else writes there.
     """
     number, rows = _number(ids, "ids"), _array(vectors)
     format = _format(rows)  # noqa: A001

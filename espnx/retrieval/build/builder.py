@@ -551,13 +551,15 @@ def _locked(
     made = [directory for directory in (where, *directories) if not os.path.lexists(directory)]
     with given_engine(engine) as owned:
         make_directory(where)
+        had_lock = os.path.lexists(os.path.join(where, LOCK_NAME))
         with DirectoryLock(where):
             try:
                 yield where, owned
             except BaseException:
-                with suppress(OSError):
-                    if os.listdir(where) == [LOCK_NAME]:
-                        os.unlink(os.path.join(where, LOCK_NAME))
+                if not had_lock:
+                    with suppress(OSError):
+                        if not os.path.lexists(os.path.join(where, BUILDING)):  # which the next call goes on with
+                            os.unlink(os.path.join(where, LOCK_NAME))
                 for directory in reversed(made):
                     with suppress(OSError):  # it holds what the next call goes on with
                         os.rmdir(directory)

@@ -1,5 +1,5 @@
-"""Devices that stall, drop completions, reply short or with no numbers, or die: a typed error that names the device, nothing wrong is handed
-out, and what lies on the other devices is intact."""
+"""Devices that stall, drop completions, reply short or with no numbers, or die: a typed error that names the device, nothing
+wrong is handed out, and what lies on the other devices is intact."""
 
 from __future__ import annotations
 
