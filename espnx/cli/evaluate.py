@@ -11,7 +11,7 @@ from ..tables import render_table
 from .output import add_json_option, emit, json_document
 from .progress import ProgressLine
 from .queries import read_queries
-from .search import add_index_options, add_search_options, open_index, search_options
+from .search import add_index_options, add_search_options, check_store, open_index, search_options
 
 if TYPE_CHECKING:
     from ..retrieval.search.index import Index
@@ -36,6 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_store(args.store)
     from ..retrieval.evaluate import read_qrels
 
     queries, qrels = read_queries(args.queries), read_qrels(args.qrels)

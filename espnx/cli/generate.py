@@ -77,6 +77,10 @@ def run(args: argparse.Namespace) -> int:
             "espnx generate", got="both --prompts and --prompt" if args.prompts else "no prompt", expected="--prompts FILE or --prompt TEXT"
         )
     out = args.out or (f"{args.prompts}.out.jsonl" if args.prompts else None)
+    if not os.path.exists(args.model):  # before seconds of imports
+        raise InvalidInputError(
+            f"model in {args.model}", got="no such folder", expected="a folder with model and tokenizer, or a GGUF file"
+        )
     with ProgressLine() as progress:
         try:
             report = _generate(args, out, progress)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -70,9 +71,22 @@ def add_index_options(parser: argparse.ArgumentParser) -> None:
     add_device_options(parser)
 
 
+def check_store(path: str) -> None:
+    """What can be told of a store before seconds of imports. Raises StoreNotFoundError."""
+    from ..errors import StoreNotFoundError
+
+    if os.path.lexists(os.path.join(path, "MANIFEST.json")):
+        return
+    fix = "build one with `espnx index build`, or check the path"
+    if os.path.isdir(os.path.join(path, "building")):
+        fix = "a build was interrupted here: the same `espnx index build` goes on"
+    raise StoreNotFoundError("no published store", path=path, expected="a MANIFEST.json", fix=fix)
+
+
 @contextmanager
 def open_index(args: argparse.Namespace, progress: ProgressLine) -> Iterator[Index]:
     """The store of a command, with its encoder, on the devices that the command names."""
+    check_store(args.store)
     with progress.loading(f"{args.store} and its encoder"):
         from ..retrieval.search.index import Index
         from ..retrieval.store.manifest import data_directories

@@ -274,3 +274,24 @@ def test_parse_size_refuses(text: str | int) -> None:
 )
 def test_format_size(size_bytes: int, text: str) -> None:
     assert format_size(size_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["search", "nope", "hi"], "no published store in nope"),
+        (["evaluate", "nope", "--queries", "q", "--qrels", "r"], "nope"),
+        (["generate", "--model", "nope", "--storage", "x", "--prompt", "a"], "model in nope"),
+    ],
+)
+def test_a_path_that_is_not_there_shows_before_anything_heavy_is_imported(words: list[str], says: str, tmp_path: Path) -> None:
+    program = f"import sys; from espnx.cli.main import main; code = main({words!r}); sys.exit(code if 'torch' not in sys.modules else 99)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode in (1, 2), done.stderr
+    assert says in done.stderr
+
+
+def test_an_interrupted_build_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "s" / "building").mkdir(parents=True)
+    assert cli.main(["search", str(tmp_path / "s"), "hi"]) == 1
+    assert "a build was interrupted here" in capsys.readouterr().err

@@ -27,6 +27,8 @@ _EXPECTED = "a folder with model and tokenizer, or a GGUF file"
 def _check_folder(path: str) -> None:
     if not os.path.isdir(path) and find_gguf(path) is None:
         raise errors.InvalidInputError(f"model in {path}", got="no such folder", expected=_EXPECTED)
+    if os.path.isdir(path) and find_gguf(path) is None and not os.path.isfile(os.path.join(path, "config.json")):
+        raise errors.InvalidInputError(f"model in {path}", got="a folder without config.json", expected=_EXPECTED)
 
 
 def model_fingerprint(path: str) -> str:
