@@ -11,7 +11,8 @@ import torch
 
 import espnx
 from espnx import errors
-from espnx.device.interface import NearStorageDevice, RecordDevice, RecordQuery
+from espnx.device.interface import RecordDevice, RecordQuery
+from espnx.device.near_storage import NearStorageDevice
 from espnx.device.routed_records import RoutedRecordDevice
 from tests.integrations.transformers.tiny import enabled, prompt
 from tests.retrieval.common import build, corpus, queries

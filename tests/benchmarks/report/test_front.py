@@ -59,7 +59,7 @@ def test_headlines_come_from_rows() -> None:
     assert found[0][0] == "a decoding step of opt-1.3b, 3.0 GB of K and V on disk"
     assert found[0][2].startswith("5.5 s, FlexGen")
     assert found[1][2].startswith("154 ms by `mmap`, 18 ms")
-    assert "1,000,000 documents, 1 GiB" in found[1][0]
+    assert "1,000,000 documents, 1,000 candidates scored exactly, 1 GiB" in found[1][0]
 
 
 def test_a_kept_cache_comes_first() -> None:
