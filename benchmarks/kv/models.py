@@ -174,12 +174,17 @@ def read_config(name: str) -> tuple[str, Mapping[str, Any]]:
     return path.stem, words
 
 
+def has_random_weights(task: Task) -> bool:
+    """Whether a task's model comes from a configuration alone, as all do but SmolLM2."""
+    return (task.name, task.config) != (smollm2.KEY, smollm2.CONFIG)
+
+
 def write_weights(task: Task, folder: Path) -> None:
     """Weights as a transformers folder: SmolLM2's own, else random ones, the same for the same seed. Raises MissingDependencyError."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    if (task.name, task.config) == (smollm2.KEY, smollm2.CONFIG):
+    if not has_random_weights(task):
         _silently(lambda: smollm2.write_folder(folder, DTYPES[task.dtype]))
         return
     with no_init_weights():

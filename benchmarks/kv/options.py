@@ -20,7 +20,7 @@ from ..machine.throttle import parse_rate
 from . import smollm2
 from .fleet import Limit, Spec
 from .measure import Plan
-from .models import KVShape, Task, read_config
+from .models import KVShape, Task, has_random_weights, read_config
 from .names import ALONE, BASELINES, SHOWS
 
 QUICK_BATCH, QUICK_CONTEXT, QUICK_SPILL = 2, 512, (1, 16)
@@ -85,6 +85,7 @@ class Options:
             "show": show, "model": task.name, "batch": task.batch, "context": task.context, "dtype": task.dtype,
             "memory": self.limit.words(), "throttle_bytes_per_s": self.throttle,
             "prefill": "seeded X, projected" if task.of_x else "seeded rows",
+            "weights": "random" if has_random_weights(task) else "its own",
         }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..harness.result import Row, rows_of
+from ..kv import smollm2
 
 BLOCK = re.compile(r"(<!-- headlines -->\n).*?(<!-- /headlines -->)", re.DOTALL)
 SHOWN = 3
@@ -41,6 +42,11 @@ def _systems(rows: Sequence[Row], **params: Any) -> dict[str, Row]:
     return {row.system: row for row in reversed(found) if row.params == found[0].params}
 
 
+def _weights(row: Row) -> str:
+    """What a model of the KV benchmark computes with. Rows that do not say are older than the parameter: all but SmolLM2's were random."""
+    return f"{row.params.get('weights', 'its own' if row.params['model'] == smollm2.KEY else 'random')} weights"
+
+
 def resuming(rows: Sequence[Row]) -> Line | None:
     """The first token about a context that was read before: the longest that was measured."""
     contexts = [row.params["context"] for row in rows if row.case == "kv" and row.params.get("show") == "resume"]
@@ -59,8 +65,9 @@ def decoding(rows: Sequence[Row]) -> Line | None:
     if ours is None or theirs is None:
         return None
     stored = f"{ours.metrics['asked_per_step'] / 1e9:.1f} GB of K and V on disk"
+    at = f"{ours.params['batch']} x {ours.params['context']:,} tokens"
     return (
-        f"a decoding step of {ours.params['model']}, {stored}",
+        f"a decoding step of {ours.params['model']} ({_weights(ours)}, {at}), {stored}",
         f"{ours.metrics['step_s']:.1f} s",
         f"{theirs.metrics['step_s']:.1f} s, FlexGen from the same disk",
     )
@@ -73,8 +80,9 @@ def searching(rows: Sequence[Row]) -> Line | None:
         found = _systems(rows, show="table", memory_bytes=limit, rerank=None, batch=1)
         if {"espnx", "mmap-1", "mmap-willneed"} <= found.keys():
             times = {name: f"{1e3 * (row.median_s or 0):.0f} ms" for name, row in found.items()}
-            count = f"{found['espnx'].params['documents']:,}"
-            what = f"a search of {count} documents, 1,000 candidates scored exactly, {limit / 2**30:g} GiB of memory"
+            params = found["espnx"].params
+            scored = f"{params['candidates']:,} candidates scored exactly"
+            what = f"a search of {params['documents']:,} documents, {scored}, {limit / 2**30:g} GiB of memory"
             return what, times["espnx"], f"{times['mmap-1']} by `mmap`, {times['mmap-willneed']} with `MADV_WILLNEED` for all at once"
     return None
 

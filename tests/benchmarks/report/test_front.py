@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from espnx.benchmarks.harness.result import make_document
+from espnx.benchmarks.kv import smollm2
 from espnx.benchmarks.report import headlines, plots
 from espnx.errors import InvalidInputError
 from tests.benchmarks.common import MACHINE, row
@@ -21,14 +23,15 @@ def files(**rows: list[Any]) -> dict[Path, dict[str, Any]]:
     return {Path(f"{name}.json"): make_document("espnx bench", None, None, MACHINE, found) for name, found in rows.items()}
 
 
-def decode(system: str, step_s: float, throttle: int | None = None, **changes: Any) -> Any:
-    params = {"show": "decode", "model": "opt-1.3b", "throttle_bytes_per_s": throttle, "batch": 4}
+def decode(system: str, step_s: float, throttle: int | None = None, of: Mapping[str, str] | None = None, **changes: Any) -> Any:
+    params = {"show": "decode", "model": "opt-1.3b", "throttle_bytes_per_s": throttle, "batch": 4, "context": 3840, **(of or {})}
     metrics = {"step_s": step_s, "asked_per_step": 3.04e9}
     return row(case="kv", params=params, system=system, median_s=2 * step_s, metrics=metrics, **changes)
 
 
-def search(system: str, median_s: float, limit: int | None = 1 << 30, rerank: int | None = None) -> Any:
-    params = {"show": "table", "documents": 1_000_000, "memory_bytes": limit, "rerank": rerank, "batch": 1}
+def search(system: str, median_s: float, limit: int | None = 1 << 30, rerank: int | None = None, candidates: int = 1000) -> Any:
+    at = {"memory_bytes": limit, "rerank": rerank, "batch": 1, "candidates": candidates}
+    params = {"show": "table", "documents": 1_000_000, **at}
     return row(case="retrieval", params=params, system=system, median_s=median_s)
 
 
@@ -56,10 +59,21 @@ def test_headlines_come_from_rows() -> None:
         )
     )
     assert [(line[1], line[3]) for line in found] == [("2.1 s", "`b.json`"), ("12 ms", "`d.json`"), ("0.14 GB", "`d.json`")]
-    assert found[0][0] == "a decoding step of opt-1.3b, 3.0 GB of K and V on disk"
+    assert found[0][0] == "a decoding step of opt-1.3b (random weights, 4 x 3,840 tokens), 3.0 GB of K and V on disk"
     assert found[0][2].startswith("5.5 s, FlexGen")
     assert found[1][2].startswith("154 ms by `mmap`, 18 ms")
     assert "1,000,000 documents, 1,000 candidates scored exactly, 1 GiB" in found[1][0]
+
+
+def test_a_headline_says_what_was_run() -> None:
+    """The model's weights and the depth of a search are those of the rows."""
+    systems = ("espnx", "mmap-1", "mmap-willneed")
+    found = lines(files(a=[decode(name, 2.0, of={"weights": "its own"}) for name in ("espnx", "flexgen-disk")]))
+    assert found[0][0].startswith("a decoding step of opt-1.3b (its own weights, 4 x")
+    found = lines(files(a=[decode(name, 2.0, of={"model": smollm2.KEY}) for name in ("espnx", "flexgen-disk")]))
+    assert found[0][0].startswith("a decoding step of smollm2 (its own weights, 4 x")
+    found = lines(files(a=[search(name, 0.01, candidates=4000) for name in systems]))
+    assert "1,000,000 documents, 4,000 candidates scored exactly" in found[0][0]
 
 
 def test_a_kept_cache_comes_first() -> None:
