@@ -3,11 +3,13 @@
 #
 #   scripts/head_to_head.sh search [--collection DIR] [OPTIONS]    fast-plaid, PyLate's PLAID; DIR: a labelled collection, as BEIR has them
 #   scripts/head_to_head.sh kv [OPTIONS]                           caches of transformers, accelerate's offload of weights, llama.cpp
+#   scripts/head_to_head.sh search|kv --prepare                    makes the environments alone, and measures nothing
 #
 # Makes an environment for each of them in .cache/head-to-head, once (7 GB for search, as fast-plaid's torch brings CUDA; 2 GB for kv; a
 # C++ compiler and a quarter of an hour for llama.cpp where there is no wheel), then runs `espnx bench head-to-head`, which names its
 # OPTIONS (--help), and writes benchmarks/results/head-to-head-JOB.json. What could not be installed says so in its row.
 set -euo pipefail
+shopt -s nullglob
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 readonly ENVIRONMENTS=.cache/head-to-head
 readonly PYTHON=$PWD/.venv/bin/python
@@ -32,7 +34,7 @@ pylate() { install "$1" pylate==1.6.0; }
 # PyLate pins an older one. This one is put before it, with the same torch, which both pin.
 fast_plaid() {
   [ -e "$ENVIRONMENTS/pylate/ready" ] || { echo "it takes torch from the environment of PyLate, which is not there"; return 1; }
-  install "$1" --no-deps fast-plaid==1.7.0.2110 usearch==2.26.6
+  install "$1" --no-deps fast-plaid==1.7.0.2110 usearch==2.26.6 || return
   ls -d "$PWD/$ENVIRONMENTS"/pylate/lib/python*/site-packages >"$(ls -d "$1"/lib/python*/site-packages)/pylate.pth"
 }
 
@@ -50,6 +52,12 @@ main() {
     kv) environment kv kv && environment llama-cpp llama_cpp ;;
     *) sed -n '2,/^set -e/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; [ "$job" = --help ]; return ;;
   esac
+  if [ "${2:-}" = --prepare ]; then
+    local ready=("$ENVIRONMENTS"/*/ready)
+    ready=("${ready[@]%/ready}")
+    say "ready: ${ready[*]##*/}"
+    return
+  fi
   "$PYTHON" -m espnx bench head-to-head "$job" --environments "$ENVIRONMENTS" --json "benchmarks/results/head-to-head-$job.json" "${@:2}"
 }
 

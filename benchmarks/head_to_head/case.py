@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ..harness.cells import ABSENT, metric, number
 from ..harness.registry import Case, Say
 from ..harness.result import Row
+from .programs import limit_of
 
 DESCRIPTION = """search: indexes of the same token vectors (a collection that minilm encodes, and ColBERT-shaped random ones): espnx,
 fast-plaid, PyLate's PLAID; each at several efforts, its answers compared with those of every document scored. kv: SmolLM2 decodes behind
@@ -16,7 +17,8 @@ the same prompt with the caches of transformers, accelerate, llama.cpp and espnx
   scripts/head_to_head.sh search                  makes the environments of the others, then runs this
   espnx bench head-to-head kv --environments DIR  DIR/NAME/bin/python runs program NAME (fast-plaid, pylate, kv, llama-cpp)
 
-Every program runs in processes of its own, one after the other. One that does not run has a row that says why. --pairs is not used."""
+Every program runs in processes of its own, one after the other. One that does not run, or takes longer than --time-limit, has a row that
+says why. --pairs is not used."""
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -27,6 +29,11 @@ def configure(parser: ArgumentParser) -> None:
     add("--environments", metavar="DIR", default=".cache/head-to-head", help="their Pythons (default: .cache/head-to-head)")
     add("--path", metavar="DIR", default=".", help="a directory on the SSD (default: the current one)")
     add("--system", metavar="S,...", default="", help="of all systems only these (default: all)")
+    add(
+        "--time-limit", type=limit_of, metavar="S", default=300.0,
+        help="seconds that a program has for each thing it does, such as building; no limit for the one that says what is right "
+        "(default: 300)",
+    )  # fmt: skip
     add(
         "--collection",
         metavar="DIR",

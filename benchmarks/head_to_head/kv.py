@@ -28,7 +28,7 @@ def measure(args: Namespace, say: Say) -> list[Row]:
     """A row for each system's decoding, and for each that keeps a context. Raises MissingDependencyError."""
     with tempfile.TemporaryDirectory(prefix="head-to-head-", dir=args.path) as scratch:
         job = _job(args, Path(scratch), say)
-        params = {"model": Path(job["model"]).name, "dtype": "fp32", "new": args.new}
+        params = {"model": Path(job["model"]).name, "dtype": "fp32", "new": args.new, "limit_s": args.time_limit}
         found, truth = list[Row](), list[int]()
         for system in chosen(args, SYSTEMS):
             answer = _asked(args, {**job, "system": system, "do": "decode"}, Path(scratch), say)
@@ -65,7 +65,8 @@ def _asked(args: Namespace, job: dict[str, Any], scratch: Path, say: Say) -> dic
     say(f"{job['system']}: {job['do']}")
     storage = scratch / job["system"]
     storage.mkdir(exist_ok=True)
-    return ask("kv", Path(args.environments), {**job, "storage": str(storage)}, scratch)
+    limit_s = None if job["system"] == REFERENCE else args.time_limit  # the others' tokens are compared with its
+    return ask("kv", Path(args.environments), {**job, "storage": str(storage)}, scratch, limit_s=limit_s)
 
 
 def _job(args: Namespace, scratch: Path, say: Say) -> dict[str, Any]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
-from argparse import Namespace
+import threading
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -26,6 +29,20 @@ ENVIRONMENTS = {
     "accelerate-disk": "kv", "llama-cpp": "llama-cpp",
 }  # fmt: skip
 
+#: What a program is asked to do -> what it did not finish where its time ran out.
+PHASES = {"build": "building", "search": "searching", "decode": "decoding", "keep": "keeping a context", "resume": "resuming"}
+
+
+def limit_of(text: str) -> float:
+    """Seconds, for a parser of arguments."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < threading.TIMEOUT_MAX:
+        raise ArgumentTypeError(f"got {text!r}, expected seconds, above 0")
+    return value
+
 
 def chosen(args: Namespace, systems: Sequence[str]) -> list[str]:
     """Those that were asked for. Raises InvalidInputError for a name that is none of them."""
@@ -35,8 +52,13 @@ def chosen(args: Namespace, systems: Sequence[str]) -> list[str]:
     return [name for name in systems if name in asked]
 
 
-def ask(program: str, environments: Path, job: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
-    """What a process of ``scripts/head_to_head/PROGRAM.py`` answers, or ``why`` there is no answer. `job`: with its ``system``."""
+def ask(program: str, environments: Path, job: Mapping[str, Any], scratch: Path, *, limit_s: float | None = None) -> dict[str, Any]:
+    """What a process of ``scripts/head_to_head/PROGRAM.py`` answers, or ``why`` there is no answer.
+
+    Args:
+        job: with its ``system``, and what it is asked to ``do``, one of `PHASES`.
+        limit_s: after which the process is ended, and all that it started.
+    """
     name = ENVIRONMENTS.get(job["system"])
     python = Path(sys.executable) if name is None else environments / name / "bin" / "python"
     if not python.exists():
@@ -44,15 +66,32 @@ def ask(program: str, environments: Path, job: Mapping[str, Any], scratch: Path)
     out, log = scratch / "answer.json", scratch / "log"
     out.unlink(missing_ok=True)
     root = source_root()
-    with log.open("w") as said:
-        done = subprocess.run(
-            [python, root / "scripts" / "head_to_head" / f"{program}.py"], input=json.dumps({**job, "out": str(out)}), text=True,
-            stdout=said, stderr=said, env={**os.environ, "PYTHONPATH": str(root) if name is None else "", "TQDM_DISABLE": "1"},
-        )  # fmt: skip
-    if done.returncode or not out.is_file():
-        return {"why": f"exit code {done.returncode}: {(log.read_text(errors='replace').strip().splitlines() or [''])[-1]}"}
+    command = [str(python), str(root / "scripts" / "head_to_head" / f"{program}.py")]
+    own = {"PYTHONPATH": str(root) if name is None else "", "TQDM_DISABLE": "1"}
+    try:
+        with log.open("w") as said:
+            code = _run(command, json.dumps({**job, "out": str(out)}), said, {**os.environ, **own}, limit_s)
+    except subprocess.TimeoutExpired:
+        return {"why": f"did not finish {PHASES[job['do']]} in {limit_s:g} s"}
+    if code or not out.is_file():
+        return {"why": f"exit code {code}: {(log.read_text(errors='replace').strip().splitlines() or [''])[-1]}"}
     answer: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return answer
+
+
+def _run(command: Sequence[str], text: str, said: IO[str], environment: Mapping[str, str], limit_s: float | None) -> int:
+    """The exit code. Whatever ends the wait ends the process, and those that it started: they would disturb what is measured next.
+    Raises TimeoutExpired."""
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, text=True, stdout=said, stderr=said, env=environment, start_new_session=True
+    )  # fmt: skip
+    try:
+        process.communicate(text, timeout=limit_s)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # the usual end: nobody of its group is left
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return process.returncode
 
 
 def row_of(params: Mapping[str, Any], system: str, answer: Mapping[str, Any], metrics: Mapping[str, float], *, correct: bool = True) -> Row:

@@ -106,12 +106,16 @@ def random_vectors(count: int, queries: int, folder: Path, seed: int, say: Say) 
 def _compared(args: Namespace, corpus: Corpus, scratch: Path, say: Say) -> list[Row]:
     """The exact ranking first: recall is measured against it."""
     params = {"job": "search", "corpus": corpus.name, "documents": corpus.documents, "dim": DIM, "k": K, "recall": RECALL}
+    params["limit_s"] = args.time_limit
     found, truth = list[Row](), list[list[int]]()
     for system in chosen(args, SYSTEMS):
         job = {"system": system, "vectors": str(corpus.folder), "index": str(scratch / "index"), "k": K, "pooling": args.pooling}
         say(f"{corpus.name}: {system} builds")
-        built = ask("search", Path(args.environments), {**job, "do": "build"}, scratch)
-        answer = built if "why" in built else ask("search", Path(args.environments), {**job, "do": "search"}, scratch)
+        limit_s = None if system == EXACT else args.time_limit  # nothing could be said of the others' recall without it
+        built = ask("search", Path(args.environments), {**job, "do": "build"}, scratch, limit_s=limit_s)
+        answer = built
+        if "why" not in built:
+            answer = ask("search", Path(args.environments), {**job, "do": "search"}, scratch, limit_s=limit_s)
         shutil.rmtree(scratch / "index", ignore_errors=True)
         if "why" in answer:
             found.append(row_of({**params, "effort": {}}, system, answer, {}))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,10 +28,10 @@ from tests.benchmarks.kv.test_resume import LLAMA
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def ask_here(program: str, environments: Path, job: dict[str, Any], scratch: Path) -> dict[str, Any]:
+def ask_here(program: str, environments: Path, job: dict[str, Any], scratch: Path, *, limit_s: float | None) -> dict[str, Any]:
     """In this process, where this Python runs the system: importing torch again takes longer than all else."""
     if job["system"] in programs.ENVIRONMENTS:
-        return programs.ask(program, environments, job, scratch)
+        return programs.ask(program, environments, job, scratch, limit_s=limit_s)
     spec = importlib.util.spec_from_file_location(f"head_to_head_{program}", ROOT / "scripts" / "head_to_head" / f"{program}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -130,7 +132,8 @@ def test_caches_behind_the_same_prompt(tmp_path: Path, model: Path) -> None:
 
 
 def test_other_tokens_are_wrong_where_nothing_may_be_lost(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ask(program: str, environments: Path, job: dict[str, Any], scratch: Path) -> dict[str, Any]:
+    def ask(program: str, environments: Path, job: dict[str, Any], scratch: Path, *, limit_s: float | None) -> dict[str, Any]:
+        assert (limit_s is None) == (job["system"] == "dynamic")
         tokens = [1, 2, 3] if job["system"] == "dynamic" else [1, 9, 3]
         return {
             "seconds": [0.1, 0.2],
@@ -153,14 +156,55 @@ def test_other_tokens_are_wrong_where_nothing_may_be_lost(tmp_path: Path, model:
     ]  # fmt: skip
 
 
+def stub(environments: Path, name: str, script: str) -> None:
+    """A program's Python, which does this instead."""
+    python = environments / name / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+
+
+def test_a_program_whose_time_is_up_says_so_and_the_next_one_runs(tmp_path: Path) -> None:
+    """What it started ends with it; one that builds in time and then hangs has another row."""
+    pids, none = tmp_path / "pids", tmp_path / "none"
+    stub(none, "fast-plaid", f"sleep 60 & echo $! $$ > {pids}\nwait")
+    slow_search = "job = json.load(sys.stdin); job['do'] == 'build' or time.sleep(60); open(job['out'], 'w').write('{}')"
+    stub(none, "pylate", f'exec {sys.executable} -ISc "import json, sys, time; {slow_search}"')
+    begun = time.monotonic()
+    rows = bench(tmp_path, "search", "--system", "exact,fast-plaid,pylate-plaid", "--time-limit", "1.5")
+    assert time.monotonic() - begun < 45
+    assert [(each.system, each.n, each.params["why"], each.params["limit_s"]) for each in rows] == [
+        ("exact", 10, None, 1.5), ("fast-plaid", 0, "did not finish building in 1.5 s", 1.5),
+        ("pylate-plaid", 0, "did not finish searching in 1.5 s", 1.5),
+    ]  # fmt: skip
+    for pid in pids.read_text().split():
+        assert has_ended(int(pid))
+    assert by_recall(rows)[1][1][-1] == "did not finish building in 1.5 s"
+
+
+def has_ended(pid: int) -> bool:
+    """Soon: an orphan is reaped by whoever inherits it."""
+    for _ in range(100):
+        try:
+            if " Z " in Path(f"/proc/{pid}/stat").read_text():
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("limit", ["0", "-3", "nan", "1e99", "soon"])
+def test_limits_that_are_none_are_refused(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "head-to-head", "search", "--time-limit", limit]) == 2
+    assert f"got '{limit}', expected seconds" in capsys.readouterr().err
+
+
 def test_a_program_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = {"system": "exact", "do": "search", "vectors": str(tmp_path / "none"), "index": str(tmp_path / "i"), "k": 10}
     assert programs.ask("search", tmp_path, job, tmp_path)["why"].startswith("FileNotFoundError: ")
     assert programs.ask("nothing", tmp_path, job, tmp_path)["why"].startswith("exit code 2: ")
-    broken = tmp_path / "fast-plaid" / "bin" / "python"
-    broken.parent.mkdir(parents=True)
-    broken.write_text("#!/bin/sh\necho cannot load libtorch >&2\nexit 3\n")
-    broken.chmod(0o755)
+    stub(tmp_path, "fast-plaid", "echo cannot load libtorch >&2\nexit 3")
     assert programs.ask("search", tmp_path, {**job, "system": "fast-plaid"}, tmp_path) == {"why": "exit code 3: cannot load libtorch"}
 
 
