@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 
 from espnx.errors import InvalidInputError
@@ -26,3 +28,14 @@ def positive(name: str, value: object) -> int:
     if not text.isdigit() or int(text) < 1:
         raise InvalidInputError(name, got=repr(value), expected="a whole number, at least 1")
     return int(text)
+
+
+def seconds(text: str) -> float:
+    """A time, for a parser of arguments: at most what a wait can take."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < threading.TIMEOUT_MAX:
+        raise ArgumentTypeError(f"got {text!r}, expected seconds, above 0")
+    return value

@@ -5,10 +5,10 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
+from ..harness.arguments import seconds
 from ..harness.cells import ABSENT, metric, number
 from ..harness.registry import Case, Say
 from ..harness.result import Row
-from .programs import limit_of
 
 DESCRIPTION = """search: indexes of the same token vectors (a collection that minilm encodes, and ColBERT-shaped random ones): espnx,
 fast-plaid, PyLate's PLAID; each at several efforts, its answers compared with those of every document scored. kv: SmolLM2 decodes behind
@@ -30,7 +30,7 @@ def configure(parser: ArgumentParser) -> None:
     add("--path", metavar="DIR", default=".", help="a directory on the SSD (default: the current one)")
     add("--system", metavar="S,...", default="", help="of all systems only these (default: all)")
     add(
-        "--time-limit", type=limit_of, metavar="S", default=300.0,
+        "--time-limit", type=seconds, metavar="S", default=300.0,
         help="seconds that a program has for each thing it does, such as building; no limit for the one that says what is right "
         "(default: 300)",
     )  # fmt: skip

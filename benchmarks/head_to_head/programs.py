@@ -9,8 +9,7 @@ import signal
 import statistics
 import subprocess
 import sys
-import threading
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -31,17 +30,6 @@ ENVIRONMENTS = {
 
 #: What a program is asked to do -> what it did not finish where its time ran out.
 PHASES = {"build": "building", "search": "searching", "decode": "decoding", "keep": "keeping a context", "resume": "resuming"}
-
-
-def limit_of(text: str) -> float:
-    """Seconds, for a parser of arguments."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < threading.TIMEOUT_MAX:
-        raise ArgumentTypeError(f"got {text!r}, expected seconds, above 0")
-    return value
 
 
 def chosen(args: Namespace, systems: Sequence[str]) -> list[str]:
