@@ -257,10 +257,12 @@ def test_an_index(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
         (("--model", "{llama}", "--context", "1", "--memory", "much"), 2, "cannot read a size"),
         (("--model", "{llama}", "--context", "1", "--storage", "/absent"), 1, "cannot write"),
         (("--model", "{llama}"), 2, "--context"),
+        (("--model", "{opt}", "--context", "257"), 2, "got 257 tokens and 1 new ones; expected at most the model's 256 positions"),
+        (("--model", "{opt}/config.json", "--context", "250", "--new", "8"), 2, "got 250 tokens and 8 new ones"),
     ],
 )
 def test_wrong_usage(words: tuple[str, ...], code: int, message: str, folders: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    filled = [word.replace("{llama}", str(folders["llama"])) for word in words]
+    filled = [word.format_map(folders) for word in words]
     try:
         got = main(["plan", *filled])
     except SystemExit as error:

@@ -12,13 +12,11 @@ import torch
 from ... import errors
 from ..transformers.cache import KVCache
 from ..transformers.enable import enable_kv_cache
+from ..transformers.positions import check_positions, learned_positions
 from .prompt_files import Prompt, append, read_done, sort_results
 
 #: How many times as long as its prompts are on average padding may make a batch.
 _PADDING = 1.25
-
-#: Embeddings of learned positions, as transformers' decoders call them. Rotary and computed positions have no end.
-_POSITIONS = ("wpe", "embed_positions", "position_embeddings", "positions_embed")
 
 Progress = Callable[[int, int], None]
 
@@ -53,28 +51,13 @@ def batches(lengths: Sequence[int], size: int) -> Iterator[list[int]]:
         yield batch
 
 
-def learned_positions(model: Any) -> int | None:
-    """How many tokens a sequence may have, where the model looks their positions up in a table; None: as many as you like."""
-    known = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in _POSITIONS and isinstance(module, torch.nn.Embedding):
-            offset = getattr(module, "offset", 0)
-            if module.num_embeddings - offset == known:  # and not that of an encoder of images or sound
-                return module.num_embeddings - (offset if module.padding_idx is None else module.padding_idx + 1)
-    return None
-
-
 def _check_lengths(model: Any, prompts: Sequence[Prompt], lengths: Sequence[int], new: int) -> None:
     """`new`: tokens to generate; the last of them is not fed to the model. Raises InvalidInputError naming the prompt."""
     limit = learned_positions(model)
     for prompt, length in zip(prompts, lengths, strict=True):
         if not length:
             raise errors.InvalidInputError(f"prompt {prompt.id!r}", got="no tokens", expected="at least one")
-        if limit is not None and length + new - 1 > limit:
-            raise errors.InvalidInputError(
-                f"prompt {prompt.id!r}", got=f"{length} tokens and {new} new ones", expected=f"at most the model's {limit} positions",
-                fix="shorten the prompt, or generate fewer tokens",
-            )  # fmt: skip
+        check_positions(f"prompt {prompt.id!r}", length, new, limit=limit)
 
 
 def until_end(tokens: list[int], ends: int | Sequence[int] | None) -> list[int]:

@@ -22,6 +22,7 @@ from ...kv.cache import SsdCache
 from ...weights.layers import LayerWeights, Share, share
 from ...weights.safetensors_files import StoredTensor, find_tensors
 from ...weights.speed import gemm_speed, memory_speed, read_speed, read_speed_of
+from ..transformers.positions import check_positions, learned_positions
 from .model import ModelWeights, empty_model, main_dtype, match, read_config
 
 _TAIL_BLOCKS = 3  # rows in memory: room for two blocks that wait, and half as much again
@@ -102,7 +103,7 @@ def plan_model(
         dtype: of weights, K and V; None: as stored, else as the config says.
 
     Raises:
-        InvalidInputError: no such model, numbers out of range, or a budget that is too small.
+        InvalidInputError: no such model, numbers out of range, more tokens than the model has positions, or a budget that is too small.
         FormatError: the folder's weights are damaged.
         WriteError: `storage` cannot be written.
     """
@@ -115,6 +116,7 @@ def plan_model(
     tensors = find_tensors(where) if has_weights else {}
     own = dtype or (main_dtype(tensors) if has_weights else getattr(config, "dtype", None) or torch.float32)
     model = empty_model(config, own)
+    check_positions(f"context of model {where}", context, new, limit=learned_positions(model))
     weights = match(model, tensors if has_weights else _as_saved(model), dtype)
     shared = share(weights.other_bytes, weights.layers, memory_bytes)
     text = config.get_text_config(decoder=True)
