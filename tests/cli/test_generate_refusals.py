@@ -17,9 +17,10 @@ import torch
 from espnx.cli.main import main
 from espnx.errors import EspnxError, InvalidInputError, WriteError
 from espnx.integrations.generate import model_folder
-from espnx.integrations.generate.generate import learned_positions, until_end
+from espnx.integrations.generate.generate import until_end
 from espnx.integrations.generate.model_folder import model_fingerprint
 from espnx.integrations.generate.prompt_files import Prompt, append, read_done, read_prompts
+from espnx.integrations.transformers.positions import learned_positions
 from espnx.weights.safetensors_files import read_header
 from tests.cli.generating import NEW, PROMPTS, check, options, results, run, save, wanted, write
 from tests.integrations.transformers.tiny import VOCABULARY, make
@@ -77,6 +78,21 @@ def test_results_without_digests(tmp_path: Path) -> None:
     assert read_done(out, {}, [Prompt("2", "x")]) == {"1"}
 
 
+def test_what_differs_is_named_and_nothing_else(tmp_path: Path) -> None:
+    out, settings = tmp_path / "out", {"model": "m", "seed": 3, "temperature": 0.5, "format": None, "dtype": "float16"}
+    for found, got, expected in (
+        (settings | {"seed": 1, "format": "int8"}, "seed 1, format int8", "seed 3, no format"),
+        (settings | {"device": "smartssd"}, "device smartssd", "nothing of device"),
+        ({"model": "m", "seed": 3, "temperature": 0.5, "dtype": None}, "nothing of format, no dtype", "no format, dtype float16"),
+        (7, "settings 7", "those of this run"),
+    ):
+        out.write_text(json.dumps({"id": "1", "settings": found}) + "\n")
+        with pytest.raises(InvalidInputError, match="another --out") as caught:
+            read_done(out, settings, [Prompt("1", "x")])
+        assert (caught.value.got, caught.value.expected) == (got, expected)
+        assert caught.value.what == f"line 1 of {out}, a result of other settings"
+
+
 def test_half_a_character(tmp_path: Path) -> None:
     """JSON can name half of a surrogate pair, which UTF-8 cannot: the id comes back as it was."""
     path, out = tmp_path / "p.jsonl", tmp_path / "out"
@@ -98,8 +114,7 @@ def test_another_model_in_the_same_folder(model: Path, folder: Path, capsys: pyt
     trained.save_pretrained(own)
     code, _, err = run(capsys, *words)
     assert code == 2
-    assert "model_fingerprint" in err
-    assert "another --out" in err
+    assert re.search(r"got model_fingerprint \w+; expected model_fingerprint \w+\. Fix: .* another --out\n", err)
 
 
 def test_the_fingerprint(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,6 +273,10 @@ def test_no_such_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
             model_folder.load_model(str(nowhere), None, None)
         with pytest.raises(InvalidInputError, match="no such folder"):
             model_fingerprint(str(nowhere))
+    (folder / "empty").mkdir()
+    code, _, err = run(capsys, *options(folder / "empty", folder, prompts))
+    assert code == 2
+    assert f"espnx: error: model in {folder / 'empty'}; got a folder without config.json; expected a folder with model and" in err
 
 
 @pytest.mark.parametrize("many", [False, True])

@@ -176,8 +176,11 @@ def test_damage_is_an_error_with_a_name(tmp_path: Path, corpus: Path, capsys: py
         assert run(capsys, "index", command, tmp_path / "nowhere")[0] == 1
 
 
-def test_ctrl_c(tmp_path: Path, open_forks: Callable[[str], Forks]) -> None:
-    """Exit code 130, nothing published, and the same command goes on."""
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL], ids=lambda end: end.name)
+def test_an_ended_build(
+    tmp_path: Path, open_forks: Callable[[str], Forks], capsys: pytest.CaptureFixture[str], end: signal.Signals
+) -> None:
+    """Nothing is published, whoever asks is told why, and the same command goes on. By hand it ends with exit code 130."""
     corpus, said = write_corpus(tmp_path / "corpus.jsonl", 3000), tmp_path / "err"
     job = {"argv": ["index", "build", str(tmp_path / "store"), "--corpus", str(corpus)], "stdout": tmp_path / "out", "stderr": said}
     processes = open_forks("tests.retrieval.zygote")
@@ -185,13 +188,17 @@ def test_ctrl_c(tmp_path: Path, open_forks: Callable[[str], Forks]) -> None:
     state = tmp_path / "store" / "building" / "STATE.json"
     assert until(lambda: state.exists() and json.loads(state.read_bytes().splitlines()[0])["documents"] > 0, 60)
     time.sleep(0.1)
-    os.kill(child, signal.SIGINT)
-    assert processes.wait(child) == 130
-    assert re.search(
-        r"interrupted; what was published before is intact; [\d,]+ documents are kept in .*: the same build goes on", said.read_text()
-    )
+    os.kill(child, end)
+    code = processes.wait(child)
+    if end is signal.SIGINT:
+        assert code == 130
+        told = r"interrupted; what was published before is intact; [\d,]+ documents are kept in .*: the same build goes on"
+        assert re.search(told, said.read_text())
     assert "Traceback" not in said.read_text()
     assert not (tmp_path / "store" / "MANIFEST.json").exists()
+    for words in (("search", tmp_path / "store", "x"), ("index", "info", tmp_path / "store")):
+        assert run(capsys, *words)[0] == 1
+        assert re.search("no published store in .*a build was interrupted here: the same .*build`? goes on", run(capsys, *words)[2])
     assert processes.wait(processes.start(**job)) == 0
     assert "from the interrupted build" in (tmp_path / "out").read_text()
     assert re.search(r"confirm: [\d,]+ of [\d,]+", said.read_text()), "it says when it goes on"

@@ -108,15 +108,31 @@ def _check_line(where: str, line: bytes, settings: dict[str, Any], digests: Mapp
     if not isinstance(found, dict) or not isinstance(found.get("id"), str):
         raise errors.InvalidInputError(where, got="something else", expected="results of an earlier run", fix=_ANOTHER_OUT)
     if found.get("settings") != settings:
-        raise errors.InvalidInputError(
-            f"results: {where}", got=f"settings {found.get('settings')}", expected=str(settings), fix=_ANOTHER_OUT
-        )
+        got, expected = _differences(found.get("settings"), settings)
+        fix = f"run with the options of those results, or {_ANOTHER_OUT}"
+        raise errors.InvalidInputError(f"{where}, a result of other settings", got=got, expected=expected, fix=fix)
     name: str = found["id"]
     if name in digests and found.get("prompt_digest") != digests[name]:
         raise errors.InvalidInputError(
             f"results: {where}", got=f"a result for id {name!r} of another prompt", expected="that of the prompts file", fix=_ANOTHER_OUT
         )
     return name
+
+
+def _differences(found: Any, settings: Mapping[str, Any]) -> tuple[str, str]:
+    """What differs, as it was found and as it is now."""
+    if not isinstance(found, dict):
+        return f"settings {found}", "those of this run"
+    absent = object()
+    names = [name for name in {**settings, **found} if found.get(name, absent) != settings.get(name, absent)]
+    return _named(found, names), _named(settings, names)
+
+
+def _named(settings: Mapping[str, Any], names: Sequence[str]) -> str:
+    return ", ".join(
+        f"nothing of {name}" if name not in settings else f"no {name}" if settings[name] is None else f"{name} {settings[name]}"
+        for name in names
+    )
 
 
 def append(path: str | os.PathLike[str], lines: Sequence[dict[str, Any]]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ... import errors
 from ...device.record_layout import FORMAT_NUMBERS, RecordSchema
 from ...ops.maxsim.limits import DIM_MAX
 from ...storage import NativeEngine
@@ -23,6 +24,7 @@ from .part import GROUP_RECORDS, PartEntry
 from .part_file import REBUILD, VERSION
 
 MAGIC = "espnx-embedding-store"
+BUILDING = "building"  # a directory beside the manifest: of a build under way
 _GENERATION_MAX = 10**15
 _PARTS_MAX, _DIRECTORIES_MAX, _BITMAP_MAX = 1 << 16, 4096, 1 << 37
 #: Of what was trained, what an exact score depends on: the first stage and a coarse tier choose documents, they score none.
@@ -127,8 +129,16 @@ class Manifest:
 
 
 def read_store_manifest(engine: NativeEngine, path: str | os.PathLike[str]) -> Manifest:
-    """Raises StoreNotFoundError; FormatError, naming the manifest, for a value that cannot be."""
-    return parse_manifest(read_manifest(engine, path, MAGIC, VERSION), os.path.join(path, MANIFEST_NAME))
+    """Raises StoreNotFoundError, which names a build that was interrupted there; FormatError, naming the manifest, for a value that cannot
+    be."""
+    try:
+        found = read_manifest(engine, path, MAGIC, VERSION)
+    except errors.StoreNotFoundError as error:
+        if not os.path.isdir(os.path.join(path, BUILDING)):
+            raise
+        fix = "a build was interrupted here: the same build goes on"
+        raise errors.StoreNotFoundError("no published store", path=path, expected=error.expected, fix=fix) from None
+    return parse_manifest(found, os.path.join(path, MANIFEST_NAME))
 
 
 def data_directories(path: str | os.PathLike[str]) -> list[str]:

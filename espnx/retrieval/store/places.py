@@ -22,10 +22,11 @@ from ...storage import ownership
 from ...storage.files import make_directory, make_given_directory
 from ...storage.manifest import NAME as MANIFEST_NAME
 from ..first_stage.interface import SECTION_NAME_MAX
+from .manifest import BUILDING as BUILDING
 from .manifest import Manifest
 
 GENERATION = re.compile(r"gen-([0-9]{6,15})")  # a directory; what has any other name is not ours
-BUILDING = "building"  # the directory of a build under way; the files that may lie there are the following
+#: The files that may lie in `BUILDING`.
 STATE, ORDER, TRAINED, TEXTS = "STATE.json", "order.i64", "trained.safetensors", "texts.sqlite"
 RECORDS, VECTORS, N_TOKENS, DIGESTS = "records.bin", "vectors.f32", "n_tokens.u16", "documents.b16"
 #: What the second pass writes of a first stage: the order of the records, and its sections.
