@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,13 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; fon
 code { background: #f4f4f4; padding: .1rem .3rem } p.note { border-left: 3px solid #c90; padding-left: .6rem }
 """
 _BARS_MOST, _POINTS_LEAST = 60, 3
+Progress = Callable[[int, int], None]
 _MACHINE = ("cpu", "cores", "memory_bytes", "kernel", "disk", "fs", "python", "torch", "fio", "load_average")
 
 
-def render_page(results: Mapping[Path, Mapping[str, Any]]) -> str:
-    """The page of these result files, each validated, in their order."""
+def render_page(results: Mapping[Path, Mapping[str, Any]], progress: Progress = lambda done, total: None) -> str:
+    """The page of these result files, each validated, in their order. `progress`: is told of how many are done, of how many."""
+    progress(0, len(results))
     why_no_plots = _missing_matplotlib()
     parts = [
         "<!doctype html>", '<html lang="en">', '<meta charset="utf-8">', "<title>espnx: results</title>", f"<style>{_STYLE}</style>",
@@ -39,6 +41,7 @@ def render_page(results: Mapping[Path, Mapping[str, Any]]) -> str:
     ]  # fmt: skip
     for number, (path, document) in enumerate(results.items()):
         parts += _section(number, path, document, with_plots=not why_no_plots)
+        progress(number + 1, len(results))
     return "\n".join([*parts, "</html>", ""])
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ..errors import EspnxError, InvalidInputError, MissingDependencyError, PathUnavailableError, StorageError
+from ..errors import EspnxError, InvalidInputError, MissingDependencyError, PathUnavailableError, StorageError, WriteError
 from .output import json_document, write_json
 
 OK, FAILED, USAGE, MISSING_HARDWARE, INTERRUPTED = 0, 1, 2, 3, 130
@@ -52,7 +52,7 @@ def report(error: BaseException, *, command: str | None, json: str | None, code:
         print(f"{error.parser.prog}: error: {error}", file=sys.stderr)
     else:
         print(f"espnx: {'' if isinstance(error, KeyboardInterrupt) else 'error: '}{sentence(error)}", file=sys.stderr)
-    if json is not None:
+    if json is not None and not (isinstance(error, WriteError) and error.path == json):  # that would fail again
         try:
             write_json(json, json_document(command or "", error=described(error, code)))
         except (EspnxError, OSError) as second:  # the first one is told already

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from .._version import __version__
 from .failures import FAILED, USAGE, Parser, json_of, report
+from .output import check_json
 from .registry import COMMANDS, GROUPS, Command
 
 _EPILOG = """exit codes: 0 ok, 1 a check failed or an error, 2 wrong usage, 3 missing hardware, 130 interrupted
@@ -88,4 +89,6 @@ def _run(argv: list[str]) -> int:
     if run is None:
         build_parser().print_help(sys.stderr)
         return USAGE
+    if getattr(args, "json", None) is not None:
+        check_json(args.json)  # not after minutes of work
     return run(args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno as codes
 import json
 import os
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 from ..errors import WriteError
 
 SCHEMA_VERSION = 1
+_JSON, _OTHER_JSON = "cannot write JSON", "name another file after --json"
 
 
 def add_json_option(parser: ArgumentParser) -> None:
@@ -26,28 +28,62 @@ def json_document(command: str, **fields: Any) -> dict[str, Any]:
     return {"schema_version": SCHEMA_VERSION, "command": command, **fields}
 
 
-def write_json(destination: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
-    """Writes a document to a file, atomically, or to standard output for ``-``.
+def check_json(destination: str) -> None:
+    """Whether `write_json` could write there: asked before the work whose result it is. Raises WriteError."""
+    if destination != "-":
+        check_writable(destination, _JSON, _OTHER_JSON)
 
-    Raises:
-        WriteError: the file cannot be written; what stood there before is untouched.
-    """
+
+def write_json(destination: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
+    """Writes a document to a file, as `write_whole` does, or to standard output for ``-``. Raises WriteError."""
     text = json.dumps(document, indent=2, allow_nan=False) + "\n"
     if destination == "-":
         sys.stdout.write(text)
         return
-    path = Path(destination)
+    write_whole(destination, text, _JSON, _OTHER_JSON)
+
+
+def check_writable(path: str | os.PathLike[str], what: str, fix: str) -> None:
+    """Whether `write_whole` could write there; nothing is left of the trial. Raises WriteError, which says `what` cannot be done, and the
+    way to `fix` it."""
+    directory, name = os.path.split(target := os.path.realpath(path))
+    try:
+        if os.path.isdir(target):
+            raise IsADirectoryError(codes.EISDIR, os.strerror(codes.EISDIR))
+        if not _is_stream(path):
+            with tempfile.NamedTemporaryFile(dir=directory, prefix=f".{name}."):
+                pass
+    except OSError as error:
+        raise WriteError(what, path=path, errno=error.errno, fix=fix) from error
+
+
+def write_whole(path: str | os.PathLike[str], text: str, what: str, fix: str) -> None:
+    """Makes or replaces a file in one step, the one that a link names; a pipe or a device is written to.
+
+    Raises:
+        WriteError: as `check_writable` has it; what stood there before is untouched.
+    """
+    directory, name = os.path.split(target := os.path.realpath(path))
     temporary = None
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        if _is_stream(path):
+            with open(path, "w", encoding="utf-8") as stream:
+                stream.write(text)
+            return
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=directory, prefix=f".{name}.", delete=False) as file:
             temporary = file.name
             file.write(text)
         os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     except OSError as error:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
-        raise WriteError("cannot write JSON", path=path, errno=error.errno, fix="name another file after --json") from error
+        raise WriteError(what, path=path, errno=error.errno, fix=fix) from error
+
+
+def _is_stream(path: str | os.PathLike[str]) -> bool:
+    """Something that cannot be replaced: a pipe, a terminal, ``/dev/null``."""
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def emit(args: Namespace, text: str, document: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from espnx import errors
 from espnx.cli.failures import report
 from espnx.cli.main import main
+from espnx.cli.output import check_json
 from espnx.cli.registry import COMMANDS
 from tests.cli.documents import SCHEMA, check, strict_json
 
@@ -93,12 +94,51 @@ def test_every_kind_of_failure_has_the_same_form(error: BaseException, capsys: p
     assert "noted on its way" in said.err
 
 
-def test_a_file_that_cannot_be_written_is_told_beside_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["search", str(tmp_path / "nowhere"), "x", "--json", str(tmp_path / "no" / "x.json")]) == 1
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2
-    assert "no published store" in said[0]
-    assert "cannot write JSON" in said[1]
+@pytest.mark.parametrize("where", ["no/x.json", "", "dir", "file/x.json", "/proc/x.json"])
+def test_a_file_that_cannot_be_written_is_told_before_the_work_and_once(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the command; beside wrong usage, which is another thing."""
+    monkeypatch.chdir(tmp_path)
+    Path("dir").mkdir()
+    Path("file").touch()
+    for command in (["search", "nowhere", "x"], ["bench", "io"], ["generate", "--model", "m", "--storage", "s"], ["doctor"]):
+        assert main([*command, "--json", where]) == 1
+        said = capsys.readouterr()
+        assert (said.out, said.err.count("\n")) == ("", 1), said.err
+        assert said.err.startswith("espnx: error: cannot write JSON in ")
+        assert said.err.endswith("Fix: name another file after --json\n")
+    assert main(["search", "--nprob", "3", "--json", where]) == 2
+    said = capsys.readouterr()
+    assert "the following arguments are required" in said.err
+    assert "cannot write JSON" in said.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dir", "file"]
+
+
+def test_what_the_check_and_the_result_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that is there already stays until the result takes its place, also behind a link; a device is written to, not replaced."""
+    monkeypatch.chdir(tmp_path)
+    old, link = tmp_path / "old.json", tmp_path / "link.json"
+    old.write_text("old")
+    link.symlink_to(old)
+    assert main(["bench", "clean", "--path", "nowhere", "--json", "/dev/null"]) == 2
+    assert main(["bench", "ls", "--json", "/dev/null"]) == 0
+    assert not Path("/dev/null").is_file()
+    check_json(str(link))
+    assert old.read_text() == "old"
+    assert main(["bench", "ls", "--json", str(link)]) == 0
+    assert link.is_symlink()
+    strict_json(old.read_text())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "old.json"]
+
+
+def test_a_file_that_becomes_unwritable_during_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "x.json"
+    monkeypatch.setattr("espnx.cli.bench._cases_table", lambda: str(target.mkdir()))
+    assert main(["bench", "ls", "--json", str(target)]) == 1
+    assert capsys.readouterr().err.count("cannot write JSON") == 1
 
 
 @pytest.mark.parametrize("words", [["doctor"], ["env"], ["bench", "ls"], ["bench", "clean"]], ids=" ".join)

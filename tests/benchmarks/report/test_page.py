@@ -99,7 +99,10 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (tmp_path / "results" / f"{name}.json").write_text(json.dumps(document([io_row(4096)])))
     out = tmp_path / "page.html"
     assert main(["report", str(tmp_path / "results"), str(tmp_path / "results" / "a.json"), "--out", str(out), "--json", "-"]) == 0
-    found = strict_json(capsys.readouterr().out)
+    said = capsys.readouterr()
+    assert "tables and pictures of result files: 0 of 2\n" in said.err
+    assert "tables and pictures of result files: 2 of 2" in said.err
+    found = strict_json(said.out)
     assert (found["rows"], [Path(name).name for name in found["files"]]) == (2, ["a.json", "b.json"])
     assert out.read_text().startswith("<!doctype html>")
     (tmp_path / "results" / "c.json").write_text("{}")
@@ -109,5 +112,23 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ([str(tmp_path / "nowhere")], 2, "no such file or directory"),
         ([str(tmp_path / "results" / "a.json"), "--out", str(tmp_path / "no" / "x.html")], 1, "cannot write the page"),
     ):
-        assert main(["report", *words]) == code
+        assert main(["report", *words, *([] if "--out" in words else ["--out", str(tmp_path / "new.html")])]) == code
         assert said in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "results"]
+
+
+def test_a_page_that_is_there_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is to be replaced; said before anything is drawn."""
+    (tmp_path / "r.json").write_text(json.dumps(document([io_row(4096)])))
+    out = tmp_path / "page.html"
+    words = ["report", str(tmp_path / "r.json"), "--out", str(out)]
+    out.write_text("mine")
+    with monkeypatch.context() as patch:
+        patch.setattr("espnx.benchmarks.report.page.render_page", None)
+        assert main(words) == 2
+        assert "got a file that is there already; expected a new one. Fix: --replace, or name another" in capsys.readouterr().err
+        assert main([*words[:-1], str(tmp_path)]) == 1
+        assert "cannot write the page" in capsys.readouterr().err
+    assert out.read_text() == "mine"
+    assert main([*words, "--replace"]) == 0
+    assert out.read_text().startswith("<!doctype html>")
