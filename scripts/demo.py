@@ -97,6 +97,7 @@ def compare(index: espnx.Index, documents: list[dict[str, str]]) -> bool:
             abs(hit.score - score) <= SCORE_TOLERANCE and abs(exact[hit.number] - hit.score) <= SCORE_TOLERANCE
             for hit, (_, score) in zip(result.hits, ranked, strict=False)
         )
+    hit_rates = [result.hit_rate for result in results if result.prefetch_steps]
     asked, moved = sum(r.bytes_asked for r in results), sum(r.bytes_moved for r in results)
     median_ms = statistics.median(r.timings.total_s for r in results) * 1e3
     rows = [
@@ -106,7 +107,7 @@ def compare(index: espnx.Index, documents: list[dict[str, str]]) -> bool:
         ("bytes asked", f"{format_size(asked)}, {format_size(asked / len(results))} a query"),
         ("bytes moved", f"{format_size(moved)} in {sum(r.requests for r in results):,} requests"),
         ("bytes the kernel fetched", f"{format_size(fetched)} in {elapsed:.1f} s"),
-        ("prefetch hit rate", f"{statistics.mean(r.hit_rate for r in results):.0%}"),
+        ("prefetch hit rate", f"{statistics.mean(hit_rates):.0%}" if hit_rates else "no prefetch"),
         ("critical-path I/O", f"{statistics.median(r.timings.critical_io_s for r in results) * 1e3:.1f} ms median"),
     ]
     print(render_table(("", ""), rows))

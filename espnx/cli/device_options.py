@@ -36,8 +36,9 @@ def add_device_options(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def devices_of(args: argparse.Namespace, directories: Sequence[str]) -> Iterator[Devices | None]:
-    """Devices for directories, as a command's options name them: open while the block runs. None: nothing was said."""
+def devices_of(args: argparse.Namespace, directories: Sequence[str], *, idle: Callable[[], str] = str) -> Iterator[Devices | None]:
+    """Devices for directories, as a command's options name them: open while the block runs. None: nothing was said. Warns of a trace that
+    holds no command: `idle` says in the end why the devices were asked for nothing."""
     if args.record is None and args.device is None:
         if args.stretch is not None:
             raise InvalidInputError("--stretch", got="no --device", expected="the name of an emulated one", fix="--device smartssd")
@@ -55,8 +56,11 @@ def devices_of(args: argparse.Namespace, directories: Sequence[str]) -> Iterator
             from ..device.trace.writer import TraceWriter
 
             program = " ".join(["espnx", *sys.argv[1:]])
-            found = recorded(found, opened.enter_context(TraceWriter(args.record, program, found)))
+            writer = opened.enter_context(TraceWriter(args.record, program, found))
+            found = recorded(found, writer)
         yield found
+        if args.record is not None and not writer.commands:
+            print(f"espnx: warning: the trace {args.record} is empty: {idle() or 'no device was asked for anything'}", file=sys.stderr)
 
 
 def emulated_note(devices: Devices | None) -> Callable[[], str]:

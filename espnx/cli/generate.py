@@ -126,7 +126,13 @@ def _generate(args: argparse.Namespace, out: str | None, progress: ProgressLine)
         settings["device"] = args.device
     if out is not None:
         read_done(out, settings, prompts)  # what it refuses it refuses before a model is loaded
-    with devices_of(args, args.storage) as device:
+
+    def idle() -> str:
+        if not report.prompts:
+            return "all results were there already"
+        return "all K and V stayed in memory, as they are written once they fill a page; longer prompts or answers do"
+
+    with devices_of(args, args.storage, idle=idle) as device:
         with progress.loading(f"model {args.model}"):
             model, tokenizer = load_model(args.model, args.memory, getattr(torch, args.dtype) if args.dtype else None)
         cache_options = {

@@ -108,6 +108,7 @@ def test_record_and_replay(folder: Path, capsys: pytest.CaptureFixture[str], mon
     assert code == 0
     hits = [[hit["id"] for hit in strict_json(text)["results"][0]["hits"]] for text in (plain, found)]
     assert hits[0] == hits[1]
+    assert "the trace" not in run(capsys, *search, "--record", folder / "trace")[2]
     code, out, _ = run(capsys, "device", "replay", folder / "trace", "--index", folder / "s", "--json", "-")
     assert code == 0
     assert strict_json(out)["verbs"]["maxsim"]["count"] >= 1

@@ -44,6 +44,17 @@ def test_the_frameworks_tokens(model: Path, folder: Path, capsys: pytest.Capture
     assert not list((folder / "rows").iterdir())
 
 
+def test_a_trace_that_stays_empty_says_why(model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts too short to be written, and a run with nothing left to do; a trace that holds something needs no words."""
+    trace, said = folder / "trace", "espnx: warning: the trace .*trace is empty: "
+    for texts, why in ((["w1"], "all K and V stayed in memory"), (["w1"], "all results were there already"), (PROMPTS[5:6], None)):
+        prompts = write(folder / f"{len(texts[0])}.txt", texts)
+        code, _, err = run(capsys, *options(model, folder, prompts), "--record", trace)
+        assert code == 0, err
+        assert len(trace.read_text().splitlines()) == 1 if why else len(trace.read_text().splitlines()) > 1
+        assert re.search(said + why, err) if why else "warning" not in err
+
+
 def test_beams_and_two_directories(model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts, out = write(folder / "prompts.txt", PROMPTS[:3]), folder / "out"
     more = ["--num-beams", 2, "--x-rows", 0, "--storage", folder / "more", "--out", out]

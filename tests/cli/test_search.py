@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -106,7 +107,8 @@ def test_rendering() -> None:
     assert str(result) == text
     assert max(map(len, text.splitlines()[:-1])) < 130
     assert "7  (not re-ranked)" in text
-    assert "1.00 MB asked, 2.00 MB moved in 3 requests" in text
+    assert "1 of 2 candidates re-ranked, no prefetch | 1.00 MB asked, 2.00 MB moved in 3 requests" in text
+    assert "re-ranked, prefetch hit rate 50% |" in dataclasses.replace(result, prefetch_steps=(0.3,)).summary()
     assert repr(result) == "<SearchResult: 2 hits, best 'id' 1.500, 0.0 ms>"
     assert repr(SearchResult([])) == "<SearchResult: 0 hits, 0.0 ms>"
 

@@ -48,6 +48,11 @@ class TraceWriter:
             }
         )
 
+    @property
+    def commands(self) -> int:
+        """How many have begun."""
+        return self._count
+
     def part(self) -> int:
         """A number for a part of a device (`open_rows`, `open_records`, `keep_records`) that the lines can name."""
         with self._lock:

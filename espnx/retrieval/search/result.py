@@ -151,8 +151,9 @@ class SearchResult:
         return "\n".join([*lines, f"  {self.timings} | {self._cost()}"])
 
     def _cost(self) -> str:
+        prefetch = f"prefetch hit rate {self.hit_rate:.0%}" if self.prefetch_steps else "no prefetch"
         return (
-            f"{self.reranked} of {self.candidates} candidates re-ranked, prefetch hit rate {self.hit_rate:.0%} | "
+            f"{self.reranked} of {self.candidates} candidates re-ranked, {prefetch} | "
             f"{self.bytes_asked / 1e6:.2f} MB asked, {self.bytes_moved / 1e6:.2f} MB moved "
             f"in {self.requests} requests by {self.effective_path}" + (f" ({self.fallback_reason})" if self.fallback_reason else "")
         )
