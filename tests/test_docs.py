@@ -117,6 +117,7 @@ def test_the_front_page_is_short() -> None:
     assert text.count("\n") <= README_LINES
     assert rows_of_tables(text)[0] <= TABLE_ROWS
     assert text.index("KVCache(") < text.index("espnx.build("), "long contexts come first"
+    assert text.index("pip install") < text.index("```python"), "what to type before an example stands above it"
 
 
 def test_long_tables_of_measurements_are_in_a_folder_of_their_own() -> None:
