@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,7 +150,7 @@ class DeviceSystem:
         self._device.close()
 
 
-class MemorySystem:
+class MemorySystem(ABC):
     """Something that finds the nearest among entries in memory: a function of a query's number to distances and ids."""
 
     requested_path = effective_path = "memory"
@@ -160,9 +161,9 @@ class MemorySystem:
         self._entries = [entries_in_memory(file, clusters) for clusters in work.clusters]
         self.conversion_s = 0.0
 
+    @abstractmethod
     def find(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """(distances, ids) of the nearest of a query."""
-        raise NotImplementedError
 
     def threads(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
