@@ -56,7 +56,7 @@ class EmulatedRowDevice(SsdRowDevice):
         topology, number: the hardware, and which device of it this is.
         name: of the data file.
         hand_over: of rows that wait on the host.
-        near_storage: whether it computes. If not, it is the same disk without its accelerator: rows go to the host.
+        near_storage: whether it computes. If not, or if its spec does not attend, it is a disk: rows go to the host, which attends.
         read_ahead_bytes: of host memory, for rows read before they are asked for. What the emulated device reads ahead is bounded by its
             memory.
         compute: anything: results go where the queries are.
@@ -84,12 +84,13 @@ class EmulatedRowDevice(SsdRowDevice):
         self._guard = Guard(topology, number, os.fspath(directory), faults or Faults())
         self._virtual_deadline_s = deadline_s * max(topology.stretch, 1.0)
         self.capabilities = capabilities_of(topology.spec, near_storage=near_storage)
+        self._attends = near_storage and topology.spec.has("attend")
         memory = topology.spec.memory.size
         #: None: not known, and no bound.
         self._memory_bytes = None if memory is None else int(memory.value)
-        window_bytes = read_ahead_bytes if not near_storage or self._memory_bytes is None else self._memory_bytes
+        window_bytes = read_ahead_bytes if not self._attends or self._memory_bytes is None else self._memory_bytes
         self._pacing = RowPacing(topology, number, window_bytes, deadline_s)
-        self._hand_over, self._near_storage = hand_over, near_storage
+        self._hand_over = hand_over
         self._tickets: dict[int, _Ticket] = {}
         super().__init__(directory, read_ahead_bytes=read_ahead_bytes, deadline_s=deadline_s, **options)
 
@@ -98,14 +99,14 @@ class EmulatedRowDevice(SsdRowDevice):
     def _write(self, plan: Plan, memory: torch.Tensor, *, is_copy: bool = False) -> Writing:
         size_bytes = int(plan.size_bytes.sum())
         fault = self._guard.begin("put")
-        paced = self._pacing.write(size_bytes, from_host=not (is_copy and self._near_storage))
+        paced = self._pacing.write(size_bytes, from_host=not (is_copy and self._attends))
         real = super()._write(plan, memory, is_copy=is_copy)
         if fault is not None and fault.kind in ("stall", "drop"):
             return _HeldWrite(real, self._pacing, paced, partial(self._guard.wait, fault, "put", self._virtual_deadline_s))
         return _PacedWrite(real, self._pacing, paced)
 
     def _join(self, segments: Sequence[FileSegment]) -> FileSegment:
-        self._pacing.copy(sum(each.size_bytes for each in segments), to_host=not self._near_storage)
+        self._pacing.copy(sum(each.size_bytes for each in segments), to_host=not self._attends)
         return super()._join(segments)
 
     # --- rows are looked at ---
@@ -119,7 +120,7 @@ class EmulatedRowDevice(SsdRowDevice):
             unit = int(row["sequence"]), int(row["first_head"])
             before, n_rows = heads.get(unit, HeadRows(0, 0)), int(row["n_rows"])
             heads[unit] = HeadRows(before.n_rows + n_rows, before.size_bytes + layout.blocks(n_rows) * layout.block_bytes)
-        is_for_host = bool(self.capabilities.lacks(Queries(torch.empty(0, 0, 0, layout.d), layout.dv), layout))
+        is_for_host = not self._attends or bool(self.capabilities.lacks(Queries(torch.empty(0, 0, 0, layout.d), layout.dv), layout))
         parts = [(self._push(layout, part, sums), part) for part in ([table] if is_for_host else _parts(layout, by_head))]
         paced = PacedReads(is_for_host, heads)
         self._tickets[parts[0][0]] = _Ticket(layout, parts, paced)
@@ -161,7 +162,8 @@ class EmulatedRowDevice(SsdRowDevice):
             queries, tail = queries.to(self.compute), tail if tail is None else tail.to(self.compute)
         try:
             fault = self._guard.begin("attend")
-            o, lse = self._attend(mine, queries, tail if tail is not None and tail.n_rows else None)
+            attend = self._attend if self._attends else self._attend_on_host
+            o, lse = attend(mine, queries, tail if tail is not None and tail.n_rows else None)
             self._guard.wait(fault, "attend", self._virtual_deadline_s)
             if fault is not None or bool(torch.isfinite(queries.q).all()):  # of what is no number nothing else can come
                 o = torch.from_numpy(self._guard.reply(fault, "attend", o.numpy(), _is_number))
@@ -189,6 +191,14 @@ class EmulatedRowDevice(SsdRowDevice):
         if tail is not None and not hands_scores:
             o, lse = merge(o, lse, *_attend_tail(queries, tail, self._threads))
         self._pacing.wait(results, asked_s)
+        return o, lse
+
+    def _attend_on_host(self, mine: _Ticket, queries: Queries, tail: RowsInMemory | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Without an accelerator: the rows pass the links, and the host attends as it does beside a plain SSD."""
+        asked_s = self._pacing.topology.now()
+        ((ticket, _),) = mine.parts
+        o, lse = super().attend(ticket, queries, tail)
+        self._pacing.wait(self._pacing.arrive(mine.paced), asked_s)
         return o, lse
 
     def _compute(self, work: _Attention, ticket: int, table: np.ndarray, layout: RowLayout) -> None:
@@ -332,9 +342,11 @@ class _HeldWrite(_PacedWrite):
 
 
 def capabilities_of(spec: DeviceSpec, *, near_storage: bool) -> Capabilities:
-    """Of the rows on a device. Raises InvalidInputError where it attends, and not as `espnx.ops.accelerator` does."""
+    """Of the rows on a device: without an accelerator that attends, those of a plain SSD.
+
+    Raises InvalidInputError where it attends, and not as `espnx.ops.accelerator` does."""
     if not near_storage or spec.accelerator is None or not spec.has("attend"):
-        return Capabilities(attends_widths=(), attends_formats=(), keeps=True)
+        return SsdRowDevice.capabilities
     check_accelerator(spec.accelerator, spec.name)
     return Capabilities(
         attends_widths=(DIM,), attends_formats=("fp16",), exchanges="fp16", attends_part_of_tail=True, keeps=True

@@ -20,6 +20,7 @@ from espnx.device.interface import SegmentView
 from espnx.device.model.spec import load_spec
 from espnx.device.registry import device_names, open_device
 from espnx.device.row_layout import RowLayout
+from espnx.device.ssd_rows import SsdRowDevice
 from espnx.kv.striping import StripedDevices
 from espnx.ops.accelerator import DIM, accelerator_bound, accelerator_reference
 from espnx.ops.attention import Queries, RowsInMemory
@@ -36,10 +37,12 @@ def opened(folder: Path, count: int = 1, name: str = "smartssd", **options: Any)
     return found  # type: ignore[return-value]
 
 
-@HAND_OVERS
+@pytest.mark.parametrize(
+    "options", [{"hand_over": "scores"}, {"hand_over": "lse"}, {"near_storage": False}], ids=["scores", "lse", "without"]
+)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_conforms(folder: Path, hand_over: str, check: Callable[[Open], None]) -> None:
-    device = opened(folder, hand_over=hand_over)[0]
+def test_conforms(folder: Path, options: dict[str, Any], check: Callable[[Open], None]) -> None:
+    device = opened(folder, **options)[0]
     check(device.open_rows)
     device.close()
 
@@ -276,23 +279,29 @@ def test_time(stored: Any) -> None:
 
 
 def test_the_same_disk_without_its_accelerator(stored: Any) -> None:
+    """Rows pass the links, and the host attends as beside a plain SSD: in fp32, over whatever that one takes."""
     device, rows, seen = stored(near_storage=False)
     look = queries(LAYOUT, 1, 2, 1, rng())
-    assert set(device.capabilities.lacks(look, LAYOUT)) >= {"attends_widths"}
-    with pytest.raises(errors.InvalidInputError, match="attends_widths"):
-        attend(rows, LAYOUT, seen, look)
-    rows.forget()
-    before, shown = amounts(device), 0
-
-    def show(memory: torch.Tensor, pieces: Any) -> None:
-        nonlocal shown
-        shown += int(pieces["n_rows"].sum())
-
-    rows.visit(rows.ahead(LAYOUT, [each.use for each in seen]), show)
-    assert shown == 2 * 4096
+    before = amounts(device)
+    assert_right(attend(rows, LAYOUT, seen, look), seen, look, exchanges="fp32")
     size = 2 * 4096 * 4 * DIM
-    assert amounts(device)["uplink out"] - before["uplink out"] >= size
-    assert amounts(device)["device 0 accelerator"] == 0
+    after = amounts(device)
+    assert after["uplink out"] - before["uplink out"] == after["device 0 flash read"] == size
+    assert after["uplink in"] == before["uplink in"]
+    assert after["device 0 accelerator"] == 0
+    shown = list[int]()
+    rows.visit(rows.ahead(LAYOUT, [each.use for each in seen]), lambda memory, pieces: shown.append(int(pieces["n_rows"].sum())))
+    assert sum(shown) == 2 * 4096
+    assert amounts(device)["uplink out"] - after["uplink out"] == size
+
+
+def test_a_disk_takes_as_long_as_its_narrowest_link(stored: Any) -> None:
+    device, rows, seen = stored(near_storage=False, n_rows=16384)
+    spec, size = device.topology.spec, 2 * 16384 * 4 * DIM
+    begun = device.topology.now()
+    attend(rows, LAYOUT, seen, queries(LAYOUT, 1, 2, 1, rng()))
+    least_s = size / spec.flash.read_bandwidth.value
+    assert least_s <= device.topology.now() - begun < 1.03 * least_s + 1e-3
 
 
 def test_reads_ahead_are_bounded_by_the_device_s_memory(folder: Path) -> None:
@@ -363,7 +372,7 @@ def test_names(folder: Path) -> None:
     assert device.kind == "emulated"
     device.close()
     plain = opened(folder, name="pm9a3")[0]
-    assert plain.capabilities.attends_widths == ()
+    assert plain.capabilities == SsdRowDevice.capabilities
     plain.close()
     for options, match in (({"hand_over": "both"}, "hand_over"), ({"near_storage": 1}, "near_storage"), ({"stretch": -1}, "stretch")):
         with pytest.raises(errors.InvalidInputError, match=match):
@@ -377,4 +386,4 @@ def test_an_accelerator_that_is_not_emulated(folder: Path) -> None:
     other = replace(spec, accelerator=replace(spec.accelerator, head_dim=replace(spec.accelerator.head_dim, value=64.0)))
     with pytest.raises(errors.InvalidInputError, match="head_dim"):
         capabilities_of(other, near_storage=True)
-    assert capabilities_of(other, near_storage=False).attends_widths == ()
+    assert capabilities_of(other, near_storage=False) == SsdRowDevice.capabilities
