@@ -112,8 +112,8 @@ class LinkClock:
     ) -> LinkTicket:
         """`path`: (which link, amount of work there, rate per second) of each leg."""
 
-    def wait(self, ticket: LinkTicket, asked_s: float | None, deadline_s: float) -> float | None:
-        """When it ended; None at the deadline."""
+    def wait(self, tickets: Sequence[LinkTicket], asked_s: float | None, deadline_s: float) -> float | None:
+        """When the last of them ended; None at the deadline."""
 
     def done(self, ticket: LinkTicket, /) -> bool: ...
     def cancel(self, ticket: LinkTicket, /) -> None: ...

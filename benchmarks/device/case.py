@@ -11,18 +11,21 @@ from ..harness.arguments import choices, positive, words
 from ..harness.registry import Case, Say
 from ..harness.result import Row
 
-DESCRIPTION = """topology: a model decodes with K and V on emulated devices behind one link to the host, in their own (virtual) time: with
-attention near storage alone, with writeback, with X rows, with all of it; beside the same disks without it. Rows are really stored, read
+DESCRIPTION = """topology: a model decodes with K and V on emulated devices behind one link to the host, in their own (virtual) time:
+with attention near storage alone, with writeback, with X rows, with all of it; beside the same disks without it. search: an index in
+partitions on such devices, whose best hits are merged; beside the same disks, whose records go to the host. Both are really stored, read
 and computed on; a run in which this machine took more than a fifth of the time is repeated, stretched further, or refused. distances: how
 many distances a second a device computes for the host, over threads and sizes of clusters, beside FAISS's kernels on the same bytes in RAM.
 
   espnx bench device --path /mnt/nvme --json device-topology.json                                 1 to 16 SmartSSDs
+  espnx bench device --path /mnt/nvme --show search --json device-search.json
   espnx bench device --path /mnt/nvme --show distances --json device-distances.json
   espnx bench device --quick                                                                      does everything work here?
 
-topology takes 1 GiB of disk for each 16,000 tokens of the batch and layer; nothing of it stays. --pairs is of distances."""
+topology takes 1 GiB of disk for each 65,000 tokens of the batch and layer, search 5 GB for each million documents; nothing of it stays.
+--pairs is of distances."""
 
-SHOWS = ("topology", "distances")
+SHOWS = ("topology", "search", "distances")
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -30,19 +33,21 @@ def configure(parser: ArgumentParser) -> None:
     parser.formatter_class = RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--path", metavar="DIR", default=".", help="a directory on the SSD (default: the current one)")
-    add("--show", metavar="S", choices=SHOWS, default="topology", help="topology or distances (default: %(default)s)")
-    add("--device", metavar="SPEC", default="smartssd", help="topology: a preset or a spec (default: %(default)s)")
-    add("--devices", metavar="N,...", default="1,2,4,8,16", help="topology: how many (default: %(default)s)")
-    add("--system", metavar="S,...", help="topology: of all systems these (default: all)")
-    add("--batch", type=int, metavar="N", default=8, help="topology: sequences (default: %(default)s)")
+    add("--show", metavar="S", choices=SHOWS, default="topology", help="topology, search or distances (default: %(default)s)")
+    add("--device", metavar="SPEC", default="smartssd", help="topology, search: a preset or a spec (default: %(default)s)")
+    add("--devices", metavar="N,...", default="1,2,4,8,16", help="topology, search: how many (default: %(default)s)")
+    add("--system", metavar="S,...", help="topology, search: of all systems these (default: all)")
+    add("--batch", type=int, metavar="N", default=16, help="topology: sequences; search: queries at a time (default: %(default)s)")
     add("--context", type=int, metavar="N", default=1024, help="topology: tokens before (default: %(default)s)")
-    add("--layers", type=int, metavar="N", default=2, help="topology: of the model, 16 heads of 128 (default: %(default)s)")
-    add("--steps", type=int, metavar="N", default=9, help="topology: tokens that are timed (default: %(default)s)")
-    add("--stretch", type=float, metavar="F", default=100.0, help="topology: wall seconds of a virtual one, at least (%(default)s)")
+    add("--layers", type=int, metavar="N", default=2, help="topology: of the model, 4 heads of 128 (default: %(default)s)")
+    add("--documents", type=int, metavar="N", default=32_000, help="search: in all partitions (default: %(default)s)")
+    add("--candidates", type=int, metavar="N", default=1024, help="search: of a query (default: %(default)s)")
+    add("--steps", type=int, metavar="N", default=5, help="topology: tokens that are timed; search: searches (default: %(default)s)")
+    add("--stretch", type=float, metavar="F", default=60.0, help="wall seconds of a virtual one, with one device, to begin (%(default)s)")
 
 
 def run(args: Namespace, say: Say) -> list[Row]:
-    """Measures. Raises what opening devices, generating and measuring raise."""
+    """Measures. Raises what opening devices, generating, searching and measuring raise."""
     if args.show == "distances":
         from . import distances
 
@@ -50,31 +55,33 @@ def run(args: Namespace, say: Say) -> list[Row]:
             "cluster_bytes": (4096, 16384), "threads": (1, 2), "size_bytes": 8 << 20, "n_queries": 2, "clusters_per_query": 64,
         }  # fmt: skip
         return distances.measure(Path(args.path), pairs=args.pairs, seed=args.seed, say=say, **(small if args.quick else {}))
-    from .topology import SYSTEMS, Work, measure
+    from espnx.device.model.spec import load_spec
 
-    systems = choices(args.system, list(SYSTEMS), "--system") if args.system else list(SYSTEMS)
-    if args.quick:
-        work = Work(Path(args.path), args.device, batch=4, context=96, steps=3, layers=1, width=256, seed=args.seed, is_checked=False)
-        return measure(work, (1, 2), systems, args.stretch, say)
-    work = Work(
-        Path(args.path),
-        args.device,
-        batch=args.batch,
-        context=args.context,
-        steps=args.steps,
-        layers=args.layers,
-        width=2048,
-        seed=args.seed,
-    )
-    return measure(work, [positive("--devices", word) for word in words(args.devices)], systems, args.stretch, say)
+    from . import search, topology
+    from .emulated import Stretches
+
+    spec, stretches = load_spec(args.device), Stretches(args.stretch, say, is_checked=not args.quick)
+    known = topology.SYSTEMS if args.show == "topology" else search.SYSTEMS
+    systems = choices(args.system, list(known), "--system") if args.system else list(known)
+    counts = [1, 2] if args.quick else [positive("--devices", word) for word in words(args.devices)]
+    where = Path(args.path)
+    if args.show == "search":
+        sizes = (320, 2, 64, 2) if args.quick else (args.documents, args.batch, args.candidates, args.steps)
+        documents, batch, candidates, searches = sizes
+        wanted = search.Work(where, spec, documents, batch, candidates, searches, k=10, seed=args.seed)
+        return search.measure(wanted, counts, systems, stretches, say)
+    batch, context, steps, layers, width = (4, 96, 3, 1, 256) if args.quick else (args.batch, args.context, args.steps, args.layers, 512)
+    work = topology.Work(where, spec, batch, context, steps, layers, width, args.seed)
+    return topology.measure(work, counts, systems, stretches, say)
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Of rows of one --show."""
-    from . import distances, topology
+    """Of rows of one --show: those of the first."""
+    from . import distances, search, topology
 
-    of = topology if any(row.params.get("show") == "topology" for row in rows) else distances
-    return of.table([row for row in rows if (row.params.get("show") == "topology") == (of is topology)])
+    tables = {"topology": topology.table, "search": search.table, "distances": distances.table}
+    show = rows[0].params["show"] if rows else "distances"
+    return tables[show]([row for row in rows if row.params["show"] == show])
 
 
 def leaves(directory: Path) -> list[Path]:

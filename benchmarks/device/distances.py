@@ -299,8 +299,8 @@ def _compare(
         ours.append(keep(KernelSystem(work, device.clusters)))
         others = [keep(FaissSystem(name, work, device.clusters)) for name in baselines]
     params = {
-        "format": "uint8", "d": DIM, "cluster_bytes": cluster_bytes, "clusters": work.clusters.shape[1], "queries": len(work.queries),
-        "threads": work.threads, "k": K,
+        "show": "distances", "format": "uint8", "d": DIM, "cluster_bytes": cluster_bytes, "clusters": work.clusters.shape[1],
+        "queries": len(work.queries), "threads": work.threads, "k": K,
     }  # fmt: skip
     return compare("device", params, ours, others, pairs=pairs, seed=seed, say=say)
 

@@ -181,6 +181,24 @@ def kv_context(found: Sequence[Found]) -> Any:
     return figure
 
 
+def devices(found: Sequence[Found]) -> Any:
+    """Virtual time over the number of emulated devices, a line for each system. Of the first spec."""
+    rows = [each.row for each in found if each.row.params["spec"] == found[0].row.params["spec"] and each.row.median_s]
+    if not rows:
+        return None
+    what = {"topology": "step", "search": "search"}[rows[0].params["show"]]
+    figure, axes = _axes(f"{rows[0].params['spec']}, emulated", "devices", f"virtual ms a {what}", _HALF_INCHES)
+    for system in dict.fromkeys(row.system for row in rows):
+        points = sorted((row.params["devices"], 1e3 * (row.median_s or 0)) for row in rows if row.system == system)
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=1.5, label=system)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+    axes.legend(fontsize="small", loc="upper right")
+    return figure
+
+
 def _memory_bytes(found: Found, name: str) -> int:
     """What systems could use: the limit of that name where it is a number, else the machine's memory."""
     limit = found.row.params[name]
@@ -232,6 +250,8 @@ def _tokens(count: float) -> str:
 PLOTS: dict[str, Plot] = {
     "search-sizes": Plot("retrieval", "sizes", "time of a search over the size of the records", search_sizes, "49%"),
     "kv-context": Plot("kv", "context", "tokens a second over the context", kv_context, "49%"),
+    "device-topology": Plot("device", "topology", "virtual time of a decode step over the number of devices", devices, "49%"),
+    "device-search": Plot("device", "search", "virtual time of a search over the number of devices", devices, "49%"),
     "hit-rate": Plot("retrieval", "hit-rate", "hit rate over the prefetch step", hit_rate),
     "formats": Plot("retrieval", "formats", "nDCG@10 over bytes a document", formats),
 }

@@ -51,8 +51,8 @@ LinkTicket transfer(const PyLinkClock& self, const std::vector<std::tuple<int64_
   return clock.transfer(std::move(legs), size_bytes, chunk_bytes, after);
 }
 
-std::optional<double> wait(const PyLinkClock& self, const LinkTicket& ticket, std::optional<double> asked_s,
-                           double deadline_s) {
+std::optional<double> wait(const PyLinkClock& self, const std::vector<LinkTicket>& tickets,
+                           std::optional<double> asked_s, double deadline_s) {
   if (!(deadline_s > 0) || (asked_s && std::isnan(*asked_s))) invalid("deadline_s must be positive, asked_s a number");
   const auto until =
       LinkClock::Wall::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::min(deadline_s, 1e9) * 1e9));
@@ -63,7 +63,7 @@ std::optional<double> wait(const PyLinkClock& self, const LinkTicket& ticket, st
   };
   try {
     py::gil_scoped_release unlocked;
-    return clock.wait(ticket, asked_s, until, interrupted);
+    return clock.wait(tickets, asked_s, until, interrupted);
   } catch (const io::FailureError&) {
     if (PyErr_Occurred() != nullptr) throw py::error_already_set();
     throw;
@@ -77,7 +77,7 @@ void bind_links(py::module_& m) {
   py::class_<PyLinkClock>(m, "LinkClock")
       .def(py::init<const std::vector<std::pair<std::string, double>>&, double>(), py::arg("links"), py::arg("stretch"))
       .def("transfer", &transfer, py::arg("path"), py::arg("size_bytes"), py::arg("chunk_bytes"), py::arg("after"))
-      .def("wait", &wait, py::arg("ticket"), py::arg("asked_s"), py::arg("deadline_s"))
+      .def("wait", &wait, py::arg("tickets"), py::arg("asked_s"), py::arg("deadline_s"))
       .def("done",
            [](const PyLinkClock& self, const LinkTicket& ticket) {
              LinkClock& clock = self.get();

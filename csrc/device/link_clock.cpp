@@ -263,21 +263,28 @@ void LinkClock::finish(LinkTransfer& transfer, double at_s) {
   live_.erase(&transfer);
 }
 
-std::optional<double> LinkClock::wait(const LinkTicket& ticket, std::optional<double> asked_s, Wall::time_point until,
-                                      const std::function<bool()>& interrupted) {
-  check(ticket);
+std::optional<double> LinkClock::wait(const std::vector<LinkTicket>& tickets, std::optional<double> asked_s,
+                                      Wall::time_point until, const std::function<bool()>& interrupted) {
+  for (const LinkTicket& ticket : tickets) check(ticket);
   std::unique_lock lock(mutex_);
-  Waiter self{ticket.get(), {}};
+  Waiter self{nullptr, {}};
   Place place(*this, self);
   const double asked = std::min(asked_s.value_or(clock()), clock());
   auto check_at = Wall::now() + kSignalCheck;
-  for (;;) {
+  double end_s = tickets.empty() ? asked : 0;
+  for (size_t next = 0; next < tickets.size();) {
+    LinkTransfer& transfer = *tickets[next];
+    self.transfer = &transfer;
     if (stretch_ > 0) walk(clock());
-    if (ticket->is_done) break;
+    if (transfer.is_done) {
+      end_s = std::max(end_s, transfer.end_s);
+      ++next;
+      continue;
+    }
     const bool is_late = Wall::now() >= until;
-    if (ticket->is_cancelled || is_closed_ || is_late) {
+    if (transfer.is_cancelled || is_closed_ || is_late) {
       waiting_.add(asked, clock());
-      if (ticket->is_cancelled) throw cancelled();
+      if (transfer.is_cancelled) throw cancelled();
       if (is_closed_) throw failure(io::Kind::closed, "the topology was closed");
       return std::nullopt;
     }
@@ -296,8 +303,8 @@ std::optional<double> LinkClock::wait(const LinkTicket& ticket, std::optional<do
     check_at = Wall::now() + kSignalCheck;
   }
   waiting_.add(asked, clock());
-  late_.add(std::max(asked, ticket->end_s), clock());
-  return ticket->end_s;
+  late_.add(std::max(asked, end_s), clock());
+  return end_s;
 }
 
 bool LinkClock::done(const LinkTicket& ticket) {

@@ -26,7 +26,7 @@ void fail(const char* what) {
 
 double end_of(LinkClock& clock, const LinkTicket& ticket) {
   const auto ended =
-      clock.wait(ticket, std::nullopt, LinkClock::Wall::now() + std::chrono::minutes(5), [] { return false; });
+      clock.wait({ticket}, std::nullopt, LinkClock::Wall::now() + std::chrono::minutes(5), [] { return false; });
   if (!ended) fail("a deadline of minutes has passed");
   return *ended;
 }

@@ -138,11 +138,11 @@ class Emulation:
     """What a name of a spec opens.
 
     Args:
-        source: a preset, or a YAML file (docs/device-specs.md). Raises as `load_spec`.
+        source: a preset, or a YAML file (docs/device-specs.md), or what `load_spec` made of one. Raises as `load_spec`.
     """
 
-    def __init__(self, source: str | os.PathLike[str]):
-        self.spec: DeviceSpec = load_spec(source)
+    def __init__(self, source: str | os.PathLike[str] | DeviceSpec):
+        self.spec = source if isinstance(source, DeviceSpec) else load_spec(source)
         self.__doc__ = f"{self.spec.title}, emulated"
 
     def together(

@@ -167,8 +167,7 @@ class RowPacing:
 
     def wait(self, transfers: Sequence[Transfer], asked_s: float | None = None) -> None:
         """Until all have ended. Raises DeadlineExceededError, TransferCancelledError, EngineClosedError."""
-        for each in transfers:
-            self.topology.wait(each, asked_s=asked_s, deadline_s=self._deadline_s)
+        self.topology.wait(transfers, asked_s=asked_s, deadline_s=self._deadline_s)
 
 
 def check_memory(heads: dict[tuple[int, int], HeadRows], n: int, buffered: int, group: int, memory_bytes: int, name: str) -> None:

@@ -195,23 +195,27 @@ class Topology:
         native = self._clock.transfer(legs, size_bytes, self.chunk_bytes, [each.native for each in before])
         return Transfer(device, route, size_bytes, native)
 
-    def wait(self, transfer: Transfer, *, asked_s: float | None = None, deadline_s: float = DEFAULT_DEADLINE_S) -> float:
-        """Returns when the transfer has ended, with the virtual second of its end. The GIL is free meanwhile.
+    def wait(
+        self, transfers: Transfer | Sequence[Transfer], *, asked_s: float | None = None, deadline_s: float = DEFAULT_DEADLINE_S
+    ) -> float:
+        """Returns when the transfer has ended, or the last of several, with the virtual second of that. The GIL is free meanwhile.
 
         Args:
-            transfer: of this topology.
-            asked_s: since when (`now`) the caller has needed it, where that is before this call: the real work was done between.
+            transfers: of this topology. Whoever needs several waits for them in one call: one that ends early is not late meanwhile.
+            asked_s: since when (`now`) the caller has needed them, where that is before this call: the real work was done between.
             deadline_s: wall seconds from now.
 
         Raises:
-            DeadlineExceededError: it has not ended by then. It goes on.
-            TransferCancelledError: `cancel` was called for it, or for what it comes after.
+            DeadlineExceededError: one has not ended by then. It goes on.
+            TransferCancelledError: `cancel` was called for one, or for what it comes after.
             EngineClosedError: `close` was called.
         """
-        ended_s = self._clock.wait(transfer.native, asked_s, deadline_s)
+        several = [transfers] if isinstance(transfers, Transfer) else transfers
+        ended_s = self._clock.wait([each.native for each in several], asked_s, deadline_s)
         if ended_s is None:
+            going = next((each for each in several if not self.done(each)), several[-1])
             raise errors.DeadlineExceededError(
-                f"an emulated transfer has not ended: {transfer} of {self.spec.name}",
+                f"an emulated transfer has not ended: {going} of {self.spec.name}",
                 got=f"{deadline_s:g} s of waiting", expected=f"its end, in time stretched {self.stretch:g} times",
                 fix="lower the stretch, or wait longer",
             )  # fmt: skip

@@ -103,3 +103,19 @@ def test_a_limit_of_memory_ends_it_within_the_plot() -> None:
     figure = drawn("kv-context", [context("espnx", tokens, 10, memory=2_000_000) for tokens in (1000, 4000)])
     assert figure.axes[0].lines[-1].get_xdata()[0] == pytest.approx(2000)
     assert drawn("kv-context", [context("dynamic", 1000, 10)]) is None
+
+
+def test_devices_are_drawn_by_system() -> None:
+    """A line for each, over the number of devices; wrong rows are in none."""
+    rows = [
+        Row(
+            "device", {"show": "search", "spec": "smartssd", "devices": count}, system, "emulated", "auto", "uring", "cold", 3,
+            1e-3 * factor / count, 0.1, 0.0, 1, 1, True, {}, {},
+        )
+        for system, factor in (("without", 8), ("maxsim", 4)) for count in (4, 1, 2)
+    ]  # fmt: skip
+    [axes] = plots.devices([plots.Found(row, 1) for row in rows]).axes
+    found = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    assert found == {"without": [[1, 8], [2, 4], [4, 2]], "maxsim": [[1, 4], [2, 2], [4, 1]]}
+    assert axes.get_ylabel() == "virtual ms a search"
+    assert plots.devices([plots.Found(replace(rows[0], median_s=None), 1)]) is None

@@ -39,7 +39,7 @@ def send(
 
 
 def end(on: LinkClock, ticket: LinkTicket, asked_s: float | None = None) -> float:
-    found = on.wait(ticket, asked_s, FOREVER)
+    found = on.wait([ticket], asked_s, FOREVER)
     assert found is not None
     return found
 
@@ -181,7 +181,7 @@ def test_cancelled() -> None:
         on.cancel(each)
     for each in (first, after, last):
         with pytest.raises(errors.TransferCancelledError):
-            on.wait(each, None, FOREVER)
+            on.wait([each], None, FOREVER)
         with pytest.raises(errors.TransferCancelledError):
             on.done(each)
         with pytest.raises(errors.TransferCancelledError):
@@ -198,7 +198,7 @@ def test_closed() -> None:
     on.close()
     assert end(on, ended) == 1.0
     with pytest.raises(errors.EngineClosedError):
-        on.wait(going, None, FOREVER)
+        on.wait([going], None, FOREVER)
     with pytest.raises(errors.EngineClosedError):
         send(on, [(0, 1.0)], 1)
 
@@ -230,7 +230,7 @@ def test_tickets_of_another_clock() -> None:
     ticket = send(clock(0.0), [(0, 1.0)], 1)
     on = clock(0.0)
     for call in (
-        lambda: on.wait(ticket, None, 1.0),
+        lambda: on.wait([ticket], None, 1.0),
         lambda: on.done(ticket),
         lambda: on.cancel(ticket),
         lambda: send(on, [(0, 1.0)], 1, [ticket]),
@@ -255,6 +255,19 @@ def test_time_that_somebody_waited() -> None:
     assert on.times() == pytest.approx((21.0, 9.0, 11.0))
     end(on, long, asked_s=30.0)  # not before it is
     assert on.times() == pytest.approx((21.0, 9.0, 11.0))
+
+
+def test_who_waits_for_several_is_late_for_the_last_alone() -> None:
+    """One that ended while another was still waited for was not late."""
+    on = clock(0.0)
+    slow, fast = send(on, [(0, 10.0)], 1), send(on, [(0, 2.0)], 1)
+    assert on.wait([slow, fast], 0.0, FOREVER) == on.wait([fast, slow], 0.0, FOREVER) == 12.0
+    assert on.times() == (12.0, 12.0, 0.0)
+    on.advance(20.0)
+    assert on.wait([fast, slow], 5.0, FOREVER) == 12.0
+    assert on.times() == (20.0, 12.0, 8.0)
+    assert on.wait([], 20.0, FOREVER) == 20.0
+    assert on.times() == (20.0, 12.0, 8.0)
 
 
 def test_many_waits_take_no_memory_each() -> None:
@@ -292,10 +305,10 @@ def test_chains_do_not_wait_for_the_wall() -> None:
 
 def test_a_deadline() -> None:
     on = clock(0.0, stretch=1e6)
-    assert on.wait(send(on, [(0, 1.0)], 1), None, 0.01) is None
+    assert on.wait([send(on, [(0, 1.0)], 1)], None, 0.01) is None
     for deadline_s, asked_s in ((0.0, None), (float("nan"), None), (1.0, float("nan"))):
         with pytest.raises(errors.InvalidInputError):
-            on.wait(send(on, [(0, 1.0)], 1), asked_s, deadline_s)
+            on.wait([send(on, [(0, 1.0)], 1)], asked_s, deadline_s)
 
 
 @pytest.mark.parametrize("closing", [False, True])
@@ -309,7 +322,7 @@ def test_waiting_threads_are_woken(closing: bool) -> None:
     def work(ticket: LinkTicket) -> None:
         begun.wait()
         try:
-            on.wait(ticket, None, FOREVER)
+            on.wait([ticket], None, FOREVER)
         except errors.EspnxError as error:
             raised.append(type(error))
 
@@ -356,7 +369,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
         ticket = send(on, [(0, 1.0)], 1)
         try:
             (tmp_path / "ready").touch()
-            on.wait(ticket, None, FOREVER)
+            on.wait([ticket], None, FOREVER)
         except KeyboardInterrupt:
             return not on.done(ticket)
         return False
@@ -374,7 +387,7 @@ def test_a_child_has_none() -> None:
 
     def work() -> list[bool]:
         refused = []
-        for call in (on.now, on.traffic, on.times, on.close, lambda: on.done(ticket), lambda: on.wait(ticket, None, 1.0)):
+        for call in (on.now, on.traffic, on.times, on.close, lambda: on.done(ticket), lambda: on.wait([ticket], None, 1.0)):
             try:
                 call()
             except errors.InvalidInputError:
