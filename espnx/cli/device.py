@@ -1,4 +1,4 @@
-"""``espnx device ls|info|verify|replay``: near-storage devices, those of other packages too."""
+"""``espnx device ls|info|calibrate|verify|replay``: near-storage devices, those of other packages too."""
 
 from __future__ import annotations
 
@@ -62,6 +62,44 @@ def _flat(facts: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
         else:
             rows.append((prefix + name, "-" if value is None else str(value)))
     return rows
+
+
+def configure_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "name", nargs="?", default="this-disk", help="of the spec, or the file to write: NAME.yaml, a new one (default: this-disk.yaml)"
+    )
+    _path(parser)
+    add_json_option(parser)
+
+
+def run_calibrate(args: argparse.Namespace) -> int:
+    """The disk of a directory as a spec: what it can be emulated by, and what a plan can count with."""
+    from ..device.model.spec import NAME, NAME_WORDS, SUFFIXES
+    from ..device.model.write import write_spec
+    from .checks.calibrated import spec_of
+    from .progress import ProgressLine
+
+    path = args.name if args.name.endswith(SUFFIXES) else f"{args.name}.yaml"
+    name = os.path.splitext(os.path.basename(path))[0]
+    # Before seconds of measuring.
+    if os.path.lexists(path):
+        raise InvalidInputError("a device spec", got=f"{path}, which is there", expected="a new file", fix="another name, or remove it")
+    if not NAME.fullmatch(name):
+        raise InvalidInputError("the name of a device spec", got=repr(name), expected=NAME_WORDS)
+    with ProgressLine(is_terse=True) as line, line.loading(f"the disk of {args.path}"):
+        spec, is_buffered = spec_of(name, args.path)
+    write_spec(path, spec)
+    figures = {
+        "read_bandwidth": spec.flash.read_bandwidth, "write_bandwidth": spec.flash.write_bandwidth,
+        "random_reads": spec.flash.random_reads, "read_latency": spec.flash.read_latency, "capacity": spec.capacity,
+    }  # fmt: skip
+    text = render_table(("figure", "measured"), [(name, str(each)) for name, each in figures.items()])
+    text += f"\n{path}: espnx.device.open({os.path.join('.', path)!r}, path=DIR) emulates it"
+    if is_buffered:
+        text += "\nO_DIRECT is refused there: these are speeds of the page cache"
+    known = {name: None if each is None else {"value": each.value, **asdict(each)} for name, each in figures.items()}
+    emit(args, text, json_document("device calibrate", file=path, name=spec.name, title=spec.title, is_buffered=is_buffered, figures=known))
+    return 0
 
 
 def configure_verify(parser: argparse.ArgumentParser) -> None:

@@ -126,6 +126,10 @@ COMMANDS = {
     "device info": Command(
         "espnx.cli.device:info", "show what a near-storage device is and what it can do", {"device info ssd --path /mnt/nvme": ""}
     ),
+    "device calibrate": Command(
+        "espnx.cli.device:calibrate", "measure the disk of a directory, and write it down as a spec that can be emulated",
+        {"device calibrate my-disk --path /mnt/nvme": "writes my-disk.yaml"},
+    ),
     "device verify": Command(
         "espnx.cli.device:verify", "check that a near-storage device does what every one must: rows, faults, a generation, a search",
         {"device verify ssd --path /mnt/nvme": "", "device verify my_package.device:MyDevice": "one of your own"},
@@ -163,5 +167,5 @@ COMMANDS = {
 GROUPS = {
     "index": "build, change, import, verify and inspect an index",
     "cache": "list, verify and remove kept KV caches",
-    "device": "list, inspect and verify near-storage devices",
+    "device": "list, inspect, calibrate and verify near-storage devices",
 }

@@ -1,15 +1,20 @@
-"""``espnx device ls | info | verify`` from the outside: what it finds, what it says of a device that is wrong, exit codes, JSON."""
+"""``espnx device ls | info | calibrate | verify`` from the outside: what it finds, what it says of a device that is wrong, exit codes,
+JSON."""
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import espnx
+from espnx.cli.checks import calibrated, speed
 from espnx.cli.main import main
 from espnx.device.interface import RowDevice
+from espnx.device.model.spec import load_spec
 from espnx.device.near_storage import NearStorageDevice
 from espnx.device.plain import SsdDevice
 from tests.cli.documents import strict_json
@@ -118,3 +123,48 @@ def test_record_and_replay(folder: Path, capsys: pytest.CaptureFixture[str], mon
     assert code == 2
     assert "--index" in err
     assert not list(folder.glob(".espnx-replay-*"))
+
+
+@pytest.fixture
+def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured for moments."""
+    monkeypatch.setattr(calibrated, "_FILE_BYTES", 4 << 20)
+    monkeypatch.setattr(calibrated, "_RUN_S", 0.01)
+    speed.measure.cache_clear()
+
+
+@pytest.mark.usefixtures("quick_disk")
+def test_calibrate(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it writes is a spec, each figure of which says how it was measured, and a device by that name can be opened."""
+    monkeypatch.chdir(folder)
+    code, out, _ = run(capsys, "device", "calibrate", "my-disk", "--path", folder, "--json", "-")
+    document = strict_json(out)
+    assert (code, document["file"], document["name"]) == (0, "my-disk.yaml", "my-disk")
+    spec = load_spec(folder / "my-disk.yaml")
+    measured = {name: getattr(spec.flash, name) for name in ("read_bandwidth", "write_bandwidth", "random_reads", "read_latency")}
+    for name, figure in measured.items():
+        assert figure.confidence == "measured"
+        assert figure.source.startswith(f"espnx device calibrate on {datetime.date.today().year}")
+        assert figure.value == document["figures"][name]["value"] > 0
+    assert document["is_buffered"] == any("buffered" in figure.source for figure in measured.values())
+    assert spec.links.device.confidence == "derived"
+    device = espnx.device.open("./my-disk.yaml", path=folder / "rows", stretch=0)
+    assert device.describe()["spec"] == "my-disk"
+    device.close()
+    assert [path.name for path in folder.iterdir()] == ["my-disk.yaml"], "what was measured with is gone"
+
+
+@pytest.mark.usefixtures("quick_disk")
+def test_calibrate_refuses(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    assert run(capsys, "device", "calibrate", "--path", folder)[0] == 0
+    before = (folder / "this-disk.yaml").read_bytes()
+    code, _, err = run(capsys, "device", "calibrate", "--path", folder)
+    assert code == 2
+    assert "this-disk.yaml, which is there" in err
+    assert (folder / "this-disk.yaml").read_bytes() == before
+    for words, says in ((("My Disk", "--path", folder), "small letters"), (("new", "--path", folder / "none"), "existing directory")):
+        code, _, err = run(capsys, "device", "calibrate", *words)
+        assert code == 2
+        assert says in err
+    assert [path.name for path in folder.iterdir()] == ["this-disk.yaml"]

@@ -285,6 +285,9 @@ def test_on_emulated_devices(model: Path, folder: Path, capsys: pytest.CaptureFi
     assert stats["layers_attended_on_host"] == 0
     assert stats["bytes_asked"] > 0
     assert re.search(r"devices +emulated, and not waited for", out)
+    code, recorded, err = run(capsys, *words, "--record", folder / "trace")
+    assert code == 0, err
+    assert re.search(r"devices +emulated, and not waited for", recorded)
     code, _, err = run(capsys, *words[:6], "--stretch", 3)
     assert code == 2
     assert "--device smartssd" in err

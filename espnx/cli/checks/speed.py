@@ -22,35 +22,48 @@ SLOW_IOPS = 5000
 
 @dataclass(frozen=True)
 class Speed:
-    """What was measured. `effective_path`: that the bytes took; with `` (buffered)`` the numbers are the page cache's."""
+    """What was measured.
+
+    Attributes:
+        read_bytes_per_s, write_bytes_per_s: of large reads, several at a time, and of a file that is written and synced.
+        reads_4k_per_s: of reads of 4 KiB at random places, many at a time.
+        read_4k_s: that one takes alone.
+        effective_path: that the bytes took; with `` (buffered)`` the numbers are the page cache's.
+    """
 
     read_bytes_per_s: float
+    write_bytes_per_s: float
     reads_4k_per_s: float
+    read_4k_s: float
     effective_path: str
 
 
 @functools.cache
-def measure(directory: str) -> Speed:
-    """Raises OSError, ImportError, EspnxError."""
+def measure(directory: str, *, file_bytes: int | None = None, run_s: float | None = None) -> Speed:
+    """Of a file that is gone afterwards. `run_s`: of each of three kinds of reads. Raises OSError, ImportError, EspnxError."""
+    file_bytes, run_s = file_bytes or FILE_BYTES, run_s or RUN_S
     storage, torch = storage_module(), importlib.import_module("torch")
     with scratch_file(directory) as name, storage.open_engine("auto") as engine:
         content = torch.randint(0, 256, (4 << 20,), dtype=torch.uint8).numpy()
+        begun = time.perf_counter()
         with importlib.import_module("espnx.storage.files").StreamWriter(engine, name) as writer:
-            for _ in range(FILE_BYTES // content.size):
+            for _ in range(file_bytes // content.size):
                 writer.write(content)
             writer.sync()
+        write = file_bytes / (time.perf_counter() - begun)
         file = engine.open(name)
-        large = _rate(engine, storage, file, _LARGE_BYTES, _LARGE_AHEAD)
-        small = _rate(engine, storage, file, BLOCK_BYTES, _SMALL_TOGETHER)
-        return Speed(large * _LARGE_BYTES, small, file.effective)
+        rate = functools.partial(_rate, engine, storage, file, run_s=run_s)
+        large = rate(_LARGE_BYTES, _LARGE_AHEAD)
+        small, alone = rate(BLOCK_BYTES, _SMALL_TOGETHER), rate(BLOCK_BYTES, 1)
+        return Speed(large * _LARGE_BYTES, write, small, 1 / alone, file.effective)
 
 
-def _rate(engine: Any, storage: Any, file: Any, size_bytes: int, together: int) -> float:
+def _rate(engine: Any, storage: Any, file: Any, size_bytes: int, together: int, *, run_s: float) -> float:
     """Reads a second, of that size, at random places, so many at a time."""
     torch = importlib.import_module("torch")
     places = torch.randperm(file.size_bytes // size_bytes) * size_bytes
     done, begun = 0, time.perf_counter()
-    while not done or time.perf_counter() - begun < RUN_S:
+    while not done or time.perf_counter() - begun < run_s:
         first = done % max(1, len(places) - together)
         some = places[first : first + together]
         engine.read(storage.Plan.of(file, some, torch.full_like(some, size_bytes))).wait()

@@ -30,7 +30,9 @@ CONFIDENCES = ("measured", "datasheet", "paper", "derived", "recalled", "assumed
 VERBS = ("attend", "maxsim", "distances", "search", "encode")
 SET_UPS = ("synchronous", "asynchronous")
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+#: Of a spec.
+NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+NAME_WORDS = "small letters, digits, '.', '_' and '-', at most 64"
 _TEXT_MAX = 2000
 _LARGEST = 1e21  # bytes, FLOP/s, ...; nothing real is above it
 _SMALLEST = 1e-21
@@ -223,7 +225,7 @@ class DeviceSpec:
         endurance: bytes that may be written to it.
     """
 
-    name: Annotated[str, _NAME]
+    name: Annotated[str, NAME]
     title: str
     flash: Flash
     links: Links
@@ -343,8 +345,7 @@ def _read_text(tree: Tree, rule: Collection[str] | re.Pattern[str] | None = None
         raise tree.place.wrong("not what a device spec has here", got=tree.shown, expected="text")
     if isinstance(rule, re.Pattern):
         if not rule.fullmatch(tree.text):
-            expected = "small letters, digits, '.', '_' and '-', at most 64"
-            raise tree.place.wrong("a name that is none", got=repr(tree.text[:80]), expected=expected)
+            raise tree.place.wrong("a name that is none", got=repr(tree.text[:80]), expected=NAME_WORDS)
     elif rule is not None and tree.text not in rule:
         fix = _nearest(tree.text, rule)
         raise tree.place.wrong("an unknown word", got=repr(tree.text[:80]), expected=", ".join(rule), fix=fix)

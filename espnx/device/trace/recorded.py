@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,7 +31,14 @@ from ..interface import (
 from ..near_storage import NearStorageDevice
 from ..record_layout import RecordLayout
 from ..row_layout import RowLayout
+from ..vectors.encoding import Encoding
+from ..vectors.interface import ClusterDevice, Graph, GraphDevice
 from .writer import TraceWriter
+
+if TYPE_CHECKING:
+    from ..emulation.topology import Topology
+
+T = TypeVar("T")
 
 
 def recorded(devices: Sequence[NearStorageDevice], writer: TraceWriter) -> list[NearStorageDevice]:
@@ -39,7 +47,7 @@ def recorded(devices: Sequence[NearStorageDevice], writer: TraceWriter) -> list[
 
 
 class RecordedDevice(NearStorageDevice):
-    """See `espnx.device.interface.NearStorageDevice`.
+    """See `espnx.device.near_storage.NearStorageDevice`. Rows and records are recorded; clusters, graphs and encoding pass unrecorded.
 
     Args:
         inner: does the work; is closed with this one.
@@ -50,6 +58,11 @@ class RecordedDevice(NearStorageDevice):
         super().__init__(inner.path)
         self.name, self.kind, self.capabilities = inner.name, inner.kind, inner.capabilities
         self._inner, self._number, self._writer = inner, number, writer
+
+    @property
+    def topology(self) -> Topology | None:
+        """Of an emulated device."""
+        return getattr(self._inner, "topology", None)
 
     def check(self, directory: str | None = None, *, engine: Any = "auto", name: str | None = None) -> None:
         """See `NearStorageDevice`."""
@@ -62,6 +75,18 @@ class RecordedDevice(NearStorageDevice):
     def open_records(self, engine: Engine, compute: torch.device) -> RecordDevice:
         """See `NearStorageDevice`."""
         return _Records(self._inner.open_records(engine, compute), self._number, self._writer)
+
+    def open_clusters(self, directory: str | os.PathLike[str], *, engine: Any = "auto", threads: int | None = None) -> ClusterDevice:
+        """See `NearStorageDevice`."""
+        return self._inner.open_clusters(directory, engine=engine, threads=threads)
+
+    def open_graph(self, graph: Graph, *, engine: Any = "auto") -> GraphDevice:
+        """See `NearStorageDevice`."""
+        return self._inner.open_graph(graph, engine=engine)
+
+    def encode(self, encode: Callable[[Sequence[str]], T], texts: Sequence[str], *, flop: float | None = None) -> Encoding[T]:
+        """See `NearStorageDevice`."""
+        return self._inner.encode(encode, texts, flop=flop)
 
     def describe(self) -> dict[str, Any]:
         """See `NearStorageDevice`."""
