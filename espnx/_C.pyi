@@ -159,12 +159,14 @@ class Extension:
     ClusterTicket: type[ClusterTicket]
     Engine: type[Engine]
     Future: type[Future]
+    GraphSearcher: type[GraphSearcher]
     KeptRecords: type[KeptRecords]
     LinkClock: type[LinkClock]
     LinkTicket: type[LinkTicket]
     RecordStream: type[RecordStream]
     RecordTicket: type[RecordTicket]
     RowStream: type[RowStream]
+    Vamana: type[Vamana]
     ROW_SEGMENT_FIELDS: tuple[str, ...]
     ROW_PIECE_FIELDS: tuple[str, ...]
 
@@ -241,3 +243,36 @@ class Extension:
     @staticmethod
     def set_cpu_level(level: int, /) -> int:
         """Puts one in force, in this process; -1: the best."""
+
+class Vamana:
+    """csrc/graph/vamana.hpp."""
+
+    def __init__(
+        self, *, vectors: Tensor, format: str, degree: int, list_size: int, alpha: float, passes: int, saturate: bool,  # noqa: A002
+        threads: int, seed: int,
+    ) -> None: ...  # fmt: skip
+    @property
+    def medoid(self) -> int: ...
+    def build(self, progress: Callable[[int, int], None], /) -> None: ...
+    def connect(self, entries: Tensor, /) -> int: ...
+    def leading_to(self, node: int, /) -> Tensor: ...
+    def edges(self) -> tuple[Tensor, Tensor]: ...
+    def pack(self, nodes_per_page: int, /) -> Tensor: ...
+
+class GraphSearcher:
+    """csrc/graph/search.hpp."""
+
+    def __init__(
+        self, *, path: str, direct: bool | None, n: int, dim: int, format: str, metric: str,  # noqa: A002
+        degree: int, code_bytes: int,
+        has_inline_codes: bool, page_bytes: int, nodes_per_page: int, salt: int, parts: Sequence[int], centroids: Tensor,
+        codes: Tensor | None, entries: Tensor, entry_codes: Tensor, engine: str, threads: int, walks: int,
+        rules: Sequence[dict[str, Any]], seed: int,
+    ) -> None: ...  # fmt: skip
+    @property
+    def path(self) -> tuple[str, str, bool]: ...
+    def search(
+        self, *, queries: Tensor, queries_f32: Tensor, k: int, list_size: int, beam: int, stop_beyond: float, allowed: Tensor | None,
+        deadline_s: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]: ...  # fmt: skip
+    def close(self) -> None: ...

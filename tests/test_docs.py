@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.forks import Forks
@@ -77,6 +78,9 @@ def test_shell_block_runs(page: Path, text: str, output: str, tmp_path: Path, ru
     (tmp_path / "corpus.jsonl").write_text("\n".join(lines))
     (tmp_path / "queries.jsonl").write_text('{"_id": "q1", "text": "many reads"}\n{"_id": "q2", "text": "an inverted file"}\n')
     (tmp_path / "qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq1\t0\t1\nq2\t1\t1\n")
+    vectors = np.random.default_rng(0).standard_normal((500, 16)).astype(np.float32)
+    np.save(tmp_path / "vectors.npy", vectors)
+    np.save(tmp_path / "queries.npy", vectors[:20])
     for name, _, content in HERE.findall(text):
         (tmp_path / name).write_text(content)
     commands = [words for line in HERE.sub("", text).splitlines() if (words := shlex.split(line, comments=True))]

@@ -103,6 +103,12 @@ void bind_links(py::module_& m);
 // Clusters of vectors: reading them, and measuring distances as they arrive.
 void bind_clusters(py::module_& m);
 
+// Graphs of vectors: building and searching them.
+void bind_graph(py::module_& m);
+
+// A rule of injected faults, as espnx.storage.FaultRule writes it.
+io::FaultRule to_fault_rule(const py::dict& rule);
+
 // The tensor ops' versions for the CPU, as espnx.ops calls them.
 void bind_ops(py::module_& m);
 

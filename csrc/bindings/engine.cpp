@@ -31,6 +31,34 @@ std::pair<NewTensor, bool> Future::next(int64_t at_least, double timeout_s) {
   return {to_tensor(items), finished};
 }
 
+io::FaultRule to_fault_rule(const py::dict& d) {
+  io::FaultRule rule;
+  rule.operation = d["operation"].cast<std::string>();
+  rule.path = d["path"].cast<std::string>();
+  rule.begin_bytes = d["begin_bytes"].cast<int64_t>();
+  rule.end_bytes = d["end_bytes"].cast<int64_t>();
+  rule.nth = d["nth"].cast<int64_t>();
+  rule.count = d["count"].cast<int64_t>();
+  rule.probability = d["probability"].cast<double>();
+  rule.value = d["value"].cast<int64_t>();
+  const auto fault = d["fault"].cast<std::string>();
+  if (fault == "error")
+    rule.fault = io::Fault::error;
+  else if (fault == "short")
+    rule.fault = io::Fault::short_;
+  else if (fault == "flip")
+    rule.fault = io::Fault::flip;
+  else if (fault == "stale")
+    rule.fault = io::Fault::stale;
+  else if (fault == "delay")
+    rule.fault = io::Fault::delay;
+  else if (fault == "never")
+    rule.fault = io::Fault::never;
+  else
+    invalid("unknown fault '" + fault + "'");
+  return rule;
+}
+
 namespace {
 
 py::object& error_factory() {
@@ -102,34 +130,6 @@ Future submit(const std::shared_ptr<io::Engine>& engine, bool reading, const Ten
   return {engine, engine->submit(std::move(spec))};
 }
 
-io::FaultRule to_rule(const py::dict& d) {
-  io::FaultRule rule;
-  rule.operation = d["operation"].cast<std::string>();
-  rule.path = d["path"].cast<std::string>();
-  rule.begin_bytes = d["begin_bytes"].cast<int64_t>();
-  rule.end_bytes = d["end_bytes"].cast<int64_t>();
-  rule.nth = d["nth"].cast<int64_t>();
-  rule.count = d["count"].cast<int64_t>();
-  rule.probability = d["probability"].cast<double>();
-  rule.value = d["value"].cast<int64_t>();
-  const auto fault = d["fault"].cast<std::string>();
-  if (fault == "error")
-    rule.fault = io::Fault::error;
-  else if (fault == "short")
-    rule.fault = io::Fault::short_;
-  else if (fault == "flip")
-    rule.fault = io::Fault::flip;
-  else if (fault == "stale")
-    rule.fault = io::Fault::stale;
-  else if (fault == "delay")
-    rule.fault = io::Fault::delay;
-  else if (fault == "never")
-    rule.fault = io::Fault::never;
-  else
-    invalid("unknown fault '" + fault + "'");
-  return rule;
-}
-
 std::shared_ptr<io::Engine> make_engine(const std::string& path, unsigned queue_depth, unsigned threads,
                                         int64_t request_bytes, int64_t pool_bytes, bool poison,
                                         const std::vector<py::dict>& rules, uint64_t seed) {
@@ -140,7 +140,7 @@ std::shared_ptr<io::Engine> make_engine(const std::string& path, unsigned queue_
   options.request_bytes = request_bytes;
   options.pool_bytes = pool_bytes;
   options.poison = poison;
-  for (const py::dict& rule : rules) options.rules.push_back(to_rule(rule));
+  for (const py::dict& rule : rules) options.rules.push_back(to_fault_rule(rule));
   options.seed = seed;
   py::gil_scoped_release unlocked;
   // Closing waits for the I/O thread, and others must be able to run meanwhile.
@@ -319,6 +319,7 @@ PYBIND11_MODULE(_C, m) {
   bind_rows(m);
   bind_links(m);
   bind_clusters(m);
+  bind_graph(m);
   bind_ops(m);
   m.def("pack_plan", &pack_plan);
   m.def("reserve_file_numbers", &io::reserve_file_numbers);

@@ -83,25 +83,7 @@ Engine::Engine(EngineOptions options)
 Engine::~Engine() { close(5.0); }
 
 std::unique_ptr<Queue> Engine::make_queue() {
-  std::unique_ptr<Queue> queue;
-  effective_ = options_.path;
-  if (options_.path == "memory") {
-    queue = make_inline_queue();
-  } else if (options_.path == "posix") {
-    queue = make_posix_queue(options_.threads);
-  } else if (options_.path == "uring" || options_.path == "auto") {
-    queue = make_uring_queue(options_.queue_depth, fallback_reason_);
-    if (queue) {
-      effective_ = "uring";
-    } else if (options_.path == "uring") {
-      throw FailureError(make_failure(Kind::unavailable, 0, "path 'uring' cannot be had: " + fallback_reason_));
-    } else {
-      effective_ = "posix";
-      queue = make_posix_queue(options_.threads);
-    }
-  } else {
-    throw FailureError(make_failure(Kind::invalid, 0, "unknown path '" + options_.path + "'"));
-  }
+  auto queue = io::make_queue(options_.path, options_.queue_depth, options_.threads, effective_, fallback_reason_);
   return options_.rules.empty() ? std::move(queue) : make_faulty_queue(std::move(queue), faults_);
 }
 

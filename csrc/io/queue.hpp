@@ -52,4 +52,10 @@ std::unique_ptr<Queue> make_uring_queue(unsigned depth, std::string& reason);
 std::unique_ptr<Queue> make_posix_queue(unsigned threads);
 std::unique_ptr<Queue> make_inline_queue();
 
+// The queue of that name: uring, posix, memory, or auto, the first of the former two that can be had. Belongs to the
+// thread that calls. `effective`: which one it is; `reason`: why auto is not io_uring. Throws FailureError:
+// unavailable, invalid.
+std::unique_ptr<Queue> make_queue(const std::string& path, unsigned depth, unsigned threads, std::string& effective,
+                                  std::string& reason);
+
 }  // namespace espnx::io

@@ -141,6 +141,23 @@ COMMANDS = {
             "device replay search.trace --index my.index --device smartssd": "what would another device have taken",
         },
     ),
+    "graph build": Command(
+        "espnx.cli.graph:build", "build a graph for nearest neighbours whose every part lies on SSD",
+        {
+            "graph build vectors.npy my.graph": "memory does not grow with the vectors",
+            "graph build base.fbin my.graph --codes memory --pq-bytes 32": "codes in memory, as DiskANN has them: a smaller folder",
+            "graph build vectors.parquet my.graph --column embedding --metric cosine": "",
+        },
+    ),
+    "graph search": Command(
+        "espnx.cli.graph:search", "find the nearest neighbours of vectors in a graph",
+        {
+            "graph search my.graph queries.npy -k 10": "",
+            "graph search my.graph queries.npy --recall 0.99 --ground-truth truth.npy": "how many of the true ones are found",
+        },
+    ),
+    "graph info": Command("espnx.cli.graph:info", "show what a graph holds, and what searches cost", {"graph info my.graph": ""}),
+    "graph verify": Command("espnx.cli.graph:verify", "read a whole graph and check every page", {"graph verify my.graph": ""}),
     "plan": Command(
         "espnx.cli.plan", "what a model or an index needs on SSD and in memory, and what it will wait for",
         {
@@ -167,5 +184,6 @@ COMMANDS = {
 GROUPS = {
     "index": "build, change, import, verify and inspect an index",
     "cache": "list, verify and remove kept KV caches",
+    "graph": "build, search, inspect and verify a graph of vectors",
     "device": "list, inspect, calibrate and verify near-storage devices",
 }

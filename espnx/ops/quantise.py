@@ -69,3 +69,21 @@ def fit_product_quantizer(sample: np.ndarray, parts: int) -> np.ndarray:
     quantizer = faiss.ProductQuantizer(sample.shape[1], parts, 8)
     quantizer.train(np.ascontiguousarray(sample[rows], dtype=np.float32))
     return faiss.vector_to_array(quantizer.centroids).reshape(parts, PRODUCT_CENTROIDS, -1)
+
+
+def encode_product(vectors: np.ndarray, centroids: np.ndarray) -> np.ndarray:
+    """The nearest centroid of each part of each vector.
+
+    Args:
+        vectors: [n, d] of any dtype.
+        centroids: float32 [parts, 256, d // parts], of `fit_product_quantizer`.
+
+    Returns:
+        uint8 [n, parts].
+    """
+    faiss = load_faiss()
+    parts, _, width = centroids.shape
+    quantizer = faiss.ProductQuantizer(parts * width, parts, 8)
+    faiss.copy_array_to_vector(np.ascontiguousarray(centroids, dtype=np.float32).ravel(), quantizer.centroids)
+    codes: np.ndarray = quantizer.compute_codes(np.ascontiguousarray(vectors, dtype=np.float32))
+    return codes

@@ -1,0 +1,300 @@
+// Graphs of vectors in Python: building one in memory, and searching one on storage.
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+
+#include "bindings.hpp"
+#include "graph/pack.hpp"
+#include "graph/search.hpp"
+#include "graph/vamana.hpp"
+
+namespace espnx::python {
+namespace {
+
+using graph::GraphSearcher;
+using graph::GraphView;
+using graph::Vamana;
+
+VectorFormat to_format(const std::string& name) {
+  const int number = number_of(kVectorFormatNames, name.c_str());
+  if (number < 0) invalid("unknown vector format '" + name + "'");
+  return static_cast<VectorFormat>(number);
+}
+
+Metric to_metric(const std::string& name) {
+  const int number = number_of(kMetricNames, name.c_str());
+  if (number < 0) invalid("unknown metric '" + name + "'");
+  return static_cast<Metric>(number);
+}
+
+// Rows of `dim` values of a format: [n, dim]; int8 comes as uint8 here.
+const uint8_t* rows_of(const Tensor& tensor, VectorFormat format, int64_t dim, const char* name) {
+  const Dtype dtype = format == VectorFormat::kFp32   ? Dtype::float32
+                      : format == VectorFormat::kFp16 ? Dtype::float16
+                                                      : Dtype::uint8;
+  const auto* data = contiguous<const uint8_t>(tensor, dtype, name, kVectorFormatNames[static_cast<int>(format)]);
+  if (tensor.dim() != 2 || tensor.size(1) != dim) invalid(std::string(name) + " must be [n, dim]");
+  return data;
+}
+
+// A graph that is being built; keeps its vectors.
+class PyVamana {
+ public:
+  PyVamana(const Tensor& vectors, const std::string& format, int64_t degree, int64_t list_size, float alpha, int passes,
+           bool saturate, int threads, uint64_t seed) {
+    table_.format = to_format(format);
+    if (vectors.dim() != 2) invalid("vectors must be [n, dim]");
+    table_.n = vectors.size(0), table_.dim = vectors.size(1);
+    table_.data = rows_of(vectors, table_.format, table_.dim, "vectors");
+    if (table_.n >= UINT32_MAX || table_.dim < 1 || table_.dim > kMaxVectorDim || degree < 1 || degree > 1024 ||
+        list_size < 1 || !(alpha >= 1) || !(alpha < 16) || passes < 1 || threads < 1) {
+      invalid("options of a graph are out of range");
+    }
+    keeps_ = vectors.keep();
+    graph::VamanaOptions options;
+    options.degree = degree, options.list_size = list_size, options.alpha = alpha, options.passes = passes;
+    options.saturate = saturate, options.threads = threads, options.seed = seed;
+    degree_ = degree;
+    py::gil_scoped_release unlocked;
+    graph_ = std::make_unique<Vamana>(table_, options);
+  }
+  ~PyVamana() {
+    graph_.reset();
+    keeps_.reset();
+    free_kept();
+  }
+
+  // `progress(done, total)` may raise, which ends the build.
+  void build(const py::function& progress) {
+    std::exception_ptr raised;
+    {
+      py::gil_scoped_release unlocked;
+      graph_->build([&](int64_t done, int64_t total) {
+        py::gil_scoped_acquire locked;
+        try {
+          progress(done, total);
+          if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+        } catch (...) {
+          raised = std::current_exception();
+        }
+        return raised == nullptr;
+      });
+    }
+    if (raised) std::rethrow_exception(raised);
+  }
+
+  int64_t connect(const Tensor& entries) {
+    std::vector<uint32_t> nodes;
+    for (const int64_t entry : to_vector(entries, "entries", -1)) {
+      if (entry < 0 || entry >= table_.n) invalid("an entry point is no node");
+      nodes.push_back(static_cast<uint32_t>(entry));
+    }
+    if (nodes.empty() && table_.n > 0) invalid("a graph needs an entry point");
+    py::gil_scoped_release unlocked;
+    return graph_->connect(nodes);
+  }
+
+  // uint8 [n]
+  NewTensor leading_to(int64_t node) const {
+    if (node < 0 || node >= table_.n) invalid("no such node");
+    std::vector<uint8_t> leads(table_.n);
+    {
+      py::gil_scoped_release unlocked;
+      const auto found = graph_->leading_to(static_cast<uint32_t>(node));
+      std::copy(found.begin(), found.end(), leads.begin());
+    }
+    return NewTensor::of(std::move(leads), Dtype::uint8);
+  }
+
+  // (neighbours uint32 [n, R], 0 behind the last; how many int64 [n])
+  std::pair<NewTensor, NewTensor> edges() const {
+    std::vector<uint32_t> neighbours(table_.n * degree_);
+    std::vector<int64_t> counts(table_.n);
+    {
+      py::gil_scoped_release unlocked;
+      for (int64_t i = 0; i < table_.n; ++i) {
+        counts[i] = graph_->degree_of(i);
+        std::copy_n(graph_->neighbours_of(i), counts[i], neighbours.begin() + i * degree_);
+      }
+    }
+    auto owner = std::make_shared<std::vector<uint32_t>>(std::move(neighbours));
+    return {NewTensor(owner->data(), Dtype::uint32, {table_.n, degree_}, owner), to_tensor(std::move(counts))};
+  }
+
+  NewTensor pack(int64_t nodes_per_page) const {
+    if (nodes_per_page < 1) invalid("a page must hold a node");
+    std::vector<int64_t> order;
+    {
+      py::gil_scoped_release unlocked;
+      const auto packed = graph::pack_nodes(*graph_, table_, nodes_per_page);
+      order.assign(packed.begin(), packed.end());
+    }
+    return to_tensor(std::move(order));
+  }
+
+  int64_t medoid() const { return graph_->medoid(); }
+
+ private:
+  graph::VectorTable table_{};
+  int64_t degree_ = 0;
+  std::shared_ptr<void> keeps_;
+  std::unique_ptr<Vamana> graph_;
+};
+
+// A searcher in the process that opened it: its threads are not in a child's.
+class PyGraphSearcher {
+ public:
+  PyGraphSearcher(const std::string& path, std::optional<bool> direct, int64_t n, int64_t dim,
+                  const std::string& format, const std::string& metric, int64_t degree, int64_t code_bytes,
+                  bool has_inline_codes, int64_t page_bytes, int64_t nodes_per_page, uint64_t salt,
+                  const std::vector<int64_t>& parts, const Tensor& centroids, const std::optional<Tensor>& codes,
+                  const Tensor& entries, const Tensor& entry_codes, const std::string& engine, int threads,
+                  int64_t walks, const std::vector<py::dict>& rules, uint64_t seed) {
+    GraphView view;
+    view.layout = {
+        n, dim, to_format(format), degree, code_bytes, has_inline_codes ? degree : 0, page_bytes, nodes_per_page, salt};
+    view.metric = to_metric(metric);
+    const graph::PageLayout& layout = view.layout;
+    if (n < 0 || n >= UINT32_MAX || dim < 1 || dim > kMaxVectorDim || degree < 0 || degree > 65535 ||
+        page_bytes < 512 || nodes_per_page < 1 ||
+        graph::kPageHeaderBytes + nodes_per_page * layout.node_bytes() > page_bytes) {
+      invalid("the layout of a graph's pages is out of range");
+    }
+    if (static_cast<int64_t>(parts.size()) != code_bytes + 1 || parts.front() != 0 || parts.back() != dim ||
+        !std::is_sorted(parts.begin(), parts.end())) {
+      invalid("parts must go from 0 to dim");
+    }
+    view.book.begin = parts;
+    const auto* values = contiguous<const float>(centroids, Dtype::float32, "centroids", "float32");
+    if (centroids.dim() != 2 || centroids.size(0) != graph::kCentroids || centroids.size(1) != dim) {
+      invalid("centroids must be [256, dim]");
+    }
+    view.book.centroids.assign(values, values + centroids.numel());
+    if (codes) {
+      view.codes = contiguous<const uint8_t>(*codes, Dtype::uint8, "codes", "uint8");
+      if (codes->dim() != 2 || codes->size(0) != n || codes->size(1) != code_bytes) invalid("codes must be [n, bytes]");
+      keeps_ = codes->keep();
+    } else if (!has_inline_codes) {
+      invalid("a graph without codes in its pages needs them in memory");
+    }
+    for (const int64_t entry : to_vector(entries, "entries", -1)) {
+      if (entry < 0 || entry >= n) invalid("an entry point is no node");
+      view.entries.push_back(static_cast<uint32_t>(entry));
+    }
+    const auto* near = contiguous<const uint8_t>(entry_codes, Dtype::uint8, "entry_codes", "uint8");
+    if (entry_codes.numel() != static_cast<int64_t>(view.entries.size()) * code_bytes) invalid("a code for each entry");
+    view.entry_codes.assign(near, near + entry_codes.numel());
+    if (threads < 1 || threads > 256 || walks < 1 || walks > 1024) invalid("threads must be 1 to 256, walks 1 to 1024");
+    graph::SearchOptions options;
+    options.path = engine, options.threads = threads, options.walks = walks, options.seed = seed;
+    for (const auto& rule : rules) options.rules.push_back(to_fault_rule(rule));
+    const io::Direct asked = !direct ? io::Direct::automatic : *direct ? io::Direct::yes : io::Direct::no;
+    py::gil_scoped_release unlocked;
+    searcher_ = std::make_unique<GraphSearcher>(std::move(view), path, asked, std::move(options));
+  }
+  ~PyGraphSearcher() {
+    if (process_ != getpid()) {
+      [[maybe_unused]] auto* left = searcher_.release();  // its threads are the parent's
+      return;
+    }
+    {
+      py::gil_scoped_release unlocked;
+      searcher_.reset();
+    }
+    keeps_.reset();
+    free_kept();
+  }
+
+  py::tuple search(const Tensor& queries, const Tensor& queries_f32, int64_t k, int64_t list_size, int64_t beam,
+                   float stop_beyond, const std::optional<Tensor>& allowed, double deadline_s) {
+    check();
+    const graph::PageLayout& layout = searcher_->view().layout;
+    graph::SearchRequest request;
+    request.queries = rows_of(queries, layout.format == VectorFormat::kFp16 ? VectorFormat::kFp32 : layout.format,
+                              layout.dim, "queries");
+    request.n_queries = queries.size(0);
+    request.queries_f32 = contiguous<const float>(queries_f32, Dtype::float32, "queries_f32", "float32");
+    if (queries_f32.numel() != queries.numel()) invalid("queries_f32 must be the same queries");
+    request.query_bytes = layout.dim * (layout.format == VectorFormat::kFp16 ? 4 : value_bytes(layout.format));
+    if (k < 1 || list_size < k || beam < 1 || !(stop_beyond >= 0) || !(deadline_s > 0)) {
+      invalid("k must be 1 or more, list_size k or more, beam 1 or more");
+    }
+    request.walk.k = k, request.walk.list_size = list_size, request.walk.beam = beam;
+    request.walk.stop_beyond = stop_beyond;
+    request.deadline_s = deadline_s;
+    if (allowed) {
+      request.allowed = contiguous<const uint8_t>(*allowed, Dtype::uint8, "allowed", "uint8");
+      if (allowed->numel() < (layout.n + 7) / 8) invalid("allowed must have a bit for each row");
+    }
+    const int64_t n = request.n_queries;
+    std::vector<int64_t> rows(n * k), pages(n), measured(n), estimated(n);
+    std::vector<float> distances(n * k), seconds(n);
+    request.rows = rows.data(), request.distances = distances.data(), request.pages = pages.data();
+    request.measured = measured.data(), request.estimated = estimated.data(), request.seconds = seconds.data();
+    try {
+      py::gil_scoped_release unlocked;
+      searcher_->search(request, [] {
+        py::gil_scoped_acquire locked;
+        return PyErr_CheckSignals() != 0;
+      });
+    } catch (const io::FailureError&) {
+      if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+      throw;
+    }
+    return py::make_tuple(to_tensor(std::move(rows)), to_tensor(std::move(distances)), to_tensor(std::move(pages)),
+                          to_tensor(std::move(measured)), to_tensor(std::move(estimated)),
+                          to_tensor(std::move(seconds)));
+  }
+
+  void close() {
+    check();
+    py::gil_scoped_release unlocked;
+    searcher_->close();
+  }
+
+  std::tuple<std::string, std::string, bool> path() const {
+    return {searcher_->effective(), searcher_->fallback_reason(), searcher_->direct()};
+  }
+
+ private:
+  void check() const {
+    if (process_ != getpid()) invalid("the graph belongs to the parent process; open it after fork()");
+  }
+
+  std::shared_ptr<void> keeps_;
+  std::unique_ptr<GraphSearcher> searcher_;
+  pid_t process_ = getpid();
+};
+
+}  // namespace
+
+void bind_graph(py::module_& m) {
+  py::class_<PyVamana>(m, "Vamana")
+      .def(py::init<const Tensor&, const std::string&, int64_t, int64_t, float, int, bool, int, uint64_t>(),
+           py::kw_only(), py::arg("vectors"), py::arg("format"), py::arg("degree"), py::arg("list_size"),
+           py::arg("alpha"), py::arg("passes"), py::arg("saturate"), py::arg("threads"), py::arg("seed"))
+      .def("build", &PyVamana::build)
+      .def("connect", &PyVamana::connect)
+      .def("leading_to", &PyVamana::leading_to)
+      .def("edges", &PyVamana::edges)
+      .def("pack", &PyVamana::pack)
+      .def_property_readonly("medoid", &PyVamana::medoid);
+  py::class_<PyGraphSearcher>(m, "GraphSearcher")
+      .def(py::init<const std::string&, std::optional<bool>, int64_t, int64_t, const std::string&, const std::string&,
+                    int64_t, int64_t, bool, int64_t, int64_t, uint64_t, const std::vector<int64_t>&, const Tensor&,
+                    const std::optional<Tensor>&, const Tensor&, const Tensor&, const std::string&, int, int64_t,
+                    const std::vector<py::dict>&, uint64_t>(),
+           py::kw_only(), py::arg("path"), py::arg("direct"), py::arg("n"), py::arg("dim"), py::arg("format"),
+           py::arg("metric"), py::arg("degree"), py::arg("code_bytes"), py::arg("has_inline_codes"),
+           py::arg("page_bytes"), py::arg("nodes_per_page"), py::arg("salt"), py::arg("parts"), py::arg("centroids"),
+           py::arg("codes"), py::arg("entries"), py::arg("entry_codes"), py::arg("engine"), py::arg("threads"),
+           py::arg("walks"), py::arg("rules"), py::arg("seed"))
+      .def("search", &PyGraphSearcher::search, py::kw_only(), py::arg("queries"), py::arg("queries_f32"), py::arg("k"),
+           py::arg("list_size"), py::arg("beam"), py::arg("stop_beyond"), py::arg("allowed"), py::arg("deadline_s"))
+      .def("close", &PyGraphSearcher::close)
+      .def_property_readonly("path", &PyGraphSearcher::path);
+}
+
+}  // namespace espnx::python

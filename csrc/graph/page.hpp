@@ -1,0 +1,86 @@
+// Pages of nodes, as docs/graph-format.md describes them: a header, and nodes of equal size one after the other.
+//
+//   page   crc32c of what follows: u32 | number of the page: u32 | salt of the graph: u64 | nodes | zeros
+//   node   vector | row of the vector in the input: u32 | neighbours: u16 | zero: u16 | u32 [R] | codes of the first
+//          neighbours, code_bytes each
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/crc32c.hpp"
+#include "cpu/distances/distances.hpp"
+
+namespace espnx::graph {
+
+constexpr int64_t kPageHeaderBytes = 16;
+constexpr int64_t kNodeFixedBytes = 8;
+
+struct PageLayout {
+  int64_t n = 0;  // nodes of the graph, numbered page by page
+  int64_t dim = 0;
+  VectorFormat format = VectorFormat::kFp32;
+  int64_t degree = 0;        // R
+  int64_t code_bytes = 0;    // of one code
+  int64_t inline_codes = 0;  // neighbours whose codes a node has: 0 or R
+  int64_t page_bytes = 0;
+  int64_t nodes_per_page = 0;
+  uint64_t salt = 0;
+
+  int64_t vector_bytes() const { return dim * value_bytes(format); }
+  int64_t node_bytes() const { return vector_bytes() + kNodeFixedBytes + 4 * degree + inline_codes * code_bytes; }
+  int64_t pages() const { return (n + nodes_per_page - 1) / nodes_per_page; }
+  int64_t page_of(uint32_t node) const { return node / nodes_per_page; }
+  int64_t nodes_of(int64_t page) const {
+    const int64_t left = n - page * nodes_per_page;
+    return left < nodes_per_page ? left : nodes_per_page;
+  }
+};
+
+inline uint32_t load_u32(const uint8_t* at) {
+  uint32_t value;
+  std::memcpy(&value, at, sizeof(value));
+  return value;
+}
+
+// A node where it lies.
+class NodeView {
+ public:
+  NodeView(const PageLayout& layout, const uint8_t* page, int64_t place)
+      : layout_(layout), at_(page + kPageHeaderBytes + place * layout.node_bytes()) {}
+
+  const uint8_t* vector() const { return at_; }
+  uint32_t row() const { return load_u32(at_ + layout_.vector_bytes()); }
+  int64_t n_neighbours() const {
+    uint16_t count;
+    std::memcpy(&count, at_ + layout_.vector_bytes() + 4, sizeof(count));
+    return count;
+  }
+  uint32_t neighbour(int64_t i) const { return load_u32(at_ + layout_.vector_bytes() + kNodeFixedBytes + 4 * i); }
+  const uint8_t* code(int64_t i) const {
+    return at_ + layout_.vector_bytes() + kNodeFixedBytes + 4 * layout_.degree + i * layout_.code_bytes;
+  }
+
+ private:
+  const PageLayout& layout_;
+  const uint8_t* at_;
+};
+
+// What is wrong with a page that was read, or null.
+inline const char* fault_of(const PageLayout& layout, const uint8_t* page, int64_t number) {
+  if (crc32c(0, page + 4, layout.page_bytes - 4) != load_u32(page)) return "its checksum does not match";
+  uint64_t salt;
+  std::memcpy(&salt, page + 8, sizeof(salt));
+  if (salt != layout.salt) return "it belongs to another graph";
+  if (load_u32(page + 4) != static_cast<uint32_t>(number)) return "it is another page of the graph";
+  for (int64_t i = 0; i < layout.nodes_of(number); ++i) {
+    const NodeView node(layout, page, i);
+    if (node.n_neighbours() > layout.degree || node.row() >= layout.n) return "a node's header is out of range";
+    for (int64_t j = 0; j < node.n_neighbours(); ++j) {
+      if (node.neighbour(j) >= layout.n) return "a neighbour is out of range";
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace espnx::graph

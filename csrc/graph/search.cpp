@@ -1,0 +1,431 @@
+// See search.hpp.
+#include "search.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <limits>
+
+namespace espnx::graph {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr int64_t kSignalCheckNs = 50'000'000;
+constexpr int64_t kLongestWaitNs = 200'000'000;
+constexpr int kIdleRetries = 16;  // completions without progress before a read is given up
+constexpr double kGraceS = 5;     // for reads that nobody waits for any more
+
+io::Failure make_failure(io::Kind kind, std::string what) {
+  io::Failure failure;
+  failure.kind = kind;
+  failure.what = std::move(what);
+  return failure;
+}
+
+}  // namespace
+
+// The queries of one call.
+struct GraphSearcher::Job {
+  const SearchRequest* request;  // the caller's, while walks are under way
+  Clock::time_point deadline;
+  int64_t next = 0;  // query that nobody has taken; under the searcher's mutex
+  std::atomic<bool> failed{false};
+  std::mutex mutex;  // guards what follows; taken after the searcher's
+  std::condition_variable changed;
+  int64_t under_way = 0;  // walks of workers
+  int64_t left = 0;       // queries that have not ended
+  std::optional<io::Failure> failure;
+
+  void fail(io::Failure why) {
+    std::lock_guard lock(mutex);
+    if (!failure) failure = std::move(why);
+    failed = true;
+    changed.notify_all();
+  }
+};
+
+// A thread's queue and walks.
+class GraphSearcher::Worker {
+ public:
+  explicit Worker(GraphSearcher& searcher)
+      : searcher_(searcher), layout_(searcher.view_.layout), slots_(searcher.options_.walks) {
+    auto& options = searcher_.options_;
+    const auto depth = static_cast<unsigned>(std::min<int64_t>(4096, options.walks * kBeamAhead));
+    std::string effective, reason;
+    queue_ = io::make_queue(options.path, depth, 32, effective, reason);
+    if (!options.rules.empty()) queue_ = io::make_faulty_queue(std::move(queue_), searcher_.faults_);
+    depth_ = depth;
+    std::lock_guard lock(searcher_.mutex_);
+    searcher_.effective_ = effective;
+    searcher_.fallback_reason_ = reason;
+  }
+
+  void run() {
+    while (take_queries()) {
+      step();
+    }
+    drain();
+  }
+
+  // The queue itself has failed: nothing more will be heard of what is under way.
+  void abandon(const io::Failure& failure) {
+    for (Slot& slot : slots_) {
+      if (!slot.job) continue;
+      slot.job->fail(failure);
+      release(slot);
+    }
+    [[maybe_unused]] auto* reads = new std::deque<Read>(std::move(reads_));
+    [[maybe_unused]] auto* queue = queue_.release();
+  }
+
+ private:
+  static constexpr int64_t kBeamAhead = 4;  // reads of a walk that the queue has room for, all walks at work
+
+  struct Read {
+    int64_t slot = -1, page = 0, moved_bytes = 0;
+    int idle_retries = 0;
+    std::shared_ptr<io::Buffer> buffer;
+  };
+  struct Slot {
+    std::shared_ptr<Job> job;
+    int64_t query = 0;
+    int64_t reads = 0;  // with the queue
+    bool released = false;
+    Clock::time_point begun;
+    GraphWalk walk;
+  };
+
+  // Waits while there is nothing to do. False: the searcher closes.
+  bool take_queries() {
+    std::unique_lock lock(searcher_.mutex_);
+    searcher_.work_.wait(lock, [&] { return searcher_.stopping_ || busy_ > 0 || !searcher_.jobs_.empty(); });
+    if (searcher_.stopping_) return false;
+    // A share of what is there, so that a small batch goes to all threads.
+    int64_t share = 1;
+    for (const auto& job : searcher_.jobs_) share += (job->request->n_queries - job->next) / searcher_.options_.threads;
+    for (size_t i = 0; i < slots_.size() && !searcher_.jobs_.empty() && share > 0; ++i) {
+      if (slots_[i].job) continue;
+      auto job = searcher_.jobs_.front();
+      slots_[i].query = job->next++;
+      if (job->next == job->request->n_queries) searcher_.jobs_.pop_front();
+      {
+        std::lock_guard job_lock(job->mutex);
+        ++job->under_way;
+      }
+      slots_[i].job = std::move(job);
+      fresh_.push_back(i);
+      ++busy_, --share;
+    }
+    return true;
+  }
+
+  void step() {
+    for (const size_t i : fresh_) begin(i);
+    fresh_.clear();
+    if (in_flight_ == 0) return;
+    completions_.clear();
+    queue_->wait(completions_, 1, kLongestWaitNs);
+    for (const io::Completion& completion : completions_) complete(completion);
+    std::vector<size_t> starved;
+    starved.swap(starved_);
+    for (const size_t i : starved) go_on(i);
+    const auto now = Clock::now();
+    if (now < next_look_) return;
+    next_look_ = now + std::chrono::milliseconds(50);
+    for (size_t i = 0; i < slots_.size(); ++i) look_at(i, now);
+  }
+
+  void begin(size_t i) {
+    Slot& slot = slots_[i];
+    const SearchRequest& request = *slot.job->request;
+    slot.begun = Clock::now();
+    if (slot.job->failed) return end(i);
+    slot.walk.begin(searcher_.view_, request.walk, request.queries + slot.query * request.query_bytes,
+                    request.queries_f32 + slot.query * layout_.dim, request.allowed);
+    go_on(i);
+  }
+
+  // Reads as much as the walk wants, or ends it.
+  void go_on(size_t i) {
+    Slot& slot = slots_[i];
+    if (slot.job->failed) {
+      if (slot.reads == 0) end(i);
+      return;
+    }
+    while (in_flight_ < depth_) {
+      const auto page = slot.walk.next_page();
+      if (!page) break;
+      start_read(i, *page);
+    }
+    if (slot.reads > 0) return;
+    if (!slot.walk.done()) return starved_.push_back(i);  // other walks fill the queue
+    write_result(slot);
+    end(i);
+  }
+
+  void start_read(size_t i, int64_t page) {
+    size_t tag = 0;
+    if (free_reads_.empty()) {
+      tag = reads_.size();
+      reads_.emplace_back();
+      reads_.back().buffer = searcher_.pool_->take(layout_.page_bytes);
+    } else {
+      tag = free_reads_.back();
+      free_reads_.pop_back();
+    }
+    Read& read = reads_[tag];
+    read.slot = static_cast<int64_t>(i);
+    read.page = page;
+    read.moved_bytes = 0;
+    read.idle_retries = 0;
+    ++in_flight_;
+    ++slots_[i].reads;
+    submit(tag);
+  }
+
+  void submit(size_t tag) {
+    Read& read = reads_[tag];
+    queue_->submit({io::Op::read, searcher_.file_.get(), read.page * layout_.page_bytes + read.moved_bytes,
+                    read.buffer->data + read.moved_bytes, layout_.page_bytes - read.moved_bytes, tag});
+  }
+
+  void complete(const io::Completion& completion) {
+    const auto tag = static_cast<size_t>(completion.tag);
+    Read& read = reads_[tag];
+    const bool passes = completion.result == -EINTR || completion.result == -EAGAIN;
+    if (completion.result > 0) read.moved_bytes += completion.result, read.idle_retries = 0;
+    const bool whole = read.moved_bytes >= layout_.page_bytes;
+    const auto slot = static_cast<size_t>(read.slot);
+    const bool wanted = !slots_[slot].job->failed;
+    if (!whole && wanted && (completion.result > 0 || (passes && ++read.idle_retries < kIdleRetries))) {
+      return submit(tag);
+    }
+    --in_flight_;
+    --slots_[slot].reads;
+    if (wanted) take(tag, completion.result);
+    read.slot = -1;
+    free_reads_.push_back(tag);
+    go_on(slot);
+  }
+
+  void take(size_t tag, int64_t result) {
+    Read& read = reads_[tag];
+    Slot& slot = slots_[read.slot];
+    io::Failure failure;
+    failure.path = searcher_.file_->path;
+    failure.offset_bytes = read.page * layout_.page_bytes;
+    failure.size_bytes = layout_.page_bytes;
+    if (read.moved_bytes < layout_.page_bytes) {
+      failure.kind = result < 0 ? io::Kind::read : result == 0 ? io::Kind::truncated : io::Kind::short_read;
+      failure.error = result < 0 ? static_cast<int>(-result) : 0;
+      failure.what = result < 0 ? "reading a page of a graph failed" : "a page of a graph ends early";
+      failure.got = std::to_string(read.moved_bytes) + " bytes";
+      failure.expected = std::to_string(layout_.page_bytes) + " bytes";
+      return slot.job->fail(std::move(failure));
+    }
+    const auto* bytes = reinterpret_cast<const uint8_t*>(read.buffer->data);
+    if (const char* fault = fault_of(layout_, bytes, read.page)) {
+      failure.kind = io::Kind::checksum;
+      failure.what = "page " + std::to_string(read.page) + " of a graph is damaged: " + fault;
+      return slot.job->fail(std::move(failure));
+    }
+    slot.walk.arrived(read.page, bytes);
+  }
+
+  void look_at(size_t i, Clock::time_point now) {
+    Slot& slot = slots_[i];
+    if (!slot.job) return;
+    if (now > slot.job->deadline) {
+      io::Failure failure = make_failure(io::Kind::deadline, "searching a graph");
+      failure.path = searcher_.file_->path;
+      slot.job->fail(std::move(failure));
+    }
+    if (!slot.job->failed || slot.reads == 0) return;
+    for (size_t tag = 0; tag < reads_.size(); ++tag) {
+      if (reads_[tag].slot == static_cast<int64_t>(i)) queue_->cancel(tag);
+    }
+    // A read that never ends keeps its memory and its place; the call does not wait for it.
+    release(slot);
+  }
+
+  void write_result(Slot& slot) {
+    const SearchRequest& request = *slot.job->request;
+    const int64_t k = request.walk.k, at = slot.query;
+    const auto found = slot.walk.results();
+    for (int64_t i = 0; i < k; ++i) {
+      const bool is_there = i < static_cast<int64_t>(found.size());
+      request.rows[at * k + i] = is_there ? static_cast<int64_t>(found[i].row) : -1;
+      request.distances[at * k + i] = is_there ? found[i].distance : std::numeric_limits<float>::infinity();
+    }
+    const WalkCosts& costs = slot.walk.costs();
+    request.pages[at] = costs.pages;
+    request.measured[at] = costs.distances;
+    request.estimated[at] = costs.estimates;
+    request.seconds[at] = std::chrono::duration<float>(Clock::now() - slot.begun).count();
+  }
+
+  // The walk is not the job's any more; its reads may still be under way.
+  void release(Slot& slot) {
+    if (slot.released) return;
+    slot.released = true;
+    std::lock_guard lock(slot.job->mutex);
+    --slot.job->under_way;
+    --slot.job->left;
+    slot.job->changed.notify_all();
+  }
+
+  void end(size_t i) {
+    release(slots_[i]);
+    slots_[i].released = false;
+    slots_[i].job.reset();
+    --busy_;
+  }
+
+  // Reads that are under way when the searcher closes. Memory that a device may still write to is never freed.
+  void drain() {
+    for (Slot& slot : slots_) {
+      if (!slot.job) continue;
+      slot.job->fail(make_failure(io::Kind::closed, "searching a graph: it was closed"));
+      release(slot);
+    }
+    for (size_t tag = 0; tag < reads_.size(); ++tag) {
+      if (reads_[tag].slot >= 0) queue_->cancel(tag);
+    }
+    const auto until = Clock::now() + std::chrono::duration<double>(kGraceS);
+    while (in_flight_ > 0 && Clock::now() < until) {
+      completions_.clear();
+      queue_->wait(completions_, 1, kLongestWaitNs);
+      in_flight_ -= completions_.size();
+    }
+    if (in_flight_ > 0) {
+      [[maybe_unused]] auto* reads = new std::deque<Read>(std::move(reads_));
+      [[maybe_unused]] auto* queue = queue_.release();
+    }
+  }
+
+  GraphSearcher& searcher_;
+  const PageLayout& layout_;
+  std::unique_ptr<io::Queue> queue_;
+  unsigned depth_ = 0;
+  std::vector<Slot> slots_;
+  std::vector<size_t> starved_;  // slots whose walks wait for a place in the queue
+  std::vector<size_t> fresh_;    // slots whose walks have not begun
+  std::deque<Read> reads_;       // by tag
+  std::vector<size_t> free_reads_;
+  std::vector<io::Completion> completions_;
+  size_t in_flight_ = 0;
+  int64_t busy_ = 0;
+  Clock::time_point next_look_{};
+};
+
+GraphSearcher::GraphSearcher(GraphView view, const std::string& pages_path, io::Direct direct, SearchOptions options)
+    : view_(std::move(view)),
+      options_(std::move(options)),
+      file_(options_.path == "memory" ? io::open_memory_file(pages_path, io::Mode::read)
+                                      : io::open_file(pages_path, io::Mode::read, direct)),
+      pool_(std::make_shared<io::BufferPool>(0, false)),
+      faults_(std::make_shared<io::FaultState>(options_.rules, options_.seed)) {
+  const auto work = [this] {
+    std::unique_ptr<Worker> worker;
+    try {
+      worker = std::make_unique<Worker>(*this);  // in its own thread: a single-issuer ring belongs to it
+    } catch (...) {
+      std::lock_guard lock(mutex_);
+      broken_ = std::current_exception();
+    }
+    {
+      std::lock_guard lock(mutex_);
+      ++started_;
+      up_.notify_all();
+    }
+    if (!worker) return;
+    io::Failure failure;
+    try {
+      return worker->run();
+    } catch (const io::FailureError& error) {
+      failure = error.failure;
+    } catch (const std::exception& error) {
+      failure = make_failure(io::Kind::closed, std::string("a thread that searches a graph ended: ") + error.what());
+    }
+    break_down(failure);
+    worker->abandon(failure);
+  };
+  try {
+    for (int i = 0; i < options_.threads; ++i) threads_.emplace_back(work);
+    std::unique_lock lock(mutex_);
+    up_.wait(lock, [this] { return started_ == options_.threads; });
+  } catch (...) {
+    close();
+    throw;
+  }
+  if (broken_) {
+    close();
+    std::rethrow_exception(broken_);
+  }
+}
+
+GraphSearcher::~GraphSearcher() { close(); }
+
+void GraphSearcher::search(const SearchRequest& request, const std::function<bool()>& interrupted) {
+  if (request.n_queries == 0) return;
+  auto job = std::make_shared<Job>();
+  job->request = &request;
+  job->left = request.n_queries;
+  job->deadline =
+      Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::min(request.deadline_s, 1e9) * 1e9));
+  {
+    std::lock_guard lock(mutex_);
+    if (broken_) std::rethrow_exception(broken_);
+    if (stopping_) throw io::FailureError(make_failure(io::Kind::closed, "searching a graph: it is closed"));
+    jobs_.push_back(job);
+    work_.notify_all();
+  }
+  std::unique_lock lock(job->mutex);
+  while (job->left > 0 && !job->failed) {
+    job->changed.wait_for(lock, std::chrono::nanoseconds(kSignalCheckNs));
+    if (job->left == 0 || job->failed) break;
+    lock.unlock();
+    const bool ends = interrupted();
+    lock.lock();
+    if (!ends) continue;
+    if (!job->failure) job->failure = make_failure(io::Kind::cancelled, "searching a graph was interrupted");
+    job->failed = true;
+  }
+  if (!job->failed) return;
+  lock.unlock();
+  {
+    std::lock_guard all(mutex_);
+    jobs_.erase(std::remove(jobs_.begin(), jobs_.end(), job), jobs_.end());
+  }
+  lock.lock();
+  // Nobody writes to the caller's memory once all walks have ended; reads that never do are left behind.
+  job->changed.wait(lock, [&] { return job->under_way == 0; });
+  throw io::FailureError(*job->failure);
+}
+
+void GraphSearcher::break_down(const io::Failure& failure) {
+  std::lock_guard lock(mutex_);
+  if (!broken_) broken_ = std::make_exception_ptr(io::FailureError(failure));
+  for (const auto& job : jobs_) job->fail(failure);
+  jobs_.clear();
+  stopping_ = true;
+  work_.notify_all();
+}
+
+void GraphSearcher::close() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+    for (const auto& job : jobs_) job->fail(make_failure(io::Kind::closed, "searching a graph: it was closed"));
+    jobs_.clear();
+    work_.notify_all();
+  }
+  for (std::thread& thread : threads_) {
+    if (thread.joinable()) thread.join();
+  }
+}
+
+}  // namespace espnx::graph

@@ -1,0 +1,89 @@
+// Searches a graph on storage for many queries at a time: a few threads, each with a queue of its own and many walks
+// under way on it, which go on page by page as reads end, and not round by round.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "io/buffer.hpp"
+#include "io/failure.hpp"
+#include "io/faulty_queue.hpp"
+#include "io/file.hpp"
+#include "io/queue.hpp"
+#include "walk.hpp"
+
+namespace espnx::graph {
+
+struct SearchOptions {
+  std::string path = "auto";  // of the reads: auto, uring, posix, memory
+  int threads = 2;
+  int64_t walks = 32;  // of a thread, under way at a time
+  std::vector<io::FaultRule> rules;
+  uint64_t seed = 0;
+};
+
+struct SearchRequest {
+  WalkOptions walk;
+  int64_t n_queries = 0;
+  const uint8_t* queries = nullptr;    // [n_queries, dim] as DistanceQuery takes them
+  const float* queries_f32 = nullptr;  // the same
+  int64_t query_bytes = 0;             // of one in `queries`
+  const uint8_t* allowed = nullptr;    // see GraphWalk::begin
+  double deadline_s = 30;              // of all of them
+  // Written: [n_queries, k], rows -1 where there are fewer; and per query.
+  int64_t* rows = nullptr;
+  float* distances = nullptr;
+  int64_t* pages = nullptr;
+  int64_t* measured = nullptr;
+  int64_t* estimated = nullptr;
+  float* seconds = nullptr;
+};
+
+class GraphSearcher {
+ public:
+  // Opens the file of pages, and starts the threads. Throws FailureError.
+  GraphSearcher(GraphView view, const std::string& pages_path, io::Direct direct, SearchOptions options);
+  ~GraphSearcher();
+  GraphSearcher(const GraphSearcher&) = delete;
+  GraphSearcher& operator=(const GraphSearcher&) = delete;
+
+  // Fills in what the request points to. Any thread. `interrupted` is asked about twenty times a second. Throws
+  // FailureError: the first failure of a read, a damaged page, the deadline, close(); then no result is whole.
+  void search(const SearchRequest& request, const std::function<bool()>& interrupted);
+
+  // Walks under way end with FailureError (closed). Waits for the threads.
+  void close();
+
+  const GraphView& view() const { return view_; }
+  const std::string& effective() const { return effective_; }
+  const std::string& fallback_reason() const { return fallback_reason_; }
+  bool direct() const { return file_->direct; }
+
+ private:
+  struct Job;
+  class Worker;
+  void break_down(const io::Failure& failure);  // a queue has failed: no search goes on
+
+  GraphView view_;
+  SearchOptions options_;
+  std::shared_ptr<io::File> file_;
+  std::shared_ptr<io::BufferPool> pool_;
+  std::shared_ptr<io::FaultState> faults_;
+  std::string effective_, fallback_reason_;
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable work_, up_;
+  std::deque<std::shared_ptr<Job>> jobs_;  // that have queries nobody has taken
+  bool stopping_ = false;
+  int started_ = 0;
+  std::exception_ptr broken_;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace espnx::graph

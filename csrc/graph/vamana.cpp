@@ -1,0 +1,362 @@
+// See vamana.hpp.
+#include "vamana.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "cpu/formats/half.hpp"
+#include "cpu/parallel.hpp"
+
+namespace espnx::graph {
+namespace {
+
+constexpr double kSlack = 1.3;  // DiskANN's
+constexpr float kAlphaStep = 1.2f;
+constexpr auto kProgressEvery = std::chrono::milliseconds(100);
+constexpr int kRepairRounds = 64;  // a second one is rare
+constexpr int64_t kGrain = 64;     // nodes that a thread takes at a time
+
+float value_of(const uint8_t* row, int64_t k, VectorFormat format) {
+  switch (format) {
+    case VectorFormat::kUint8: return row[k];
+    case VectorFormat::kInt8: return static_cast<int8_t>(row[k]);
+    case VectorFormat::kFp16: {
+      uint16_t half;
+      std::memcpy(&half, row + 2 * k, sizeof(half));
+      return half_to_float(half);
+    }
+    case VectorFormat::kFp32: break;
+  }
+  float value;
+  std::memcpy(&value, row + 4 * k, sizeof(value));
+  return value;
+}
+
+}  // namespace
+
+struct Vamana::Scratch {
+  explicit Scratch(int64_t n) : seen(n) {}
+
+  // Forgets what was seen, in no time but once in 2^32 walks.
+  void next_walk() {
+    if (++turn == 0) std::fill(seen.begin(), seen.end(), 0), turn = 1;
+  }
+  bool see(uint32_t node) {
+    const bool is_new = seen[node] != turn;
+    seen[node] = turn;
+    return is_new;
+  }
+
+  std::vector<uint32_t> seen;
+  uint32_t turn = 0;
+  std::vector<Near> list, passed, pool;
+  std::vector<char> expanded;  // beside `list`
+  std::vector<uint32_t> around, fresh, chosen;
+  std::vector<float> distance, occlusion;
+  std::vector<const uint8_t*> rows;
+};
+
+Vamana::Vamana(VectorTable vectors, VamanaOptions options)
+    : vectors_(vectors),
+      options_(options),
+      capacity_(std::max<int64_t>(options.degree + 1, static_cast<int64_t>(kSlack * options.degree))),
+      edges_(vectors.n * capacity_),
+      degree_(vectors.n),
+      locks_(new std::atomic_flag[vectors.n]) {
+  for (int64_t i = 0; i < vectors.n; ++i) locks_[i].clear();
+}
+
+DistanceQuery Vamana::query_of(uint32_t node) const {
+  const uint8_t* row = vectors_.row(node);
+  if (vectors_.format != VectorFormat::kFp16) return {row, vectors_.dim, vectors_.format, Metric::kL2};
+  std::vector<float> wide(vectors_.dim);
+  for (int64_t k = 0; k < vectors_.dim; ++k) wide[k] = value_of(row, k, vectors_.format);
+  return {wide.data(), vectors_.dim, vectors_.format, Metric::kL2};
+}
+
+uint32_t Vamana::find_medoid() const {
+  std::vector<double> mean(vectors_.dim);
+  for (int64_t i = 0; i < vectors_.n; ++i) {
+    const uint8_t* row = vectors_.row(i);
+    for (int64_t k = 0; k < vectors_.dim; ++k) mean[k] += value_of(row, k, vectors_.format);
+  }
+  for (double& value : mean) value /= static_cast<double>(vectors_.n);
+  uint32_t nearest = 0;
+  double least = std::numeric_limits<double>::infinity();
+  for (int64_t i = 0; i < vectors_.n; ++i) {
+    const uint8_t* row = vectors_.row(i);
+    double distance = 0;
+    for (int64_t k = 0; k < vectors_.dim && distance < least; ++k) {
+      const double difference = value_of(row, k, vectors_.format) - mean[k];
+      distance += difference * difference;
+    }
+    if (distance < least) least = distance, nearest = static_cast<uint32_t>(i);
+  }
+  return nearest;
+}
+
+void Vamana::measure(const DistanceQuery& query, const std::vector<uint32_t>& nodes, std::vector<float>& out,
+                     Scratch& scratch) const {
+  scratch.rows.resize(nodes.size());
+  for (size_t i = 0; i < nodes.size(); ++i) scratch.rows[i] = vectors_.row(nodes[i]);
+  out.resize(nodes.size());
+  query.measure(scratch.rows.data(), static_cast<int64_t>(nodes.size()), out.data());
+}
+
+void Vamana::copy_neighbours(uint32_t node, std::vector<uint32_t>& out) {
+  lock(node);
+  out.assign(neighbours_of(node), neighbours_of(node) + degree_[node]);
+  unlock(node);
+}
+
+void Vamana::walk(const DistanceQuery& target, uint32_t begin, Scratch& scratch) {
+  scratch.next_walk();
+  scratch.passed.clear();
+  scratch.list.clear();
+  scratch.expanded.clear();
+  const auto list_size = static_cast<size_t>(options_.list_size);
+  size_t first = 0;  // nothing before it waits for its expansion
+  const auto add = [&](const std::vector<uint32_t>& nodes) {
+    measure(target, nodes, scratch.distance, scratch);
+    for (size_t i = 0; i < nodes.size(); ++i) {
+      const Near near{scratch.distance[i], nodes[i]};
+      if (scratch.list.size() == list_size && !(near < scratch.list.back())) continue;
+      const auto at = std::upper_bound(scratch.list.begin(), scratch.list.end(), near);
+      const auto place = at - scratch.list.begin();
+      scratch.list.insert(at, near);
+      scratch.expanded.insert(scratch.expanded.begin() + place, 0);
+      if (scratch.list.size() > list_size) scratch.list.pop_back(), scratch.expanded.pop_back();
+      first = std::min(first, static_cast<size_t>(place));
+    }
+  };
+  scratch.see(begin);
+  scratch.fresh.assign(1, begin);
+  add(scratch.fresh);
+  while (true) {
+    while (first < scratch.list.size() && scratch.expanded[first]) ++first;
+    if (first == scratch.list.size()) return;
+    scratch.expanded[first] = 1;
+    const Near near = scratch.list[first];
+    scratch.passed.push_back(near);
+    copy_neighbours(near.node, scratch.around);
+    scratch.fresh.clear();
+    for (const uint32_t node : scratch.around) {
+      if (scratch.see(node)) scratch.fresh.push_back(node);
+    }
+    add(scratch.fresh);
+  }
+}
+
+// Robust prune (DiskANN, algorithm 2), with alpha growing to its end so that near neighbours are chosen before far
+// ones.
+void Vamana::prune(uint32_t node, float alpha, Scratch& scratch) const {
+  auto& pool = scratch.pool;
+  std::sort(pool.begin(), pool.end());
+  pool.erase(std::unique(pool.begin(), pool.end(), [](const Near& a, const Near& b) { return a.node == b.node; }),
+             pool.end());
+  pool.erase(std::remove_if(pool.begin(), pool.end(), [&](const Near& each) { return each.node == node; }), pool.end());
+  if (static_cast<int64_t>(pool.size()) > kPrunedCandidates) pool.resize(kPrunedCandidates);
+  const auto degree = static_cast<size_t>(options_.degree);
+  constexpr float kChosen = std::numeric_limits<float>::infinity();
+  scratch.chosen.clear();
+  scratch.occlusion.assign(pool.size(), 0);
+  auto& left = scratch.fresh;  // nodes behind the chosen one, whose occlusion it may raise
+  for (float now = 1;; now = std::min(now * kAlphaStep, alpha)) {
+    for (size_t i = 0; i < pool.size() && scratch.chosen.size() < degree; ++i) {
+      if (scratch.occlusion[i] > now) continue;
+      scratch.occlusion[i] = kChosen;
+      scratch.chosen.push_back(pool[i].node);
+      if (scratch.chosen.size() == degree) break;
+      left.clear();
+      scratch.around.clear();  // their places in the pool
+      for (size_t j = i + 1; j < pool.size(); ++j) {
+        if (scratch.occlusion[j] > alpha) continue;
+        left.push_back(pool[j].node);
+        scratch.around.push_back(static_cast<uint32_t>(j));
+      }
+      measure(query_of(pool[i].node), left, scratch.distance, scratch);
+      for (size_t j = 0; j < left.size(); ++j) {
+        float& occlusion = scratch.occlusion[scratch.around[j]];
+        const float between = scratch.distance[j], far = pool[scratch.around[j]].distance;
+        // A copy of the chosen one is reached by way of it.
+        occlusion = std::max(occlusion, between > 0 ? far / between : std::numeric_limits<float>::max());
+      }
+    }
+    if (now >= alpha || scratch.chosen.size() == degree) break;
+  }
+  if (!options_.saturate || alpha <= 1) return;
+  for (size_t i = 0; i < pool.size() && scratch.chosen.size() < degree; ++i) {
+    if (scratch.occlusion[i] == kChosen) continue;
+    scratch.chosen.push_back(pool[i].node);
+  }
+}
+
+void Vamana::insert(uint32_t node, float alpha, Scratch& scratch) {
+  const DistanceQuery target = query_of(node);
+  walk(target, medoid_, scratch);
+  scratch.pool = scratch.passed;
+  copy_neighbours(node, scratch.around);  // of an earlier pass
+  scratch.fresh = scratch.around;
+  measure(target, scratch.fresh, scratch.distance, scratch);
+  for (size_t i = 0; i < scratch.fresh.size(); ++i) scratch.pool.push_back({scratch.distance[i], scratch.fresh[i]});
+  prune(node, alpha, scratch);
+  std::vector<Near> chosen;
+  measure(target, scratch.chosen, scratch.distance, scratch);
+  for (size_t i = 0; i < scratch.chosen.size(); ++i) chosen.push_back({scratch.distance[i], scratch.chosen[i]});
+  lock(node);
+  std::copy(scratch.chosen.begin(), scratch.chosen.end(), edges_.begin() + node * capacity_);
+  degree_[node] = static_cast<uint16_t>(scratch.chosen.size());
+  unlock(node);
+  for (const Near& each : chosen) link_back(each.node, node, each.distance, alpha, scratch);
+}
+
+void Vamana::link_back(uint32_t from, uint32_t to, float distance, float alpha, Scratch& scratch) {
+  lock(from);
+  uint32_t* begin = edges_.data() + from * capacity_;
+  const int64_t degree = degree_[from];
+  if (std::find(begin, begin + degree, to) != begin + degree) return unlock(from);
+  if (degree < capacity_) {
+    begin[degree] = to;
+    ++degree_[from];
+    return unlock(from);
+  }
+  scratch.fresh.assign(begin, begin + degree);
+  unlock(from);
+  measure(query_of(from), scratch.fresh, scratch.distance, scratch);
+  scratch.pool.assign(1, {distance, to});
+  for (size_t i = 0; i < scratch.fresh.size(); ++i) scratch.pool.push_back({scratch.distance[i], scratch.fresh[i]});
+  prune(from, alpha, scratch);
+  lock(from);  // what others have added meanwhile is lost, as a few edges of many
+  std::copy(scratch.chosen.begin(), scratch.chosen.end(), begin);
+  degree_[from] = static_cast<uint16_t>(scratch.chosen.size());
+  unlock(from);
+}
+
+void Vamana::trim(uint32_t node, Scratch& scratch) {
+  if (degree_[node] <= options_.degree) return;
+  scratch.fresh.assign(neighbours_of(node), neighbours_of(node) + degree_[node]);
+  measure(query_of(node), scratch.fresh, scratch.distance, scratch);
+  scratch.pool.clear();
+  for (size_t i = 0; i < scratch.fresh.size(); ++i) scratch.pool.push_back({scratch.distance[i], scratch.fresh[i]});
+  prune(node, options_.alpha, scratch);
+  std::copy(scratch.chosen.begin(), scratch.chosen.end(), edges_.begin() + node * capacity_);
+  degree_[node] = static_cast<uint16_t>(scratch.chosen.size());
+}
+
+bool Vamana::build(const std::function<bool(int64_t, int64_t)>& progress) {
+  const int64_t n = vectors_.n;
+  if (n == 0) return true;
+  medoid_ = find_medoid();
+  std::vector<uint32_t> order(n);
+  std::iota(order.begin(), order.end(), 0u);
+  std::mt19937_64 random(options_.seed);
+  std::shuffle(order.begin(), order.end(), random);
+  std::vector<std::unique_ptr<Scratch>> scratch(std::max(1, options_.threads));
+  std::atomic<bool> ends{false};
+  std::atomic<int64_t> done{0};
+  const int64_t total = n * (options_.passes + 1);  // the last is trimming
+  auto shown = std::chrono::steady_clock::now();
+  for (int pass = 0; pass <= options_.passes && !ends; ++pass) {
+    const float alpha = pass + 1 < options_.passes ? 1.0f : options_.alpha;
+    parallel_for(n, kGrain, options_.threads, [&](int thread, int64_t begin, int64_t end) {
+      if (ends) return;
+      auto& own = scratch[thread];
+      if (!own) own = std::make_unique<Scratch>(n);
+      for (int64_t i = begin; i < end; ++i) {
+        if (pass == options_.passes) {
+          trim(order[i], *own);
+        } else {
+          insert(order[i], alpha, *own);
+        }
+      }
+      done += end - begin;
+      if (thread == 0 && std::chrono::steady_clock::now() - shown > kProgressEvery) {
+        shown = std::chrono::steady_clock::now();
+        if (!progress(done, total)) ends = true;
+      }
+    });
+  }
+  return !ends && progress(total, total);
+}
+
+std::vector<char> Vamana::reached_from(const std::vector<uint32_t>& entries) const {
+  std::vector<char> reached(vectors_.n);
+  std::vector<uint32_t> waiting;
+  for (const uint32_t entry : entries) {
+    if (!reached[entry]) reached[entry] = 1, waiting.push_back(entry);
+  }
+  while (!waiting.empty()) {
+    const uint32_t node = waiting.back();
+    waiting.pop_back();
+    for (int64_t i = 0; i < degree_[node]; ++i) {
+      const uint32_t next = neighbours_of(node)[i];
+      if (!reached[next]) reached[next] = 1, waiting.push_back(next);
+    }
+  }
+  return reached;
+}
+
+std::vector<char> Vamana::leading_to(uint32_t node) const {
+  std::vector<char> leads(vectors_.n);
+  leads[node] = 1;
+  for (bool grows = true; grows;) {  // a few rounds: most nodes are a few edges away
+    grows = false;
+    for (int64_t i = 0; i < vectors_.n; ++i) {
+      if (leads[i]) continue;
+      const uint32_t* near = neighbours_of(i);
+      if (!std::any_of(near, near + degree_[i], [&](uint32_t each) { return leads[each] != 0; })) continue;
+      leads[i] = 1, grows = true;
+    }
+  }
+  return leads;
+}
+
+// An edge that a repair has made stays: so each round leaves fewer nodes that cannot be come to.
+bool Vamana::add_edge(uint32_t from, uint32_t to, std::unordered_set<uint64_t>& kept) {
+  uint32_t* begin = edges_.data() + from * capacity_;
+  const auto key = [from](uint32_t end) { return static_cast<uint64_t>(from) << 32 | end; };
+  if (degree_[from] < options_.degree) {
+    begin[degree_[from]++] = to;
+  } else {
+    int64_t at = degree_[from] - 1;
+    while (at >= 0 && kept.count(key(begin[at]))) --at;
+    if (at < 0) return false;
+    begin[at] = to;
+  }
+  kept.insert(key(to));
+  return true;
+}
+
+int64_t Vamana::connect(const std::vector<uint32_t>& entries) {
+  if (vectors_.n == 0) return 0;
+  int64_t lost = 0;
+  Scratch scratch(vectors_.n);
+  std::unordered_set<uint64_t> kept;
+  for (int round = 0;; ++round) {
+    const std::vector<char> reached = reached_from(entries);
+    const int64_t left = std::count(reached.begin(), reached.end(), 0);
+    if (round == 0) lost = left;
+    if (left == 0) return lost;
+    if (round == kRepairRounds)
+      throw std::runtime_error(std::to_string(left) + " nodes of a graph cannot be connected");
+    uint32_t last = medoid_;  // of a run of nodes that lie in one place: each leads to the next
+    for (int64_t i = 0; i < vectors_.n; ++i) {
+      if (reached[i]) continue;
+      const auto node = static_cast<uint32_t>(i);
+      walk(query_of(node), entries[0], scratch);
+      const auto leads = [&](const Near& near) { return near.node != node && add_edge(near.node, node, kept); };
+      if (std::none_of(scratch.list.begin(), scratch.list.end(), leads)) add_edge(last, node, kept);
+      last = node;
+    }
+  }
+}
+
+}  // namespace espnx::graph

@@ -1,0 +1,103 @@
+// The Vamana graph (DiskANN, section 2): every node points to at most R others, chosen so that a walk which always goes
+// to the nearest neighbour comes to any vector from anywhere in few steps.
+//
+// Nodes are inserted in random order by several threads at once. Each is looked for in the graph as it is by then; what
+// the walk has passed is pruned to the node's neighbours, and each of those gets an edge back.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <unordered_set>
+#include <vector>
+
+#include "cpu/distances/distances.hpp"
+
+namespace espnx::graph {
+
+// Vectors in memory, one after the other; borrowed.
+struct VectorTable {
+  const uint8_t* data;
+  int64_t n, dim;
+  VectorFormat format;
+
+  const uint8_t* row(int64_t i) const { return data + i * dim * value_bytes(format); }
+};
+
+struct VamanaOptions {
+  int64_t degree = 64;      // R
+  int64_t list_size = 100;  // L
+  float alpha = 1.2f;       // an edge is left out where another neighbour is nearer to its end by this factor, squared
+  int passes = 1;           // of insertion; all but the last with alpha 1
+  bool saturate = true;     // fill up with the nearest that were left out: a page has room for R anyway
+  int threads = 1;
+  uint64_t seed = 0;
+};
+
+// The most candidates that are pruned to the neighbours of a node.
+constexpr int64_t kPrunedCandidates = 750;
+
+class Vamana {
+ public:
+  // By the squared Euclidean distance. `vectors` must outlive it.
+  Vamana(VectorTable vectors, VamanaOptions options);
+
+  // Inserts all nodes. `progress(done, total)` is called from the calling thread about ten times a second; false ends
+  // the build early, and build() returns false.
+  bool build(const std::function<bool(int64_t, int64_t)>& progress);
+
+  // Gives every node that no walk from `entries` can come to an edge from a near one that can be come to, and returns
+  // how many there were.
+  int64_t connect(const std::vector<uint32_t>& entries);
+
+  // For each node whether a walk along edges can come from it to `node`.
+  std::vector<char> leading_to(uint32_t node) const;
+
+  // The vector nearest to the mean of all: where insertion begins its walks.
+  uint32_t medoid() const { return medoid_; }
+
+  int64_t degree_of(int64_t node) const { return degree_[node]; }
+  const uint32_t* neighbours_of(int64_t node) const { return edges_.data() + node * capacity_; }
+
+ private:
+  struct Near {
+    float distance;
+    uint32_t node;
+    bool operator<(const Near& other) const {
+      return distance != other.distance ? distance < other.distance : node < other.node;
+    }
+  };
+  struct Scratch;  // of a thread
+
+  uint32_t find_medoid() const;
+  DistanceQuery query_of(uint32_t node) const;
+  void measure(const DistanceQuery& query, const std::vector<uint32_t>& nodes, std::vector<float>& out,
+               Scratch& scratch) const;
+  // What a walk to `target` expands, in scratch.passed; `scratch.list` holds the L nearest.
+  void walk(const DistanceQuery& target, uint32_t begin, Scratch& scratch);
+  // Of the pool, nearest first, those that remain: at most R, in scratch.chosen.
+  void prune(uint32_t node, float alpha, Scratch& scratch) const;
+  void insert(uint32_t node, float alpha, Scratch& scratch);
+  void link_back(uint32_t from, uint32_t to, float distance, float alpha, Scratch& scratch);
+  void copy_neighbours(uint32_t node, std::vector<uint32_t>& out);
+  void trim(uint32_t node, Scratch& scratch);
+  std::vector<char> reached_from(const std::vector<uint32_t>& entries) const;
+  bool add_edge(uint32_t from, uint32_t to, std::unordered_set<uint64_t>& kept);
+
+  void lock(uint32_t node) {
+    while (locks_[node].test_and_set(std::memory_order_acquire)) {
+    }
+  }
+  void unlock(uint32_t node) { locks_[node].clear(std::memory_order_release); }
+
+  VectorTable vectors_;
+  VamanaOptions options_;
+  int64_t capacity_;  // of a node's neighbours while the graph is built: some more than R, so that it is pruned seldom
+  uint32_t medoid_ = 0;
+  std::vector<uint32_t> edges_;
+  std::vector<uint16_t> degree_;
+  std::unique_ptr<std::atomic_flag[]> locks_;
+};
+
+}  // namespace espnx::graph

@@ -1,0 +1,165 @@
+// See walk.hpp.
+#include "walk.hpp"
+
+#include <algorithm>
+
+namespace espnx::graph {
+namespace {
+
+constexpr size_t kFewSlots = 1024;
+
+size_t slot_of(uint32_t node, size_t n_slots) {
+  return static_cast<size_t>((node * uint64_t{0x9E3779B97F4A7C15}) >> 32) & (n_slots - 1);
+}
+
+}  // namespace
+
+void NodeSet::clear() {
+  if (slots_.empty()) slots_.resize(kFewSlots);
+  std::fill(slots_.begin(), slots_.end(), 0);
+  count_ = 0;
+}
+
+bool NodeSet::add(uint32_t node) {
+  if (2 * count_ >= slots_.size()) grow();
+  for (size_t at = slot_of(node, slots_.size());; at = (at + 1) & (slots_.size() - 1)) {
+    if (slots_[at] == node + 1) return false;
+    if (slots_[at] == 0) {
+      slots_[at] = node + 1;
+      ++count_;
+      return true;
+    }
+  }
+}
+
+void NodeSet::grow() {
+  std::vector<uint32_t> old(std::max(kFewSlots, 2 * slots_.size()));
+  old.swap(slots_);
+  count_ = 0;
+  for (const uint32_t each : old) {
+    if (each != 0) add(each - 1);
+  }
+}
+
+void GraphWalk::begin(const GraphView& view, const WalkOptions& options, const void* query, const float* query_f32,
+                      const uint8_t* allowed) {
+  view_ = &view;
+  options_ = options;
+  allowed_ = allowed;
+  exact_.emplace(query, view.layout.dim, view.layout.format, view.metric);
+  table_.resize(view.book.parts() * kCentroids);
+  fill_table(view.book, query_f32, view.metric, table_.data());
+  list_.clear();
+  met_.clear();
+  nearest_.clear();
+  under_way_.clear();
+  costs_ = {};
+  const auto n_entries = static_cast<int64_t>(view.entries.size());
+  if (n_entries == 0) return;
+  fresh_codes_.resize(n_entries);
+  for (int64_t i = 0; i < n_entries; ++i) fresh_codes_[i] = view.entry_codes.data() + i * view.layout.code_bytes;
+  estimate_.resize(n_entries);
+  estimate(table_.data(), view.book.parts(), fresh_codes_.data(), n_entries, estimate_.data());
+  costs_.estimates += n_entries;
+  const auto nearest = std::min_element(estimate_.begin(), estimate_.end()) - estimate_.begin();
+  met_.add(view.entries[nearest]);
+  add_candidate({estimate_[nearest], view.entries[nearest], true});
+}
+
+size_t GraphWalk::first_waiting() const {
+  size_t at = 0;
+  while (at < list_.size() && !list_[at].waits) ++at;
+  if (at == list_.size() || static_cast<int64_t>(nearest_.size()) < options_.k) return at;
+  const float farthest = nearest_.front().distance;
+  return list_[at].distance - farthest > options_.stop_beyond * std::abs(farthest) ? list_.size() : at;
+}
+
+std::optional<int64_t> GraphWalk::next_page() {
+  if (static_cast<int64_t>(under_way_.size()) >= options_.beam) return std::nullopt;
+  for (size_t at = first_waiting(); at < list_.size(); ++at) {
+    if (!list_[at].waits) continue;
+    const int64_t page = view_->layout.page_of(list_[at].node);
+    if (std::find(under_way_.begin(), under_way_.end(), page) != under_way_.end()) continue;  // it is coming
+    under_way_.push_back(page);
+    ++costs_.pages;
+    return page;
+  }
+  return std::nullopt;
+}
+
+void GraphWalk::arrived(int64_t page, const uint8_t* bytes) {
+  const PageLayout& layout = view_->layout;
+  under_way_.erase(std::find(under_way_.begin(), under_way_.end(), page));
+  ++costs_.hops;
+  // Every vector of the page is measured: it is here.
+  const int64_t count = layout.nodes_of(page);
+  const auto first = static_cast<uint32_t>(page * layout.nodes_per_page);
+  rows_.resize(count);
+  distance_.resize(count);
+  for (int64_t i = 0; i < count; ++i) rows_[i] = NodeView(layout, bytes, i).vector();
+  exact_->measure(rows_.data(), count, distance_.data());
+  costs_.distances += count;
+  for (int64_t i = 0; i < count; ++i) {
+    const NodeView node(layout, bytes, i);
+    const uint32_t number = first + static_cast<uint32_t>(i);
+    keep(distance_[i], node.row());
+    met_.add(number);
+    if (!stop_waiting(number)) {
+      if (!is_within(distance_[i])) continue;
+      add_candidate({distance_[i], number, false});  // it came with another one, and is as near as those of the list
+    }
+    expand(node);
+  }
+}
+
+bool GraphWalk::stop_waiting(uint32_t node) {
+  for (auto& each : list_) {
+    if (each.node != node) continue;
+    each.waits = false;
+    return true;
+  }
+  return false;
+}
+
+void GraphWalk::expand(const NodeView& node) {
+  fresh_.clear();
+  fresh_codes_.clear();
+  const PageLayout& layout = view_->layout;
+  for (int64_t i = 0; i < node.n_neighbours(); ++i) {
+    const uint32_t neighbour = node.neighbour(i);
+    if (!met_.add(neighbour)) continue;
+    fresh_.push_back(neighbour);
+    fresh_codes_.push_back(view_->codes == nullptr ? node.code(i) : view_->codes + neighbour * layout.code_bytes);
+  }
+  estimate_.resize(fresh_.size());
+  estimate(table_.data(), view_->book.parts(), fresh_codes_.data(), static_cast<int64_t>(fresh_.size()),
+           estimate_.data());
+  costs_.estimates += static_cast<int64_t>(fresh_.size());
+  for (size_t i = 0; i < fresh_.size(); ++i) add_candidate({estimate_[i], fresh_[i], true});
+}
+
+void GraphWalk::add_candidate(Candidate candidate) {
+  if (!is_within(candidate.distance)) return;
+  list_.insert(std::upper_bound(list_.begin(), list_.end(), candidate), candidate);
+  if (static_cast<int64_t>(list_.size()) > options_.list_size) list_.pop_back();
+}
+
+void GraphWalk::keep(float distance, uint32_t row) {
+  if (allowed_ != nullptr && !(allowed_[row / 8] >> (row % 8) & 1)) return;
+  const Found found{distance, row};
+  if (static_cast<int64_t>(nearest_.size()) < options_.k) {
+    nearest_.push_back(found);
+    std::push_heap(nearest_.begin(), nearest_.end());
+  } else if (found < nearest_.front()) {
+    std::pop_heap(nearest_.begin(), nearest_.end());
+    nearest_.back() = found;
+    std::push_heap(nearest_.begin(), nearest_.end());
+  }
+}
+
+std::vector<Found> GraphWalk::results() {
+  std::sort_heap(nearest_.begin(), nearest_.end());
+  return std::move(nearest_);
+}
+
+}  // namespace espnx::graph

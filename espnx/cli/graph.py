@@ -1,0 +1,145 @@
+"""``espnx graph build|search|info|verify``: nearest neighbours from SSD."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import Any
+
+from ..errors import InvalidInputError
+from ..sizes import format_size
+from ..tables import render_table
+from .output import add_json_option, emit, json_document
+
+_SHOWN = 10
+
+
+def configure_build(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("vectors", help="a file: .npy, .fvecs, .bvecs, .fbin, .u8bin, .i8bin or .parquet")
+    parser.add_argument("graph", help="a new directory")
+    parser.add_argument("--metric", default="l2", choices=("l2", "ip", "cosine"), help="what is near (default: l2)")
+    parser.add_argument("--max-degree", type=int, default=64, metavar="R", help="neighbours of a node (default: 64)")
+    parser.add_argument("--search-list-size", type=int, default=100, metavar="L", help="candidates of the build's walks (default: 100)")
+    parser.add_argument("--alpha", type=float, default=1.2, help="how far apart the neighbours of a node are kept (default: 1.2)")
+    parser.add_argument(
+        "--codes", default="inline", choices=("inline", "memory"),
+        help="inline: beside each node, so that memory does not grow with the vectors; memory: a smaller folder (default: inline)",
+    )  # fmt: skip
+    parser.add_argument("--pq-bytes", type=int, metavar="N", help="of a code (default: as many as fill a page)")
+    parser.add_argument(
+        "--vector-dtype", default="auto", choices=("auto", "float32", "float16", "uint8", "int8"),
+        help="as vectors are stored (default: whole numbers as they come, else float16)",
+    )  # fmt: skip
+    parser.add_argument("--num-entry-points", type=int, default=1000, metavar="N", help="where searches may begin (default: 1000)")
+    parser.add_argument("--threads", type=int, metavar="N", help="of the build (default: as many as torch uses)")
+    parser.add_argument("--seed", type=int, default=0, help="of samples and the order of insertion (default: 0)")
+    parser.add_argument("--column", help="of a Parquet file (default: its only one of lists)")
+    add_json_option(parser)
+
+
+def run_build(args: argparse.Namespace) -> int:
+    from ..graph import build
+    from .progress import ProgressLine
+
+    with ProgressLine() as line:
+        report = build(
+            args.vectors, args.graph, metric=args.metric, max_degree=args.max_degree, search_list_size=args.search_list_size,
+            alpha=args.alpha, codes=args.codes, pq_bytes=args.pq_bytes, vector_dtype=args.vector_dtype,
+            num_entry_points=args.num_entry_points, threads=args.threads, seed=args.seed, column=args.column, progress=line.update,
+        )  # fmt: skip
+    emit(args, report.summary(), json_document("graph build", **asdict(report)))
+    return 0
+
+
+def configure_search(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("graph", help="that `espnx graph build` has made")
+    parser.add_argument("queries", help="a file of vectors, as for build")
+    parser.add_argument("-k", type=int, default=10, help="neighbours of each (default: 10)")
+    parser.add_argument("--list-size", type=int, metavar="L", help="candidates of a walk: more find more, and read more")
+    parser.add_argument("--recall", type=float, metavar="R", help="instead: the smallest list measured to find that share (default: 0.95)")
+    parser.add_argument("--beamwidth", type=int, metavar="W", help="pages of a query under way at a time (default: 1; for few queries 4)")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="that read and compute (default: 2)")
+    parser.add_argument("--ground-truth", metavar="FILE", help="ids of the true neighbours, .npy [q, k or more]: says the recall")
+    parser.add_argument("--column", help="of a Parquet file")
+    add_json_option(parser)
+
+
+def run_search(args: argparse.Namespace) -> int:
+    import numpy as np
+
+    from ..graph import GraphIndex, read_vectors
+
+    queries = np.concatenate([np.asarray(each) for each in read_vectors(args.queries, column=args.column).blocks()])
+    with GraphIndex(args.graph, threads=args.threads) as index:
+        found = index.search(queries, args.k, list_size=args.list_size, recall=args.recall, beamwidth=args.beamwidth)
+    facts: dict[str, Any] = {
+        "queries": len(queries), "k": args.k, "pages_mean": float(found.pages.mean()) if len(queries) else 0.0,
+        "bytes_mean": float(found.bytes_read.mean()) if len(queries) else 0.0,
+    }  # fmt: skip
+    if args.ground_truth is not None:
+        facts["recall"] = _recall(found.ids, args.ground_truth)
+    rows = [
+        (query, rank + 1, int(row), f"{far:.6g}")
+        for query in range(min(len(queries), _SHOWN))
+        for rank, (row, far) in enumerate(zip(found.ids[query], found.distances[query], strict=True))
+        if row >= 0
+    ]
+    shown = f"{len(queries):,} queries, {facts['pages_mean']:.1f} pages ({format_size(round(facts['bytes_mean']))}) a query"
+    if "recall" in facts:
+        shown += f", recall@{args.k} {facts['recall']:.4f}"
+    left = f"\nthe first {_SHOWN} are shown" if len(queries) > _SHOWN else ""
+    results = [
+        [{"id": int(row), "distance": float(far)} for row, far in zip(ids, distances, strict=True) if row >= 0]
+        for ids, distances in zip(found.ids, found.distances, strict=True)
+    ]
+    text = render_table(("query", "rank", "id", "distance"), rows, right=("query", "rank", "id", "distance")) + f"\n{shown}{left}"
+    emit(args, text, json_document("graph search", **facts, results=results))
+    return 0
+
+
+def _recall(ids: Any, path: str) -> float:
+    import numpy as np
+
+    try:
+        true = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise InvalidInputError("--ground-truth", got=f"{path}: {error}", expected="a .npy file of ids [queries, k or more]") from error
+    if true.ndim != 2 or len(true) != len(ids) or true.shape[1] < ids.shape[1] or true.dtype.kind not in "iu":
+        raise InvalidInputError(
+            "--ground-truth", got=f"{true.dtype} {list(true.shape)}", expected=f"ids [{len(ids)}, {ids.shape[1]} or more]"
+        )
+    k = ids.shape[1]
+    return sum(len(set(ours.tolist()) & set(theirs.tolist())) for ours, theirs in zip(ids, true[:, :k], strict=True)) / max(1, ids.size)
+
+
+def configure_info(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("graph", help="that `espnx graph build` has made")
+    add_json_option(parser)
+
+
+def run_info(args: argparse.Namespace) -> int:
+    from ..graph import GraphIndex
+
+    with GraphIndex(args.graph, threads=1, walks=1) as index:
+        facts = index.facts
+        document = {
+            **asdict(facts.layout), "nodes_per_page": facts.layout.nodes_per_page, "metric": facts.metric,
+            "entry_points": len(facts.entries), "files": facts.file_sizes, "memory_bytes": facts.memory_bytes,
+            "options": dict(facts.options), "recall": [asdict(each) for each in facts.recall],
+        }  # fmt: skip
+        emit(args, index.summary(), json_document("graph info", **document))
+    return 0
+
+
+def configure_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("graph", help="that `espnx graph build` has made")
+    add_json_option(parser)
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    from ..graph import GraphIndex
+
+    with GraphIndex(args.graph, threads=1, walks=1) as index:
+        pages, size_bytes = index.verify(), sum(index.facts.file_sizes.values())
+    emit(args, f"{pages:,} pages, {format_size(size_bytes)}: whole", json_document("graph verify", pages=pages, size_bytes=size_bytes))
+    return 0

@@ -1,0 +1,19 @@
+"""Nearest neighbours from SSD: a graph of vectors whose every part lies on storage.
+
+>>> import espnx.graph                                            # doctest: +SKIP
+>>> espnx.graph.build("vectors.npy", "my.graph")
+>>> with espnx.graph.open("my.graph") as graph:
+...     found = graph.search(queries, k=10)
+...     found.ids, found.distances, found.pages
+"""
+
+from __future__ import annotations
+
+from .build import GraphReport, build
+from .format import METRICS, RecallPoint
+from .index import GraphIndex, Neighbours
+from .vectors import Vectors, read_vectors
+
+open = GraphIndex  # noqa: A001 - espnx.graph.open reads as it should
+
+__all__ = ["METRICS", "GraphIndex", "GraphReport", "Neighbours", "RecallPoint", "Vectors", "build", "open", "read_vectors"]

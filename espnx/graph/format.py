@@ -1,0 +1,231 @@
+"""A graph as it lies on storage, parsed and never believed. The written specification is docs/graph-format.md.
+
+A directory holds::
+
+    nodes.bin      pages of nodes
+    rows.bin       for each row of the input the number of its node, uint32
+    codes.bin      where codes stay in memory: of each node, by number
+    codebook.bin   centroids, float32 [256, dim]
+    entries.bin    entry points: numbers, uint32, and then their codes
+    MANIFEST.json  sizes, checksums and the rest; written last
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import errors
+from ..ops.crc32c import crc32c_ranges
+from ..ops.distances import DIM_MAX, VECTOR_FORMATS
+from ..storage import NativeEngine
+from ..storage.files import crc32c, read_file
+from ..storage.manifest import NAME, read_manifest
+from ..storage.parse import Fields, check_plain_file
+from .codebook import Codebook
+from .layout import HEADER, MAX_DEGREE_MAX, PAGE_BYTES_MAX, PAGE_UNIT_BYTES, PageLayout
+
+MAGIC, VERSION = "espnx-graph", 1
+NODES, ROWS, CODES, CODEBOOK, ENTRIES = "nodes.bin", "rows.bin", "codes.bin", "codebook.bin", "entries.bin"
+#: By which neighbours are near. Cosine is the squared distance of vectors of length 1, halved.
+METRICS = ("l2", "ip", "cosine")
+#: Vectors are numbered by 32 bits, and one number is nobody's.
+N_MAX = 2**32 - 2
+N_ENTRIES_MAX = 65536
+_REBUILD = "restore the graph from a copy, or build it again"
+_CURVE_POINTS_MAX = 64
+
+
+@dataclass(frozen=True)
+class RecallPoint:
+    """What searches with a list of that size were measured to find, at build.
+
+    Attributes:
+        list_size: L.
+        recall: recall@10 over vectors of the graph itself, each but itself.
+        pages: read, the mean of a search.
+    """
+
+    list_size: int
+    recall: float
+    pages: float
+
+
+@dataclass(frozen=True, eq=False)
+class GraphFacts:
+    """What a graph's manifest says, and what stays in memory while it is open.
+
+    Attributes:
+        directory: of its files.
+        layout: of its pages.
+        metric: of `METRICS`.
+        salt: in every page, so that no page of another graph is taken for one of this.
+        codebook: of the codes.
+        entries: int64 [m]: node numbers at which searches begin.
+        entry_codes: uint8 [m, code_bytes].
+        sums: CRC32C by file, of those that are read whole.
+        options: of the build, as they were given.
+        recall: measured at build; may be empty.
+    """
+
+    directory: str
+    layout: PageLayout
+    metric: str
+    salt: int
+    codebook: Codebook
+    entries: np.ndarray
+    entry_codes: np.ndarray
+    sums: Mapping[str, int]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    recall: Sequence[RecallPoint] = ()
+
+    @property
+    def memory_bytes(self) -> int:
+        """That stay in memory, codes among them where they do."""
+        codes = 0 if self.layout.inline_codes else self.layout.n * self.layout.code_bytes
+        return int(self.codebook.centroids.nbytes + self.codebook.begin.nbytes + self.entries.nbytes + self.entry_codes.nbytes + codes)
+
+    @property
+    def file_sizes(self) -> dict[str, int]:
+        """Bytes of each file."""
+        layout = self.layout
+        codes = {} if layout.inline_codes else {CODES: layout.n * layout.code_bytes}
+        entries = len(self.entries) * (4 + layout.code_bytes)
+        return {NODES: layout.size_bytes, ROWS: 4 * layout.n, CODEBOOK: 256 * layout.dim * 4, ENTRIES: entries, **codes}
+
+    def path(self, name: str) -> str:
+        """Of one of its files."""
+        return os.path.join(self.directory, name)
+
+    def manifest(self) -> dict[str, Any]:
+        """For `write_manifest`."""
+        return {
+            **asdict(self.layout), "metric": self.metric, "salt": f"{self.salt:016x}", "parts": self.codebook.begin.tolist(),
+            "n_entries": len(self.entries), "sums": dict(self.sums), "options": dict(self.options),
+            "recall": [asdict(each) for each in self.recall],
+        }  # fmt: skip
+
+
+def read_graph(engine: NativeEngine, directory: str | os.PathLike[str]) -> GraphFacts:
+    """What a directory says of its graph. Its pages are checked when they are read.
+
+    Raises:
+        StoreNotFoundError: no graph was published there.
+        FormatError, ChecksumError, TruncatedFileError, FileMissingError: damaged, or of another kind or version.
+    """
+    where = os.fspath(directory)
+    fields = Fields(read_manifest(engine, where, MAGIC, VERSION), os.path.join(where, NAME), fix=_REBUILD)
+    layout = _read_layout(fields)
+    sums = fields.inner("sums")
+    names = [CODEBOOK, ENTRIES, *([] if layout.inline_codes else [CODES])]
+    expected = {name: sums.whole(name, 0, 2**32 - 1) for name in names}
+    n_entries = fields.whole("n_entries", min(1, layout.n), N_ENTRIES_MAX)
+    parts = np.array(fields.wholes("parts", 0, layout.dim, count=layout.code_bytes + 1), np.int64)
+    if len(parts) != layout.code_bytes + 1 or parts[0] != 0 or parts[-1] != layout.dim or (np.diff(parts) < 1).any():
+        fields.refuse("parts", f"{layout.code_bytes + 1} growing numbers from 0 to {layout.dim}")
+    centroids = np.frombuffer(_read_whole(engine, where, CODEBOOK, 256 * layout.dim * 4, expected), "<f4").reshape(256, layout.dim)
+    data = _read_whole(engine, where, ENTRIES, n_entries * (4 + layout.code_bytes), expected)
+    entries = np.frombuffer(data, "<u4", n_entries).astype(np.int64)
+    if entries.size and entries.max() >= layout.n:
+        raise errors.FormatError("entry point of a graph", path=os.path.join(where, ENTRIES), got=int(entries.max()), fix=_REBUILD)
+    facts = GraphFacts(
+        where, layout, fields.choice("metric", METRICS), int(fields.hexadecimal("salt", 16), 16), Codebook(parts, centroids), entries,
+        np.frombuffer(data, np.uint8, offset=4 * n_entries).reshape(n_entries, layout.code_bytes), expected,
+        fields.inner("options").values(), _read_recall(fields),
+    )  # fmt: skip
+    for name, size_bytes in facts.file_sizes.items():
+        check_size(facts.path(name), size_bytes)
+    return facts
+
+
+def read_codes(engine: NativeEngine, facts: GraphFacts) -> np.ndarray:
+    """uint8 [n, code_bytes], by node. Raises as `read_graph`."""
+    layout = facts.layout
+    data = _read_whole(engine, facts.directory, CODES, layout.n * layout.code_bytes, facts.sums)
+    return np.frombuffer(data, np.uint8).reshape(layout.n, layout.code_bytes)
+
+
+def parse_pages(facts: GraphFacts, pages: np.ndarray, memory: torch.Tensor, position_bytes: np.ndarray) -> np.ndarray:
+    """Nodes of some pages.
+
+    Args:
+        pages: int64 [m]: their numbers.
+        memory: uint8, what was read.
+        position_bytes: int64 [m]: where each begins in it.
+
+    Returns:
+        `PageLayout.node_dtype` [m, nodes_per_page]; places of the last page that have no node are zeros.
+
+    Raises:
+        ChecksumError: damaged. StaleDataError: of another graph, or another page of this one. FormatError: a node that cannot be.
+    """
+    layout, path = facts.layout, facts.path(NODES)
+    begin = torch.from_numpy(np.ascontiguousarray(position_bytes, dtype=np.int64))
+    found = memory.numpy()[begin.numpy()[:, None] + np.arange(layout.page_bytes)]
+    header = np.ascontiguousarray(found[:, : HEADER.itemsize]).view(HEADER).ravel()
+    sums = crc32c_ranges(memory, begin + 4, torch.full_like(begin, layout.page_bytes - 4)).numpy()
+    for i in np.flatnonzero(sums != header["crc32c"])[:1]:
+        raise errors.ChecksumError(
+            f"page {pages[i]} of a graph is damaged", path=path, offset_bytes=int(pages[i]) * layout.page_bytes,
+            got=f"CRC32C {sums[i]:08x}", expected=f"{header['crc32c'][i]:08x}", fix=_REBUILD,
+        )  # fmt: skip
+    for i in np.flatnonzero((header["salt"] != facts.salt) | (header["page"] != pages))[:1]:
+        raise errors.StaleDataError(
+            f"page {pages[i]} of a graph", path=path, got=f"page {header['page'][i]}, salt {header['salt'][i]:016x}",
+            expected=f"page {pages[i]}, salt {facts.salt:016x}", fix=_REBUILD,
+        )  # fmt: skip
+    nodes = np.ascontiguousarray(found[:, HEADER.itemsize : HEADER.itemsize + layout.nodes_per_page * layout.node_bytes])
+    nodes = nodes.view(layout.node_dtype).reshape(len(pages), layout.nodes_per_page)
+    wrong = (nodes["n_neighbours"] > layout.max_degree) | (nodes["row"] >= layout.n) | (nodes["neighbours"] >= layout.n).any(axis=-1)
+    if wrong.any():
+        raise errors.FormatError(
+            f"a node of page {pages[np.nonzero(wrong)[0][0]]} of a graph", path=path, got="numbers out of range", fix=_REBUILD
+        )
+    return nodes
+
+
+def check_size(path: str, expected_bytes: int) -> None:
+    """Raises FileMissingError, TruncatedFileError, FormatError unless a file of that size is there."""
+    try:
+        size_bytes = check_plain_file(path)
+    except FileNotFoundError:
+        raise errors.FileMissingError("a file of a graph is missing", path=path, fix=_REBUILD) from None
+    except PermissionError as error:
+        raise errors.ReadError("cannot read a file of a graph", path=path, errno=error.errno) from error
+    if size_bytes != expected_bytes:
+        kind = errors.TruncatedFileError if size_bytes < expected_bytes else errors.FormatError
+        raise kind("file of a graph", path=path, got=f"{size_bytes} bytes", expected=f"{expected_bytes}", fix=_REBUILD)
+
+
+def _read_layout(fields: Fields) -> PageLayout:
+    layout = PageLayout(
+        fields.whole("n", 0, N_MAX), fields.whole("dim", 1, DIM_MAX), fields.choice("format", VECTOR_FORMATS),
+        fields.whole("max_degree", 1, MAX_DEGREE_MAX), fields.whole("code_bytes", 1, DIM_MAX), fields.flag("inline_codes"),
+        fields.whole("page_bytes", PAGE_UNIT_BYTES, PAGE_BYTES_MAX),
+    )  # fmt: skip
+    if layout.page_bytes % PAGE_UNIT_BYTES or layout.nodes_per_page < 1:
+        fields.refuse("page_bytes", "a multiple of 4096 that holds a node")
+    return layout
+
+
+def _read_recall(fields: Fields) -> list[RecallPoint]:
+    return [
+        RecallPoint(each.whole("list_size", 1), each.real("recall"), each.real("pages"))
+        for each in fields.each("recall", count=_CURVE_POINTS_MAX)
+    ]
+
+
+def _read_whole(engine: NativeEngine, directory: str, name: str, size_bytes: int, sums: Mapping[str, int]) -> bytes:
+    path = os.path.join(directory, name)
+    check_size(path, size_bytes)  # before memory is taken for it
+    data = read_file(engine, path)
+    if crc32c(data) != sums[name]:
+        raise errors.ChecksumError(
+            "file of a graph", path=path, got=f"CRC32C {crc32c(data):08x}", expected=f"{sums[name]:08x}", fix=_REBUILD
+        )
+    return data

@@ -1,0 +1,379 @@
+"""An open graph: nearest neighbours, with what they cost."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import errors
+from ..checks import check_finite, check_whole
+from ..ops._native import load_extension
+from ..ops.distances import distances
+from ..sizes import format_size
+from ..storage import FaultRule, NativeEngine, Plan
+from .format import NODES, ROWS, GraphFacts, RecallPoint, parse_pages, read_codes, read_graph
+
+LIST_SIZE_MAX = 1 << 20
+_RECALL = 0.95
+_ALONE_BEAMWIDTH = 4
+_REBUILD = "restore the graph from a copy, or build it again"
+
+
+@dataclass(frozen=True, eq=False)
+class Neighbours:
+    """What a search of q queries found.
+
+    Attributes:
+        ids: int64 [q, k]: rows of the input that the graph was built from, the nearest first, ties by row; -1 where there are fewer.
+        distances: float32 [q, k]: ``l2``: squared; ``ip``: the inner product, negated; ``cosine``: one minus the cosine. Infinity where
+            there is no vector.
+        pages: int64 [q]: that were read.
+        measured: int64 [q]: vectors whose distance was measured.
+        estimated: int64 [q]: codes whose distance was.
+        seconds: float32 [q]: from the query's turn to its end; with many under way, others' work is in it.
+        page_bytes: of a page, and so of a read.
+    """
+
+    ids: np.ndarray
+    distances: np.ndarray
+    pages: np.ndarray
+    measured: np.ndarray
+    estimated: np.ndarray
+    seconds: np.ndarray
+    page_bytes: int
+
+    @property
+    def bytes_read(self) -> np.ndarray:
+        """int64 [q]."""
+        return self.pages * self.page_bytes
+
+    def __repr__(self) -> str:
+        q, k = self.ids.shape
+        return f"<Neighbours: {q} queries, k {k}, {self.pages.mean() if q else 0:.1f} pages a query>"
+
+
+class GraphIndex:
+    """A graph that `espnx.graph.build` has made, open for searches.
+
+    In memory are codebook and entry points, and the codes where the graph was built so; pages are read as walks come to them, by threads
+    of its own, each with many queries under way on one queue. Every method may be called from any thread.
+
+    Args:
+        path: the graph's directory.
+        threads: that read and compute.
+        walks: queries of a thread that are under way at a time.
+        engine: path of the reads: ``auto``, ``uring``, ``posix`` or ``memory``.
+        rules, fault_seed: injected faults (tests).
+
+    Raises:
+        StoreNotFoundError, FormatError, ChecksumError, TruncatedFileError, FileMissingError: no graph, or a damaged one.
+        PathUnavailableError: the named path cannot be had here.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, threads: int = 2, walks: int = 32, engine: str = "auto", rules: Sequence[FaultRule] = (),
+        fault_seed: int = 0,
+    ):  # fmt: skip
+        check_whole("threads of a graph", threads, 1, 256)
+        check_whole("walks of a thread", walks, 1, 1024)
+        with NativeEngine(engine if engine in ("memory", "posix") else "posix", threads=1, pool_bytes=0) as own:
+            self.facts: GraphFacts = read_graph(own, path)
+            codes = None if self.facts.layout.inline_codes else torch.from_numpy(read_codes(own, self.facts).copy())
+        self._requested, self._process = engine, os.getpid()
+        layout, book = self.facts.layout, self.facts.codebook
+        self._native = load_extension().GraphSearcher(
+            path=self.facts.path(NODES), direct=None, n=layout.n, dim=layout.dim, format=layout.format,
+            metric="ip" if self.facts.metric == "ip" else "l2", degree=layout.max_degree, code_bytes=layout.code_bytes,
+            has_inline_codes=layout.inline_codes, page_bytes=layout.page_bytes, nodes_per_page=layout.nodes_per_page, salt=self.facts.salt,
+            parts=book.begin.tolist(), centroids=torch.from_numpy(book.centroids.copy()), codes=codes,
+            entries=torch.from_numpy(self.facts.entries), entry_codes=torch.from_numpy(self.facts.entry_codes.copy()), engine=engine,
+            threads=threads, walks=walks, rules=[asdict(rule) for rule in rules], seed=fault_seed,
+        )  # fmt: skip
+        self._is_open = True
+
+    def __len__(self) -> int:
+        return self.facts.layout.n
+
+    def __repr__(self) -> str:
+        layout = self.facts.layout
+        return f"<GraphIndex: {layout.n:,} vectors of {layout.dim} dimensions, {self.facts.metric}, {self.facts.directory}>"
+
+    def summary(self) -> str:
+        """What it is, and what searches with it cost, in a few lines."""
+        layout, facts = self.facts.layout, self.facts
+        effective, reason, is_direct = self._native.path
+        where = "in the pages" if layout.inline_codes else "in memory"
+        what = f"{layout.n:,} vectors of {layout.dim} dimensions as {layout.format}, {facts.metric}; {layout.max_degree} neighbours"
+        sizes = f"{format_size(sum(facts.file_sizes.values()))} on storage, {format_size(facts.memory_bytes)} in memory"
+        lines = [
+            f"{what}, codes of {layout.code_bytes} bytes {where}",
+            f"{sizes}; {layout.nodes_per_page} nodes to a page of {format_size(layout.page_bytes)}",
+            f"reads by {effective}{'' if is_direct else ' (buffered)'}{f' ({reason})' if reason else ''}",
+        ]
+        lines += [f"list of {each.list_size}: recall@10 {each.recall:.3f}, {each.pages:.1f} pages a query" for each in facts.recall]
+        return "\n".join(lines)
+
+    def list_size_for(self, recall: float) -> RecallPoint:
+        """The smallest list that was measured at build to find that share of the ten nearest; the largest, if none did."""
+        if not 0 < recall <= 1:
+            raise errors.InvalidInputError("recall", got=recall, expected="above 0, at most 1")
+        if not self.facts.recall:
+            return RecallPoint(max(10, len(self)), 1.0, float(self.facts.layout.n_pages))
+        return next((each for each in self.facts.recall if each.recall >= recall), self.facts.recall[-1])
+
+    def search(
+        self,
+        queries: Any,
+        k: int = 10,
+        *,
+        list_size: int | None = None,
+        recall: float | None = None,
+        beamwidth: int | None = None,
+        stop_beyond: float | None = None,
+        include: Any = None,
+        exclude: Any = None,
+        deadline_s: float = 30.0,
+    ) -> Neighbours:
+        """The k nearest vectors of each query.
+
+        Args:
+            queries: [q, dim] or [dim], array or tensor; whole numbers for graphs of such, else what float32 holds.
+            k: results of each, 1 or more.
+            list_size: candidates that a walk keeps, L, k or more: a longer list finds more, and reads more.
+            recall: instead of it: the smallest list that was measured, at build, to find that share of the ten nearest. Neither: 0.95.
+            beamwidth: pages of a query that are under way at a time, W. None: 1 where many queries keep the queue full, and the result
+                depends on nothing that time decides; 4 for so few that it would be idle.
+            stop_beyond: ends a walk when its nearest candidate is farther than its k-th result by this share (of the squared distance),
+                whatever is left in its list; None: never.
+            include, exclude: rows that alone may be found, or may not: bool [n], or numbers. A few are measured one by one; of many the
+                walk passes the others by.
+            deadline_s: of the whole call.
+
+        Raises:
+            InvalidInputError: shapes, dtypes, values that are not finite, numbers out of range.
+            ReadError, ChecksumError, TruncatedFileError, DeadlineExceededError, EngineClosedError: no result is returned, and the graph can
+                be searched again.
+        """
+        native, wide = self._queries(queries)
+        check_whole("k, neighbours wanted", k, 1, LIST_SIZE_MAX)
+        if list_size is not None and recall is not None:
+            raise errors.InvalidInputError("list_size and recall", got=f"{list_size} and {recall}", expected="one of them")
+        if list_size is None:
+            list_size = max(k, self.list_size_for(_RECALL if recall is None else recall).list_size)
+        check_whole("list_size, candidates of a walk", list_size, k, LIST_SIZE_MAX)
+        if beamwidth is None:
+            beamwidth = 1 if len(native) >= 2 * _ALONE_BEAMWIDTH else _ALONE_BEAMWIDTH
+        check_whole("beamwidth", beamwidth, 1, 64)
+        check_finite("stop_beyond", 0.0 if stop_beyond is None else stop_beyond)
+        check_finite("deadline_s", deadline_s)
+        if (stop_beyond is not None and stop_beyond < 0) or deadline_s <= 0:
+            raise errors.InvalidInputError(
+                "stop_beyond and deadline_s", got=f"{stop_beyond} and {deadline_s}", expected="0 or more; above 0"
+            )
+        self._check_open()
+        allowed = self._allowed(include, exclude)
+        if allowed is not None:
+            count = int(allowed.sum())
+            # The walk has to come by so many vectors to find as many that are allowed; below that, measuring all of those reads less.
+            list_size = min(LIST_SIZE_MAX, -(-list_size * len(self) // max(count, 1)))
+            if count <= list_size:
+                return self._scan(wide, k, np.flatnonzero(allowed), deadline_s)
+        bits = None if allowed is None else torch.from_numpy(np.packbits(allowed, bitorder="little"))
+        rows, far, pages, measured, estimated, seconds = self._native.search(
+            queries=native, queries_f32=wide, k=k, list_size=list_size, beam=beamwidth,
+            stop_beyond=float("inf") if stop_beyond is None else float(stop_beyond), allowed=bits, deadline_s=float(deadline_s),
+        )  # fmt: skip
+        shape = (len(native), k)
+        return Neighbours(
+            rows.numpy().reshape(shape), self._shown(far.numpy().reshape(shape)), pages.numpy(), measured.numpy(), estimated.numpy(),
+            seconds.numpy(), self.facts.layout.page_bytes,
+        )  # fmt: skip
+
+    def _shown(self, far: np.ndarray) -> np.ndarray:
+        """Of vectors of length 1 half the squared distance is one minus the cosine."""
+        return far / 2 if self.facts.metric == "cosine" else far
+
+    def _queries(self, given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries as the distance kernels take them, int8 as uint8, and as float32."""
+        layout = self.facts.layout
+        values = given.detach().cpu().numpy() if isinstance(given, torch.Tensor) else np.asarray(given)
+        if values.ndim == 1:
+            values = values[None]
+        if values.ndim != 2 or values.shape[1] != layout.dim or values.dtype.kind not in "iuf":
+            raise errors.InvalidInputError("queries", got=f"{values.dtype} {list(values.shape)}", expected=f"numbers [q, {layout.dim}]")
+        whole = {"uint8": np.uint8, "int8": np.int8}.get(layout.format)
+        if whole is not None:
+            exact = values.astype(whole)
+            if not np.array_equal(exact, values):
+                raise errors.InvalidInputError(
+                    "queries", got=str(values.dtype), expected=f"values that {layout.format} holds, as the graph's"
+                )
+            wide = exact.astype(np.float32)
+            return torch.from_numpy(np.ascontiguousarray(exact).view(np.uint8)), torch.from_numpy(wide)
+        wide = np.ascontiguousarray(values, dtype=np.float32)
+        if not np.isfinite(wide).all():
+            raise errors.InvalidInputError("queries", got="values that are not finite", expected="numbers that float32 holds")
+        if self.facts.metric == "cosine":
+            length = np.linalg.norm(wide.astype(np.float64), axis=1, keepdims=True)
+            wide = np.ascontiguousarray(wide / np.where(length > 0, length, 1), dtype=np.float32)
+        tensor = torch.from_numpy(wide)
+        return tensor, tensor
+
+    def _allowed(self, include: Any, exclude: Any) -> np.ndarray | None:
+        """bool [n], or None: all."""
+        if include is None and exclude is None:
+            return None
+        allowed = np.ones(len(self), bool) if include is None else self._mask(include, "include")
+        return allowed if exclude is None else allowed & ~self._mask(exclude, "exclude")
+
+    def _mask(self, rows: Any, name: str) -> np.ndarray:
+        found = rows.detach().cpu().numpy() if isinstance(rows, torch.Tensor) else np.asarray(rows)
+        if found.dtype == bool and found.shape == (len(self),):
+            return found
+        if found.size == 0:
+            return np.zeros(len(self), bool)
+        if found.ndim != 1 or found.dtype.kind not in "iu" or found.min() < 0 or found.max() >= len(self):
+            raise errors.InvalidInputError(
+                f"rows to {name}",
+                got=f"{found.dtype} {list(found.shape)}",
+                expected=f"bool [{len(self)}], or numbers from 0 to {len(self) - 1}",
+            )
+        mask = np.zeros(len(self), bool)
+        mask[found] = True
+        return mask
+
+    def _scan(self, queries: torch.Tensor, k: int, rows: np.ndarray, deadline_s: float) -> Neighbours:
+        """All of these rows are measured, whatever their number."""
+        vectors, n_pages = self._read_vectors(rows, deadline_s)
+        ids = np.full((len(queries), k), -1, np.int64)
+        far = np.full((len(queries), k), np.inf, np.float32)
+        if len(rows):
+            all_far = _measure(queries, vectors, self.facts.metric)
+            for i, each in enumerate(all_far):
+                best = np.lexsort((rows, each))[:k]
+                ids[i, : len(best)], far[i, : len(best)] = rows[best], each[best]
+        whole = np.full(len(queries), len(rows), np.int64)
+        pages = np.full(len(queries), n_pages, np.int64)
+        return Neighbours(
+            ids, self._shown(far), pages, whole, np.zeros_like(whole), np.zeros(len(queries), np.float32), self.facts.layout.page_bytes
+        )
+
+    def vectors(self, ids: Any, *, deadline_s: float = 30.0) -> np.ndarray:
+        """Vectors as they are stored, [m, dim], of rows of the input, int64 [m]. Raises as `search`."""
+        rows = np.atleast_1d(np.asarray(ids))
+        self._mask(rows, "read")
+        self._check_open()
+        return self._read_vectors(rows.astype(np.int64), deadline_s)[0]
+
+    def _read_vectors(self, rows: np.ndarray, deadline_s: float) -> tuple[np.ndarray, int]:
+        """(the vectors of these rows, pages that were read)"""
+        layout = self.facts.layout
+        found = np.empty((len(rows), layout.dim), layout.node_dtype["vector"].base)
+        if not len(rows):
+            return found, 0
+        with NativeEngine(self._requested) as engine:
+            places = engine.open(self.facts.path(ROWS))
+            plan = Plan.of(places, (4 * rows).tolist(), [4] * len(rows))
+            future = engine.read(plan, gap_bytes=4096, deadline_s=deadline_s)
+            future.wait()
+            at = future.position_bytes.numpy()[:, None] + np.arange(4)
+            nodes = future.memory.numpy()[at].view("<u4").ravel().astype(np.int64)
+            if nodes.max() >= layout.n:
+                raise errors.FormatError(
+                    "a row's node", path=self.facts.path(ROWS), got=int(nodes.max()), expected=f"below {layout.n}", fix=_REBUILD
+                )
+            pages, which = np.unique(nodes // layout.nodes_per_page, return_inverse=True)
+            file = engine.open(self.facts.path(NODES))
+            for first in range(0, len(pages), 4096):
+                part = pages[first : first + 4096]
+                plan = Plan.of(file, (part * layout.page_bytes).tolist(), [layout.page_bytes] * len(part))
+                future = engine.read(plan, deadline_s=deadline_s)
+                future.wait()
+                read = parse_pages(self.facts, part, future.memory, future.position_bytes.numpy())
+                wanted = np.flatnonzero((which >= first) & (which < first + len(part)))
+                here = read[which[wanted] - first, nodes[wanted] % layout.nodes_per_page]
+                if (wrong := np.flatnonzero(here["row"] != rows[wanted])).size:
+                    got = f"the node of row {here['row'][wrong[0]]}"
+                    raise errors.FormatError(f"row {rows[wanted[wrong[0]]]} of a graph", path=self.facts.path(ROWS), got=got, fix=_REBUILD)
+                found[wanted] = here["vector"]
+        return found, len(pages)
+
+    def exact(self, queries: Any, k: int, vectors: np.ndarray) -> np.ndarray:
+        """int64 [q, k]: the rows of `vectors` [n, dim] that are nearest, by a search of all of them: what recall is measured against."""
+        _, wide = self._queries(queries)
+        best_far = np.full((len(wide), 0), np.inf, np.float32)
+        best = np.empty((len(wide), 0), np.int64)
+        for first in range(0, len(vectors), 1 << 16):
+            far = _measure(wide, np.ascontiguousarray(vectors[first : first + (1 << 16)]), self.facts.metric)
+            ids = np.broadcast_to(np.arange(first, first + far.shape[1]), far.shape)
+            far, ids = np.concatenate([best_far, far], axis=1), np.concatenate([best, ids], axis=1)
+            order = np.argsort(far, axis=1, kind="stable")[:, :k]
+            best_far, best = np.take_along_axis(far, order, axis=1), np.take_along_axis(ids, order, axis=1)
+        return best
+
+    def verify(self) -> int:
+        """Reads and checks every page: how many there are. Raises ChecksumError, FormatError, ReadError for the first that is damaged."""
+        self._check_open()
+        layout = self.facts.layout
+        reached = np.zeros(layout.n, bool)
+        with NativeEngine(self._requested) as engine:
+            file = engine.open(self.facts.path(NODES))
+            rows_file = engine.open(self.facts.path(ROWS))
+            for first in range(0, layout.n_pages, 1024):
+                part = np.arange(first, min(first + 1024, layout.n_pages))
+                future = engine.read(Plan.of(file, [first * layout.page_bytes], [len(part) * layout.page_bytes]))
+                future.wait()
+                begin = future.position_bytes.numpy()[0] + np.arange(len(part)) * layout.page_bytes
+                nodes = parse_pages(self.facts, part, future.memory, begin).reshape(-1)[: layout.n - first * layout.nodes_per_page]
+                reached[nodes["row"]] = True
+                self._verify_rows(engine, rows_file, nodes, first * layout.nodes_per_page)
+        if not reached.all():
+            raise errors.FormatError(
+                "rows of a graph", path=self.facts.path(NODES), got=f"no node of row {int(np.argmin(reached))}", fix=_REBUILD
+            )
+        return layout.n_pages
+
+    def _verify_rows(self, engine: NativeEngine, rows_file: Any, nodes: np.ndarray, first: int) -> None:
+        if not len(nodes):
+            return
+        future = engine.read(Plan.of(rows_file, (4 * nodes["row"].astype(np.int64)).tolist(), [4] * len(nodes)), gap_bytes=1 << 16)
+        future.wait()
+        at = future.position_bytes.numpy()[:, None] + np.arange(4)
+        numbers = future.memory.numpy()[at].view("<u4").ravel()
+        wrong = np.flatnonzero(numbers != np.arange(first, first + len(nodes)))
+        if wrong.size:
+            raise errors.FormatError(
+                f"node of row {nodes['row'][wrong[0]]}", path=self.facts.path(ROWS), got=int(numbers[wrong[0]]),
+                expected=first + int(wrong[0]), fix=_REBUILD,
+            )  # fmt: skip
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise errors.EngineClosedError("the graph is closed", fix="open it again")
+
+    def close(self) -> None:
+        """Ends searches that are under way. A second call does nothing."""
+        if self._is_open and os.getpid() == self._process:
+            self._is_open = False
+            self._native.close()
+
+    def __enter__(self) -> GraphIndex:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _measure(queries: torch.Tensor, vectors: np.ndarray, metric: str) -> np.ndarray:
+    """float32 [q, m]: distances to all of the vectors, [m, dim]."""
+    formats = {"uint8": "uint8", "int8": "int8", "float16": "fp16", "float32": "fp32"}
+    name = formats[vectors.dtype.name]
+    memory = torch.from_numpy(vectors.reshape(-1).view(np.uint8))
+    offset = torch.arange(len(vectors)) * (vectors.shape[1] * vectors.itemsize)
+    own = queries.to(torch.uint8 if name == "uint8" else torch.int8) if name in ("uint8", "int8") else queries
+    return distances(own, memory, offset, name, "ip" if metric == "ip" else "l2").numpy()

@@ -1,0 +1,114 @@
+"""Pages of nodes: how large they are, and where things lie in them. The written specification is docs/graph-format.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .. import errors
+from ..ops.distances import VECTOR_FORMATS, vector_bytes
+
+PAGE_UNIT_BYTES = 4096
+PAGE_BYTES_MAX = 64 * 1024
+HEADER = np.dtype([("crc32c", "<u4"), ("page", "<u4"), ("salt", "<u8")])
+MAX_DEGREE_MAX = 1024
+#: Behind a vector: its row, how many neighbours there are, and zeros.
+NODE_FIXED_BYTES = 8
+# A code of fewer bytes than this says too little of where a neighbour lies: larger pages are taken then.
+_CODE_BYTES_MIN, _DIMS_PER_CODE_BYTE_MAX = 16, 16
+_CODE_BYTES_IN_MEMORY = 64
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Where nodes lie in pages.
+
+    Attributes:
+        n: nodes; their numbers go page by page.
+        dim: values of a vector.
+        format: of the vectors, a key of `espnx.ops.distances.VECTOR_FORMATS`.
+        max_degree: neighbours that a node has room for, R.
+        code_bytes: of a code of product quantisation.
+        inline_codes: whether codes of a node's neighbours lie in the node.
+        page_bytes: a multiple of 4096.
+    """
+
+    n: int
+    dim: int
+    format: str
+    max_degree: int
+    code_bytes: int
+    inline_codes: bool
+    page_bytes: int
+
+    @property
+    def node_bytes(self) -> int:
+        """Of one node."""
+        return node_bytes(self.dim, self.format, self.max_degree, self.code_bytes if self.inline_codes else 0)
+
+    @property
+    def nodes_per_page(self) -> int:
+        """All pages but the last hold so many."""
+        return (self.page_bytes - HEADER.itemsize) // self.node_bytes
+
+    @property
+    def n_pages(self) -> int:
+        return -(-self.n // self.nodes_per_page)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the file of pages."""
+        return self.n_pages * self.page_bytes
+
+    @property
+    def node_dtype(self) -> np.dtype:
+        """Of a node, without holes: ``vector``, ``row``, ``n_neighbours``, ``zero``, ``neighbours``; ``codes`` where they are inline."""
+        value = str(VECTOR_FORMATS[self.format]).removeprefix("torch.")
+        fields: list[tuple] = [
+            ("vector", np.dtype(value).newbyteorder("<"), (self.dim,)), ("row", "<u4"), ("n_neighbours", "<u2"), ("zero", "<u2"),
+            ("neighbours", "<u4", (self.max_degree,)),
+        ]  # fmt: skip
+        if self.inline_codes:
+            fields.append(("codes", "u1", (self.max_degree, self.code_bytes)))
+        return np.dtype(fields)
+
+
+def node_bytes(dim: int, format: str, max_degree: int, inline_code_bytes: int) -> int:  # noqa: A002
+    """Of a node whose neighbours' codes take so many bytes each in it (0: they lie elsewhere)."""
+    return vector_bytes(format, dim) + NODE_FIXED_BYTES + (4 + inline_code_bytes) * max_degree
+
+
+def choose_layout(
+    n: int, dim: int, format: str, *, max_degree: int, inline_codes: bool, code_bytes: int | None  # noqa: A002
+) -> PageLayout:  # fmt: skip
+    """The smallest pages that hold a node, and codes that fill them: of the bytes that a read brings none is left unused, and nothing
+    makes a walk shorter than better codes.
+
+    Args:
+        code_bytes: None: chosen here, at most a byte a dimension.
+
+    Raises InvalidInputError where a node would be larger than 64 KiB.
+    """
+    if code_bytes is None:
+        code_bytes = min(dim, _CODE_BYTES_IN_MEMORY) if not inline_codes else _filling(dim, format, max_degree)
+    node = node_bytes(dim, format, max_degree, code_bytes if inline_codes else 0)
+    page_bytes = _pages_for(node)
+    if page_bytes > PAGE_BYTES_MAX:
+        raise errors.InvalidInputError(
+            f"a node of {dim} dimensions as {format}, max_degree {max_degree}", got=f"{node} bytes",
+            expected=f"at most {PAGE_BYTES_MAX - HEADER.itemsize}", fix="lower max_degree or pq_bytes, or keep codes in memory",
+        )  # fmt: skip
+    return PageLayout(n, dim, format, max_degree, code_bytes, inline_codes, page_bytes)
+
+
+def _filling(dim: int, format: str, max_degree: int) -> int:  # noqa: A002
+    """Bytes of inline codes that fill the smallest page in which they are any good."""
+    least = min(dim, max(_CODE_BYTES_MIN, dim // _DIMS_PER_CODE_BYTE_MAX))
+    page_bytes = _pages_for(node_bytes(dim, format, max_degree, least))
+    room = page_bytes - HEADER.itemsize - node_bytes(dim, format, max_degree, 0)
+    return max(least, min(dim, room // max_degree))
+
+
+def _pages_for(node: int) -> int:
+    return -(-(node + HEADER.itemsize) // PAGE_UNIT_BYTES) * PAGE_UNIT_BYTES

@@ -1,0 +1,35 @@
+"""``espnx graph``: built, searched, shown and verified from a shell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from espnx.cli.main import main
+from tests.cli.documents import strict_json
+
+
+def test_build_search_info_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = np.random.default_rng(0).standard_normal((400, 8)).astype(np.float32)
+    true = np.argsort(np.square(base[:12, None].astype(np.float64) - base[None]).sum(-1), axis=1)[:, :5]
+    for name, values in (("base", base), ("queries", base[:12]), ("true", true)):
+        np.save(tmp_path / f"{name}.npy", values)
+    graph, queries = str(tmp_path / "g"), str(tmp_path / "queries.npy")
+    assert main(["graph", "build", str(tmp_path / "base.npy"), graph, "--vector-dtype", "float32", "--json", str(tmp_path / "b")]) == 0
+    assert strict_json((tmp_path / "b").read_text())["n"] == 400
+    truth = str(tmp_path / "true.npy")
+    assert main(["graph", "search", graph, queries, "-k", "5", "--recall", "0.999", "--ground-truth", truth, "--json", "-"]) == 0
+    found = strict_json(capsys.readouterr().out.split("measuring recall\n")[-1])
+    assert found["recall"] > 0.95
+    assert [each[0]["id"] for each in found["results"]] == list(range(12))
+    assert main(["graph", "search", graph, queries, "-k", "5", "--list-size", "9"]) == 0
+    assert "the first 10 are shown" in capsys.readouterr().out
+    assert main(["graph", "info", graph, "--json", str(tmp_path / "i")]) == 0
+    assert strict_json((tmp_path / "i").read_text())["metric"] == "l2"
+    assert main(["graph", "verify", graph, "--json", str(tmp_path / "v")]) == 0
+    assert strict_json((tmp_path / "v").read_text())["pages"] > 0
+    assert main(["graph", "search", graph, queries, "-k", "5", "--ground-truth", queries]) == 2
+    assert main(["graph", "build", queries, graph]) == 2
+    assert main(["graph", "info", str(tmp_path)]) == 1

@@ -1,0 +1,253 @@
+"""Building: sources, options, what is left when it is interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import espnx.graph
+from espnx import errors
+from espnx.graph.codebook import train_codebook
+from espnx.graph.layout import choose_layout
+from espnx.ops._native import load_extension
+from espnx.storage import FaultRule, FaultyEngine
+from espnx.storage.manifest import NAME
+from tests.graph.conftest import clustered
+
+
+def bin_file(path: Path, values: np.ndarray) -> Path:
+    path.write_bytes(np.array(values.shape, "<u4").tobytes() + values.tobytes())
+    return path
+
+
+def vecs_file(path: Path, values: np.ndarray) -> Path:
+    dims = np.full((len(values), 1), values.shape[1], "<i4").view(np.uint8)
+    path.write_bytes(np.concatenate([dims, values.view(np.uint8).reshape(len(values), -1)], axis=1).tobytes())
+    return path
+
+
+def parquet_file(path: Path, values: np.ndarray) -> Path:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"id": list(range(len(values))), "embedding": values.tolist()}), path)
+    return path
+
+
+FLOATS = clustered(50, 7)
+BYTES = np.random.default_rng(0).integers(0, 256, (50, 7)).astype(np.uint8)
+
+
+@pytest.mark.parametrize("kind", ["array", "tensor", "blocks", "npy", "float64", "fbin", "fvecs", "parquet", "u8bin", "i8bin", "bvecs"])
+def test_sources(tmp_path: Path, kind: str) -> None:
+    expected: np.ndarray = BYTES if kind in ("u8bin", "bvecs") else BYTES.view(np.int8) if kind == "i8bin" else FLOATS
+    source: Any = {
+        "array": lambda: FLOATS, "tensor": lambda: torch.from_numpy(FLOATS), "blocks": lambda: iter([FLOATS[:20], FLOATS[20:]]),
+        "float64": lambda: FLOATS.astype(np.float64), "fbin": lambda: bin_file(tmp_path / "a.fbin", FLOATS),
+        "fvecs": lambda: vecs_file(tmp_path / "a.fvecs", FLOATS), "parquet": lambda: parquet_file(tmp_path / "a.parquet", FLOATS),
+        "u8bin": lambda: bin_file(tmp_path / "a.u8bin", BYTES), "i8bin": lambda: bin_file(tmp_path / "a.i8bin", expected),
+        "bvecs": lambda: vecs_file(tmp_path / "a.bvecs", BYTES),
+        "npy": lambda: np.save(tmp_path / "a.npy", FLOATS) or tmp_path / "a.npy",
+    }[kind]()  # fmt: skip
+    espnx.graph.build(source, tmp_path / "g", max_degree=8, vector_dtype="float32" if expected.dtype == np.float32 else "auto")
+    with espnx.graph.open(tmp_path / "g") as index:
+        found = index.vectors(np.arange(50))
+    assert found.dtype == expected.dtype
+    assert np.array_equal(found, expected.astype(found.dtype))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "error"),
+    [
+        ("missing.npy", None, errors.FileMissingError),
+        ("a.txt", b"1 2 3", errors.InvalidInputError),
+        ("a.npy", b"not numpy", errors.FormatError),
+        ("a.fbin", b"", errors.TruncatedFileError),
+        ("a.fbin", np.array([3, 4], "<u4").tobytes() + bytes(40), errors.FormatError),
+        ("a.fvecs", b"", errors.FormatError),
+        ("a.fvecs", np.array([-1, 4], "<i4").tobytes(), errors.FormatError),
+        ("a.fvecs", np.array([1, 0, 2, 0], "<i4").tobytes(), errors.FormatError),
+        ("a.parquet", b"PAR1", errors.FormatError),
+    ],
+)
+def test_damaged_sources(tmp_path: Path, name: str, data: bytes | None, error: type[Exception]) -> None:
+    if data is not None:
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(error):
+        espnx.graph.build(tmp_path / name, tmp_path / "g")
+    assert not (tmp_path / "g" / NAME).exists()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"vectors": np.zeros((2, 3, 4), np.float32)}, {"vectors": np.zeros((2, 3), np.int64)}, {"vectors": 7}, {"vectors": []},
+        {"vectors": np.array([[1.0, np.nan]], np.float32)}, {"vectors": np.array([[1.0, np.inf]], np.float32)},
+        {"vectors": np.array([[1e6]], np.float32)}, {"metric": "hamming"}, {"max_degree": 0}, {"max_degree": 1025}, {"search_list_size": 0},
+        {"alpha": 0.9}, {"alpha": float("nan")}, {"codes": "paged"}, {"pq_bytes": 8}, {"pq_bytes": 0}, {"vector_dtype": "uint8"},
+        {"vector_dtype": "bfloat16"}, {"num_entry_points": 0}, {"threads": 0}, {"seed": -1},
+    ],
+)  # fmt: skip
+def test_refuses(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    given = {"vectors": FLOATS} | wrong
+    with pytest.raises(errors.InvalidInputError):
+        espnx.graph.build(given.pop("vectors"), tmp_path / "g", **given)
+    assert not (tmp_path / "g" / NAME).exists()
+
+
+def test_one_thread_gives_the_same_graph(tmp_path: Path) -> None:
+    from espnx.storage import NativeEngine
+
+    facts = []
+    for name in ("a", "b"):
+        espnx.graph.build(clustered(500, 9), tmp_path / name, max_degree=10, threads=1, seed=4)
+        with NativeEngine("posix") as engine:
+            facts.append(espnx.graph.format.read_graph(engine, tmp_path / name))
+    pages = [np.fromfile(each.path("nodes.bin"), np.uint8).reshape(-1, each.layout.page_bytes)[:, 16:] for each in facts]
+    assert np.array_equal(*pages)
+    assert facts[0].salt != facts[1].salt
+
+
+def test_a_graph_is_not_built_over(tmp_path: Path) -> None:
+    espnx.graph.build(FLOATS, tmp_path / "g")
+    with pytest.raises(errors.InvalidInputError, match="a graph"):
+        espnx.graph.build(FLOATS, tmp_path / "g")
+    (tmp_path / "h").mkdir()
+    (tmp_path / "h" / "mine.txt").write_text("mine")
+    with pytest.raises(errors.InvalidInputError, match="empty directory"):
+        espnx.graph.build(FLOATS, tmp_path / "h")
+    assert (tmp_path / "h" / "mine.txt").read_text() == "mine"
+
+
+def test_what_progress_raises_ends_the_build(tmp_path: Path) -> None:
+    class EnoughError(Exception):
+        pass
+
+    def progress(what: str, done: int, total: int) -> None:
+        if what == stage:
+            raise EnoughError
+
+    for stage in ("read", "codes", "edges", "pages", "recall"):
+        path = tmp_path / stage
+        with pytest.raises(EnoughError):
+            espnx.graph.build(clustered(2000, 16), path, max_degree=32, progress=progress)
+        assert (path / NAME).exists() == (stage == "recall"), "without its curve of recall a graph is whole, too"
+        if stage != "recall":
+            espnx.graph.build(clustered(100, 16), path)  # what was left is cleared
+
+
+SCRIPT = """
+import sys, numpy as np, espnx.graph
+x = np.random.default_rng(0).standard_normal((20000, 32)).astype(np.float32)
+espnx.graph.build(x, sys.argv[1], max_degree=24, search_list_size=40)
+"""
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.4, 1.2])
+def test_a_killed_build_leaves_no_graph_or_a_whole_one(tmp_path: Path, after_s: float) -> None:
+    path = tmp_path / "g"
+    running = subprocess.Popen([sys.executable, "-c", SCRIPT, str(path)])
+    while not path.exists() and running.poll() is None:
+        time.sleep(0.01)
+    time.sleep(after_s)
+    running.kill()
+    running.wait()
+    if (path / NAME).exists():
+        with espnx.graph.open(path) as index:
+            index.verify()
+    else:
+        with pytest.raises(errors.StoreNotFoundError):
+            espnx.graph.open(path)
+        espnx.graph.build(FLOATS, path)
+
+
+@pytest.mark.parametrize("operation", ["open_write", "write", "truncate", "sync", "rename"])
+@pytest.mark.parametrize("nth", [1, 2, 5])
+def test_writes_that_fail(tmp_path: Path, operation: str, nth: int) -> None:
+    rules = [FaultRule("error", operation=operation, nth=nth, count=1, value=28)]
+    with FaultyEngine(rules, path="posix") as engine, contextlib.suppress(errors.WriteError):
+        espnx.graph.build(FLOATS, tmp_path / "g", engine=engine)
+    if not (tmp_path / "g" / NAME).exists():
+        espnx.graph.build(FLOATS, tmp_path / "g")
+    with espnx.graph.open(tmp_path / "g") as index:
+        index.verify()
+
+
+@pytest.mark.parametrize(("dim", "code_bytes"), [(13, 5), (8, 8), (1, 1), (128, 48)])
+def test_codes_are_those_of_the_nearest_centroids(dim: int, code_bytes: int) -> None:
+    vectors = clustered(400, dim)
+    book = train_codebook(vectors, code_bytes)
+    assert np.diff(book.begin).max() - np.diff(book.begin).min() <= 1
+    codes = book.encode(vectors)
+    for part in range(code_bytes):
+        own = slice(book.begin[part], book.begin[part + 1])
+        far = np.square(vectors[:, None, own].astype(np.float64) - book.centroids[None, :, own]).sum(axis=-1)
+        chosen = far[np.arange(400), codes[:, part]]
+        assert (chosen <= far.min(axis=1) + 1e-5 * (1 + far.min(axis=1))).all()
+    assert np.square(book.decode(codes) - vectors).mean() < np.square(vectors - vectors.mean(axis=0)).mean()
+
+
+def test_pages_are_filled() -> None:
+    layout = choose_layout(10, 128, "fp16", max_degree=64, inline_codes=True, code_bytes=None)
+    assert (layout.page_bytes, layout.nodes_per_page, layout.code_bytes) == (4096, 1, 55)
+    layout = choose_layout(10, 128, "fp16", max_degree=64, inline_codes=False, code_bytes=None)
+    assert (layout.page_bytes, layout.nodes_per_page, layout.code_bytes) == (4096, 7, 64)
+    layout = choose_layout(10, 768, "fp16", max_degree=64, inline_codes=True, code_bytes=None)
+    assert layout.page_bytes == 8192
+    assert 16 + layout.node_bytes <= 8192 < 16 + layout.node_bytes + 64
+    with pytest.raises(errors.InvalidInputError):
+        choose_layout(10, 4096, "fp32", max_degree=1024, inline_codes=True, code_bytes=200)
+
+
+@pytest.mark.parametrize("nodes_per_page", [1, 3, 7, 600])
+def test_packing_is_a_permutation_that_keeps_neighbours_together(nodes_per_page: int) -> None:
+    vectors = torch.from_numpy(clustered(500, 8))
+    graph = load_extension().Vamana(
+        vectors=vectors, format="fp32", degree=8, list_size=20, alpha=1.2, passes=1, saturate=True, threads=1, seed=0
+    )
+    graph.build(lambda done, total: None)
+    order = graph.pack(nodes_per_page).numpy()
+    assert np.array_equal(np.sort(order), np.arange(500))
+    neighbours, counts = (each.numpy() for each in graph.edges())
+    page = np.empty(500, np.int64)
+    page[order] = np.arange(500) // nodes_per_page
+    inside = sum((page[neighbours[i, : counts[i]]] == page[i]).sum() for i in range(500)) / counts.sum()
+    if nodes_per_page in (3, 7):
+        chance = nodes_per_page / 500
+        assert inside > 10 * chance
+
+
+def test_every_node_is_reached_from_every_entry(graph: Path) -> None:
+    with espnx.graph.open(graph) as index:
+        layout = index.facts.layout
+        raw = np.fromfile(index.facts.path("nodes.bin"), np.uint8).reshape(-1, layout.page_bytes)[:, 16:]
+        nodes = np.ascontiguousarray(raw[:, : layout.nodes_per_page * layout.node_bytes]).view(layout.node_dtype).ravel()[: layout.n]
+        for entry in index.facts.entries.tolist():
+            seen, waiting = {entry}, [entry]
+            while waiting:
+                node = nodes[waiting.pop()]
+                fresh = set(node["neighbours"][: node["n_neighbours"]].tolist()) - seen
+                seen |= fresh
+                waiting += fresh
+            assert len(seen) == layout.n
+
+
+def test_the_lock_of_a_build(tmp_path: Path) -> None:
+    path = tmp_path / "g"
+
+    def progress(what: str, done: int, total: int) -> None:
+        if what == "read":
+            with pytest.raises(errors.StoreBusyError):
+                espnx.graph.build(FLOATS, path)
+
+    espnx.graph.build(FLOATS, path, progress=progress)
+    assert not os.path.exists(path / "LOCK") or (path / NAME).exists()

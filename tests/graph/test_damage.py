@@ -1,0 +1,128 @@
+"""Damaged, truncated, foreign and stale graphs, and reads that fail: a typed error, no result, and the graph can be searched again."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import espnx.graph
+from espnx import errors
+from espnx.graph.format import CODEBOOK, CODES, ENTRIES, NODES, ROWS
+from espnx.storage import FaultRule
+from espnx.storage.manifest import NAME
+
+QUERY = np.zeros((8, 24), np.float32)
+
+
+def copy_of(graph: Path, to: Path) -> Path:
+    return Path(shutil.copytree(graph, to / "g"))
+
+
+def open_and_verify(path: Path) -> None:
+    with espnx.graph.open(path) as index:
+        index.verify()
+
+
+@pytest.mark.parametrize("name", [NODES, ROWS, CODES, CODEBOOK, ENTRIES, NAME])
+def test_files_that_are_missing_cut_or_long(graph: Path, tmp_path: Path, name: str) -> None:
+    if not (graph / name).exists():
+        pytest.skip("codes lie in the pages")
+    for change in ("missing", "cut", "long"):
+        path = copy_of(graph, tmp_path / change)
+        data = (path / name).read_bytes()
+        (path / name).unlink()
+        if change != "missing":
+            (path / name).write_bytes(data[:-9] if change == "cut" else data + b"\0")
+        if name == NAME and change == "long":
+            with pytest.raises(errors.EspnxError):
+                espnx.graph.open(path)
+            continue
+        with pytest.raises((errors.FileMissingError, errors.TruncatedFileError, errors.FormatError)):
+            espnx.graph.open(path)
+
+
+@pytest.mark.parametrize("name", [NODES, ROWS, CODES, CODEBOOK, ENTRIES])
+def test_every_region_of_bytes_is_checked(graph: Path, tmp_path: Path, name: str) -> None:
+    if not (graph / name).exists():
+        pytest.skip("codes lie in the pages")
+    path = copy_of(graph, tmp_path)
+    data = bytearray((path / name).read_bytes())
+    for at in np.linspace(0, len(data) - 1, 25).round().astype(int).tolist():
+        changed = bytearray(data)
+        changed[at] ^= 0x10
+        (path / name).write_bytes(changed)
+        with pytest.raises((errors.ChecksumError, errors.FormatError)):
+            open_and_verify(path)
+
+
+def test_a_page_at_another_place_or_of_another_graph(graph: Path, base: np.ndarray, tmp_path: Path) -> None:
+    path = copy_of(graph, tmp_path)
+    with espnx.graph.open(path) as index:
+        size, n_pages = index.facts.layout.page_bytes, index.facts.layout.n_pages
+    data = bytearray((path / NODES).read_bytes())
+    swapped = data[size : 2 * size] + data[:size] + data[2 * size :]
+    (path / NODES).write_bytes(swapped)
+    with espnx.graph.open(path) as index:
+        with pytest.raises(errors.StaleDataError):
+            index.verify()
+        with pytest.raises(errors.ChecksumError, match="another page"):
+            index.search(base[: n_pages * 2], 5, list_size=2000)
+    other = tmp_path / "other"
+    codes = "memory" if (graph / CODES).exists() else "inline"
+    espnx.graph.build(base, other, max_degree=16, search_list_size=40, codes=codes, threads=1, pq_bytes=12 if codes == "memory" else 8)
+    (path / NODES).write_bytes((other / NODES).read_bytes())
+    with espnx.graph.open(path) as index, pytest.raises(errors.ChecksumError, match="another graph"):
+        index.search(QUERY)
+
+
+def test_no_graph(tmp_path: Path) -> None:
+    with pytest.raises(errors.StoreNotFoundError):
+        espnx.graph.open(tmp_path)
+    with pytest.raises(errors.StoreNotFoundError):
+        espnx.graph.open(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("engine", ["auto", "posix"])
+@pytest.mark.parametrize(
+    ("rule", "error"),
+    [
+        (FaultRule("error", operation="read", nth=5, count=1), errors.ReadError),
+        (FaultRule("flip", operation="read", nth=7, count=1, value=333), errors.ChecksumError),
+        (FaultRule("stale", operation="read", nth=9, count=1), errors.ChecksumError),
+        (FaultRule("never", operation="read", nth=3, count=1), errors.DeadlineExceededError),
+    ],
+)
+def test_reads_that_fail(graph: Path, queries: np.ndarray, engine: str, rule: FaultRule, error: type[Exception]) -> None:
+    with espnx.graph.open(graph, engine=engine, rules=[rule]) as index:
+        with pytest.raises(error):
+            index.search(queries, 5, list_size=30, deadline_s=1.0 if rule.fault == "never" else 30.0)
+        again = index.search(queries, 5, list_size=30, beamwidth=1)
+    with espnx.graph.open(graph) as index:
+        assert np.array_equal(again.ids, index.search(queries, 5, list_size=30, beamwidth=1).ids)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [FaultRule("short", operation="read", probability=0.5, value=512)],
+        [FaultRule("error", operation="read", probability=0.2, value=4), FaultRule("error", operation="read", probability=0.2, value=11)],
+        [FaultRule("delay", operation="read", probability=0.1, value=20_000_000)],
+    ],
+)
+def test_reads_that_take_several_turns(graph: Path, queries: np.ndarray, rules: list[FaultRule]) -> None:
+    with espnx.graph.open(graph) as index, espnx.graph.open(graph, rules=rules) as faulty:
+        expected = index.search(queries, 5, list_size=30, beamwidth=1)
+        assert np.array_equal(faulty.search(queries, 5, list_size=30, beamwidth=1).ids, expected.ids)
+
+
+def test_closing_does_not_hang_on_a_read_that_never_ends(graph: Path) -> None:
+    index = espnx.graph.open(graph, rules=[FaultRule("never", operation="read")])
+    with pytest.raises(errors.DeadlineExceededError):
+        index.search(QUERY, 5, deadline_s=0.3)
+    begun = time.monotonic()
+    index.close()
+    assert time.monotonic() - begun < 20

@@ -1,0 +1,243 @@
+"""Searches: what they find beside an exact search, and, step by step, beside the same walk in plain Python."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import espnx.graph
+from espnx import errors
+from espnx.graph.format import NODES, GraphFacts
+from tests.graph.conftest import clustered, exact, recall_of
+
+
+def plain_walk(facts: GraphFacts, codes: np.ndarray | None, query: np.ndarray, k: int, list_size: int) -> tuple[list[int], int]:
+    """(rows found, pages read): the walk of csrc/graph/walk.cpp with one page under way, over the file's bytes."""
+    layout, book = facts.layout, facts.codebook
+    raw = np.fromfile(facts.path(NODES), np.uint8).reshape(-1, layout.page_bytes)
+    nodes = np.ascontiguousarray(raw[:, 16 : 16 + layout.nodes_per_page * layout.node_bytes]).view(layout.node_dtype).ravel()[: layout.n]
+    table = np.zeros((layout.code_bytes, 256), np.float32)
+    for part in range(layout.code_bytes):
+        for each in range(book.begin[part], book.begin[part + 1]):
+            table[part] += np.square(query[each] - book.centroids[:, each])
+
+    def estimate(code: np.ndarray) -> float:
+        total = np.float32(0)
+        for part, value in enumerate(code):
+            total += table[part, value]
+        return float(total)
+
+    estimates = [estimate(code) for code in facts.entry_codes]
+    first = int(np.argmin(estimates))
+    listed = [(estimates[first], int(facts.entries[first]), True)]
+    met, measured, pages = {int(facts.entries[first])}, [], 0
+
+    def add(far: float, node: int, waits: bool) -> None:
+        if len(listed) < list_size or far < listed[-1][0]:
+            listed.append((far, node, waits))
+            listed.sort(key=lambda each: each[:2])
+            del listed[list_size:]
+
+    while waiting := next((each for each in listed if each[2]), None):
+        page = waiting[1] // layout.nodes_per_page
+        pages += 1
+        for number in range(page * layout.nodes_per_page, min(layout.n, (page + 1) * layout.nodes_per_page)):
+            node = nodes[number]
+            far = float(np.square(query.astype(np.float64) - node["vector"].astype(np.float64)).sum())
+            measured.append((far, int(node["row"])))
+            met.add(number)
+            place = next((i for i, each in enumerate(listed) if each[1] == number), None)
+            if place is not None:
+                listed[place] = (*listed[place][:2], False)
+            elif len(listed) < list_size or far < listed[-1][0]:
+                add(far, number, False)
+            else:
+                continue
+            for i in range(node["n_neighbours"]):
+                near = int(node["neighbours"][i])
+                if near not in met:
+                    met.add(near)
+                    add(estimate(node["codes"][i] if codes is None else codes[near]), near, True)
+    return [row for _, row in sorted(measured)[:k]], pages
+
+
+@pytest.mark.parametrize("list_size", [1, 5, 20, 64])
+def test_walk_is_the_plain_one(graph: Path, queries: np.ndarray, list_size: int) -> None:
+    from espnx.graph.format import read_codes
+    from espnx.storage import NativeEngine
+
+    k = min(5, list_size)
+    with espnx.graph.open(graph) as index, NativeEngine("posix") as engine:
+        found = index.search(queries, k, list_size=list_size, beamwidth=1)
+        codes = None if index.facts.layout.inline_codes else read_codes(engine, index.facts)
+        for i, query in enumerate(queries[:20]):
+            rows, pages = plain_walk(index.facts, codes, query, k, list_size)
+            assert found.ids[i][: len(rows)].tolist() == rows
+            assert found.pages[i] == pages
+
+
+def test_finds_what_an_exact_search_does(graph: Path, base: np.ndarray, queries: np.ndarray) -> None:
+    true = exact(base.astype(np.float16), queries, 10)
+    with espnx.graph.open(graph) as index:
+        recalls = [recall_of(index.search(queries, 10, list_size=each).ids, true) for each in (10, 40, 200)]
+        whole = index.search(queries, 10, list_size=3000)
+    assert recalls[0] < recalls[-1]
+    assert recalls[1] > 0.9
+    assert recalls[2] > 0.99
+    assert recall_of(whole.ids, true) == 1, "a list of all nodes is an exact search"
+    far = np.square(queries[:, None] - base.astype(np.float16).astype(np.float32)[whole.ids]).sum(axis=-1)
+    # 24 squares of float32, each and their sum rounded.
+    np.testing.assert_allclose(whole.distances, far, rtol=26 * 2.0**-24)
+
+
+def test_results_do_not_depend_on_who_else_searches(graph: Path, queries: np.ndarray) -> None:
+    with espnx.graph.open(graph, threads=1, walks=1) as alone, espnx.graph.open(graph, threads=3, walks=7) as many:
+        expected = alone.search(queries, 10, list_size=30, beamwidth=1)
+        found = dict[int, np.ndarray]()
+
+        def search(number: int) -> None:
+            part = queries[number * 10 : number * 10 + 10]
+            found[number] = many.search(part, 10, list_size=30, beamwidth=1).ids
+
+        threads = [threading.Thread(target=search, args=(number,)) for number in range(6)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    assert np.array_equal(np.concatenate([found[number] for number in range(6)]), expected.ids)
+
+
+@pytest.mark.parametrize("beamwidth", [2, 4, 64])
+def test_wider_beams_find_as_much(graph: Path, base: np.ndarray, queries: np.ndarray, beamwidth: int) -> None:
+    true = exact(base.astype(np.float16), queries, 10)
+    with espnx.graph.open(graph) as index:
+        narrow = index.search(queries, 10, list_size=60, beamwidth=1)
+        wide = index.search(queries, 10, list_size=60, beamwidth=beamwidth)
+    assert recall_of(wide.ids, true) >= recall_of(narrow.ids, true) - 0.01
+
+
+def test_stops_beyond(graph: Path, queries: np.ndarray) -> None:
+    with espnx.graph.open(graph) as index:
+        never = index.search(queries, 10, list_size=100, beamwidth=1)
+        far = index.search(queries, 10, list_size=100, beamwidth=1, stop_beyond=1e9)
+        near = index.search(queries, 10, list_size=100, beamwidth=1, stop_beyond=0.0)
+    assert np.array_equal(never.ids, far.ids)
+    assert near.pages.mean() < never.pages.mean()
+
+
+@pytest.mark.parametrize("metric", ["l2", "ip", "cosine"])
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "float16", "float32"])
+def test_metrics_and_dtypes(tmp_path: Path, metric: str, dtype: str) -> None:
+    base, queries = clustered(800, 13), clustered(20, 13, seed=3)
+    if dtype in ("uint8", "int8"):
+        shift = 128 if dtype == "uint8" else 0
+        base, queries = (np.clip(each * 8 + shift, shift - 128, shift + 127).astype(dtype) for each in (base, queries))
+    else:
+        base, queries = base.astype(dtype), queries.astype(dtype)
+    kept = "float32" if dtype == "float32" else "auto"
+    espnx.graph.build(base, tmp_path / "g", metric=metric, max_degree=12, search_list_size=30, vector_dtype=kept)
+    with espnx.graph.open(tmp_path / "g") as index:
+        found = index.search(queries, 5, list_size=800)
+        stored = index.vectors(np.arange(800))
+    true = exact(base, queries, 5, metric)
+    assert recall_of(found.ids, true) > (0.97 if metric == "cosine" and dtype != "float32" else 0.99)  # float16 of unit vectors may tie
+    if metric != "cosine":
+        assert np.array_equal(stored, base)
+    values, asked = stored.astype(np.float64)[found.ids], queries.astype(np.float64)[:, None]
+    if metric == "cosine":
+        asked = asked / np.linalg.norm(asked, axis=-1, keepdims=True)
+    far = {"l2": np.square(values - asked).sum(-1), "ip": -(values * asked).sum(-1), "cosine": np.square(values - asked).sum(-1) / 2}[
+        metric
+    ]
+    scale = np.abs(values * asked).sum(-1) + np.square(values).sum(-1) + np.square(asked).sum(-1)
+    assert (np.abs(found.distances - far) <= 16 * 2.0**-24 * scale).all()
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 16, 17, 300])
+@pytest.mark.parametrize("codes", ["inline", "memory"])
+def test_few_vectors(tmp_path: Path, n: int, codes: str) -> None:
+    base = clustered(max(n, 1), 5)[:n]
+    espnx.graph.build(base, tmp_path / "g", max_degree=16, codes=codes)
+    with espnx.graph.open(tmp_path / "g") as index:
+        found = index.search(clustered(4, 5, seed=8), 10)
+        assert index.verify() == index.facts.layout.n_pages
+    assert ((found.ids >= 0).sum(axis=1) == min(n, 10)).all()
+    assert (found.ids[:, min(n, 10) :] == -1).all()
+    assert np.isinf(found.distances[found.ids < 0]).all()
+    if n:
+        assert recall_of(found.ids[:, : min(n, 10)], exact(base.astype(np.float16), clustered(4, 5, seed=8), min(n, 10))) > 0.97
+
+
+@pytest.mark.parametrize("dim", [1, 2, 767, 4096])
+def test_dimensions(tmp_path: Path, dim: int) -> None:
+    base = clustered(200, dim)
+    espnx.graph.build(base, tmp_path / "g", max_degree=8, search_list_size=20)
+    with espnx.graph.open(tmp_path / "g") as index:
+        found = index.search(base[:10], 3, list_size=100)
+        assert index.facts.layout.page_bytes >= 16 + index.facts.layout.node_bytes
+    assert (found.ids[:, 0] == np.arange(10)).mean() > (0.0 if dim == 1 else 0.9)
+
+
+def test_one_point_ten_thousand_times(tmp_path: Path) -> None:
+    base = np.concatenate([np.ones((10_000, 8), np.float32), clustered(500, 8)])
+    report = espnx.graph.build(base, tmp_path / "g", max_degree=16, search_list_size=30)
+    with espnx.graph.open(tmp_path / "g") as index:
+        found = index.search(base[-20:], 1, list_size=100)
+        same = index.search(base[:1], 100, list_size=200)
+    assert (found.distances < 1e-4).mean() > 0.9, f"others are found, too ({report.repaired} repaired)"
+    assert (same.distances[0] == 0).all()
+
+
+def test_k_beyond_n_and_one_query(graph: Path, base: np.ndarray) -> None:
+    with espnx.graph.open(graph) as index:
+        found = index.search(base[7], 4000, list_size=4000)
+        none = index.search(np.empty((0, 24), np.float32), 3)
+    assert found.ids.shape == (1, 4000)
+    assert sorted(found.ids[0][:3000].tolist()) == list(range(3000))
+    assert (found.ids[0][3000:] == -1).all()
+    assert none.ids.shape == (0, 3)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.1, 0.01, 0.001, 0.0])
+def test_filters(graph: Path, base: np.ndarray, queries: np.ndarray, share: float) -> None:
+    allowed = np.flatnonzero(np.random.default_rng(5).random(len(base)) < share)
+    true = allowed[exact(base.astype(np.float16)[allowed], queries, 10)] if len(allowed) else np.empty((len(queries), 0), np.int64)
+    with espnx.graph.open(graph) as index:
+        found = index.search(queries, 10, list_size=40, include=allowed)
+        others = index.search(queries, 10, list_size=40, exclude=np.setdiff1d(np.arange(len(base)), allowed))
+    assert set(found.ids.ravel().tolist()) <= {*allowed.tolist(), -1}
+    assert np.array_equal(found.ids, others.ids)
+    count = min(10, len(allowed))
+    assert (found.ids[:, count:] == -1).all()
+    if count:
+        assert recall_of(found.ids[:, :count], true[:, :count]) >= 0.95
+
+
+def test_refuses(graph: Path) -> None:
+    with espnx.graph.open(graph) as index:
+        for wrong in (
+            {"queries": np.zeros((2, 23), np.float32)}, {"queries": np.full((1, 24), np.nan, np.float32)},
+            {"queries": np.zeros((1, 1, 24))},
+            {"k": 0}, {"k": 2.0}, {"list_size": 5}, {"list_size": 20, "recall": 0.9}, {"recall": 1.5}, {"beamwidth": 0}, {"beamwidth": 65},
+            {"stop_beyond": -1.0}, {"deadline_s": 0.0}, {"deadline_s": float("nan")}, {"include": [3000]}, {"exclude": [-1]},
+            {"include": np.zeros(5, bool)}, {"include": ["a"]},
+        ):  # fmt: skip
+            with pytest.raises(errors.InvalidInputError):
+                index.search(**({"queries": np.zeros((2, 24), np.float32), "k": 10} | wrong))
+        index.search(np.zeros((1, 24), np.float32))
+    with pytest.raises(errors.EngineClosedError):
+        index.search(np.zeros((1, 24), np.float32))
+    index.close()
+
+
+def test_list_size_for_a_recall(graph: Path, base: np.ndarray, queries: np.ndarray) -> None:
+    true = exact(base.astype(np.float16), queries, 10)
+    with espnx.graph.open(graph) as index:
+        points = index.facts.recall
+        assert [each.list_size for each in points] == sorted(each.list_size for each in points)
+        assert index.list_size_for(0.5).list_size <= index.list_size_for(0.99).list_size
+        assert recall_of(index.search(queries, 10, recall=0.99).ids, true) > 0.95
+        assert "recall@10" in index.summary()
