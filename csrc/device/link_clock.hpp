@@ -98,9 +98,9 @@ class LinkClock {
   LinkTicket transfer(std::vector<Leg> path, int64_t size_bytes, int64_t chunk_bytes,
                       const std::vector<LinkTicket>& after);
 
-  // When the last of them ended, as soon as that is now; nothing: `until` came first. `asked_s`: when the caller began to
-  // need them, if that was before this call. Who needs several asks for them together: one that has ended early is not
-  // late while another is waited for. `interrupted` is asked every now and then, in the caller's thread.
+  // When the last of them ended, as soon as that is now; nothing: `until` came first. `asked_s`: when the caller began
+  // to need them, if that was before this call. Who needs several asks for them together: one that has ended early is
+  // not late while another is waited for. `interrupted` is asked every now and then, in the caller's thread.
   std::optional<double> wait(const std::vector<LinkTicket>& tickets, std::optional<double> asked_s,
                              Wall::time_point until, const std::function<bool()>& interrupted);
   bool done(const LinkTicket& ticket);

@@ -1,4 +1,5 @@
-"""The disk of a directory as a device spec, every figure with how it was measured (`espnx device calibrate`)."""
+"""The disk of a directory as a device spec, every figure with how it was measured (`espnx device calibrate`). A file of its own: what
+a check says of a disk is one line."""
 
 from __future__ import annotations
 
