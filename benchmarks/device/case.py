@@ -43,6 +43,7 @@ def configure(parser: ArgumentParser) -> None:
     add("--documents", type=int, metavar="N", default=32_000, help="search: in all partitions (default: %(default)s)")
     add("--candidates", type=int, metavar="N", default=1024, help="search: of a query (default: %(default)s)")
     add("--steps", type=int, metavar="N", default=5, help="topology: tokens that are timed; search: searches (default: %(default)s)")
+    add("--record", metavar="DIR", help="topology, search: write a trace of each system into DIR (DEVICES-SYSTEM.trace)")
     add("--stretch", type=float, metavar="F", default=60.0, help="wall seconds of a virtual one, with one device, to begin (%(default)s)")
 
 
@@ -57,6 +58,7 @@ def run(args: Namespace, say: Say) -> list[Row]:
         return distances.measure(Path(args.path), pairs=args.pairs, seed=args.seed, say=say, **(small if args.quick else {}))
     from espnx.device.model.spec import load_spec
 
+    from ..harness.traces import trace_folder
     from . import search, topology
     from .emulated import Stretches
 
@@ -64,14 +66,14 @@ def run(args: Namespace, say: Say) -> list[Row]:
     known = topology.SYSTEMS if args.show == "topology" else search.SYSTEMS
     systems = choices(args.system, list(known), "--system") if args.system else list(known)
     counts = [1, 2] if args.quick else [positive("--devices", word) for word in words(args.devices)]
-    where = Path(args.path)
+    where, record = Path(args.path), trace_folder(args.record)
     if args.show == "search":
         sizes = (320, 2, 64, 2) if args.quick else (args.documents, args.batch, args.candidates, args.steps)
         documents, batch, candidates, searches = sizes
-        wanted = search.Work(where, spec, documents, batch, candidates, searches, k=10, seed=args.seed)
+        wanted = search.Work(where, spec, documents, batch, candidates, searches, k=10, seed=args.seed, record=record)
         return search.measure(wanted, counts, systems, stretches, say)
     batch, context, steps, layers, width = (4, 96, 3, 1, 256) if args.quick else (args.batch, args.context, args.steps, args.layers, 512)
-    work = topology.Work(where, spec, batch, context, steps, layers, width, args.seed)
+    work = topology.Work(where, spec, batch, context, steps, layers, width, args.seed, record)
     return topology.measure(work, counts, systems, stretches, say)
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from espnx.device.emulation.device import EmulatedDevice, Emulation
+from espnx.device.emulation.device import Emulation
 from espnx.device.emulation.report import Report
-from espnx.device.emulation.topology import LinkUse
+from espnx.device.emulation.topology import LinkUse, Topology
 from espnx.device.model.spec import DeviceSpec
+from espnx.device.near_storage import NearStorageDevice
 
 from ..harness.registry import Say
 from ..harness.result import Row
+from ..harness.traces import recording
 
 #: The system that others are compared with: the same disks, and all computing on the host.
 WITHOUT = "without"
@@ -69,15 +72,21 @@ def timed(report: Report, times: Sequence[float], before: Mapping[str, LinkUse],
 
 
 @contextmanager
-def opened(spec: DeviceSpec, directories: Sequence[str], **options: Any) -> Iterator[list[EmulatedDevice]]:
-    """Emulated devices of a spec, one for each directory."""
-    emulation = Emulation(spec)
-    devices = emulation.together(directories, **options)
-    try:
-        yield devices
-    finally:
+def opened(
+    spec: DeviceSpec, directories: Sequence[str], *, record: Path | None = None, **options: Any
+) -> Iterator[tuple[list[NearStorageDevice], Topology]]:
+    """Emulated devices of a spec, one for each directory, and the topology that they share. `record`: the file of a trace."""
+    with ExitStack() as stack:
+        devices = Emulation(spec).together(directories, **options)
         for each in devices:
-            each.close()
+            stack.callback(each.close)
+        topology, asked = devices[0].topology, list[NearStorageDevice](devices)
+        yield asked if record is None else recording(str(record), "espnx bench device", asked, stack), topology
+
+
+def trace_file(folder: Path | None, n_devices: int, system: str) -> Path | None:
+    """Of one system with so many devices: of its last run, whose times stand in the rows."""
+    return None if folder is None else folder / f"{n_devices}-{system}.trace"
 
 
 class Stretches:

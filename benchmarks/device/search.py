@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 
 import espnx
-from espnx.device.emulation.device import EmulatedDevice
 from espnx.device.emulation.report import report
 from espnx.device.model.spec import Accelerator, DeviceSpec, Figure
+from espnx.device.near_storage import NearStorageDevice
 from espnx.retrieval.build.documents import Document
 from espnx.retrieval.encoder import Encoded
 from espnx.retrieval.search.index import Index
@@ -52,7 +52,7 @@ Hits = list[list[tuple[int, float]]]
 @dataclass(frozen=True)
 class Work:
     """Attributes: path: of the partitions. spec: of the devices. documents: in all partitions together. batch: queries of a search.
-    candidates: of a query, in all partitions together. searches: that are timed."""
+    candidates: of a query, in all partitions together. searches: that are timed. record: a folder for traces."""
 
     path: Path
     spec: DeviceSpec
@@ -62,6 +62,7 @@ class Work:
     searches: int
     k: int
     seed: int
+    record: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -140,10 +141,10 @@ def _merged(work: Work, parts: Sequence[Hits]) -> Hits:
 def _run(work: Work, partitions: Sequence[Path], queries: Sequence[Encoded], count: int, system: str, stretch: float) -> _Run:
     spec = with_maxsim(work.spec, SYSTEMS[system])
     folder = str(partitions[0].parent)
-    with emulated.opened(spec, [folder] * count, stretch=stretch) as devices, ExitStack() as opened:
+    record = emulated.trace_file(work.record, count, system)
+    with emulated.opened(spec, [folder] * count, stretch=stretch, record=record) as (devices, topology), ExitStack() as opened:
         indexes = [opened.enter_context(_opened(each, devices[i % count])) for i, each in enumerate(partitions)]
         pool = opened.enter_context(ThreadPoolExecutor(PARTITIONS, "espnx-partition"))
-        topology = devices[0].topology
         before, since = topology.traffic(), topology.times()
         hits, times = Hits(), list[float]()
         for number, some in enumerate(_batches(work, queries)):
@@ -158,7 +159,7 @@ def _run(work: Work, partitions: Sequence[Path], queries: Sequence[Encoded], cou
         return _Run(timed, hits, indexes[0].store.effective_path)
 
 
-def _opened(partition: Path, device: EmulatedDevice) -> Index:
+def _opened(partition: Path, device: NearStorageDevice) -> Index:
     return espnx.open(partition, None, device=device)
 
 

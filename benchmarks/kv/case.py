@@ -59,6 +59,7 @@ def configure(parser: ArgumentParser) -> None:
     add("--threads", type=int, metavar="N", help="of espnx (default: as many as PyTorch uses)")
     add("--engine", default="auto", help="of espnx: auto, uring, posix (default: auto)")
     add("--memory", metavar="M", default="auto", help="limit of each measured process: auto, ample, or a size (root; default: auto)")
+    add("--record", metavar="DIR", help="each system of ours a second time, which writes a trace into DIR (NAME-recorded.trace)")
     add("--throttle", metavar="RATE", help="slow the disk down, such as 800MB/s (root, cgroup v1)")
 
 

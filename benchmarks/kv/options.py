@@ -16,6 +16,7 @@ from espnx.sizes import parse_size
 
 from ..harness.arguments import choices, positive, words
 from ..harness.registry import Say
+from ..harness.traces import SUFFIX, trace_folder
 from ..machine.throttle import parse_rate
 from . import smollm2
 from .fleet import Limit, Spec
@@ -53,6 +54,7 @@ class Options:
     throttle: int | None
     seed: int
     quick: bool
+    record: Path | None = None
 
     def plan(self, *, new: int | None = None, turns: int | None = None) -> Plan:
         """`new`, `turns`: of a show that needs others than the options say."""
@@ -70,13 +72,17 @@ class Options:
         return Task(self.name, self.config, *where, plan.all_steps, self.dtype, self.seed, any(rows != 0 for rows in self.x_rows))
 
     def ours(self, **more: Any) -> list[Spec]:
-        """Systems of espnx, one for each format and number of X rows. `more`: options of the cache."""
+        """Systems of espnx, one for each format and number of X rows, and a recorded one of each where traces are asked for. `more`:
+        options of the cache."""
         found = []
         for name, rows in itertools.product(self.formats, self.x_rows):
             own = {} if name == "same" else {"format": name}
             suffix = ("" if name == "same" else f"-{name}") + ("" if rows == 0 else "-auto" if rows is None else f"-x{rows}")
-            options = {**self.cache, **own, "x_rows": rows, **more}
-            found.append(Spec(f"espnx{suffix}", "espnx", options, None if name == "same" else name))
+            options, lossy = {**self.cache, **own, "x_rows": rows, **more}, None if name == "same" else name
+            found.append(Spec(f"espnx{suffix}", "espnx", options, lossy))
+            if self.record is not None:
+                twin = f"espnx{suffix}{SUFFIX}"
+                found.append(Spec(twin, "espnx", options | {"record": str(self.record / f"{twin}.trace")}, lossy))
         return found
 
     def params(self, show: str, task: Task) -> dict[str, Any]:
@@ -120,6 +126,7 @@ def read_options(args: Namespace, say: Say) -> Options:
         throttle=parse_rate(args.throttle) if args.throttle else None,
         seed=args.seed,
         quick=quick,
+        record=trace_folder(args.record),
     )
     specs = [Spec(name, name, {**cache, "x_rows": 0} if name == "host" else {}) for name in baselines if name != "fio"]
     specs = [spec for spec in specs if spec.kind != "flexgen-disk" or _flexgen_fits(options, is_asked=args.baseline is not None, say=say)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from transformers import Cache, DynamicCache, StaticCache
 
+from espnx.device.registry import open_device
 from espnx.integrations.transformers.cache import KVCache
 from espnx.integrations.transformers.enable import enable_kv_cache
 from espnx.integrations.transformers.projections import LayerInput
@@ -20,6 +22,7 @@ from espnx.kv.cache import Arrived, SsdCache, Step
 from espnx.kv.rows import LayerRows
 from espnx.kv.shown import unpacked
 
+from ..harness.traces import recording
 from .memmap_cache import MemmapCache
 from .models import KVShape, Rows, Task, load_model
 
@@ -124,11 +127,20 @@ class MemmapDecoder(HFDecoder):
 
 
 class EspnxDecoder(HFDecoder):
+    """Options are those of the cache, and `record`: the file of a trace."""
+
     cache: KVCache
+
+    def __init__(self, *given: Any):
+        self._open = ExitStack()
+        super().__init__(*given)
 
     def make_cache(self) -> Cache:
         enable_kv_cache(self.model)
-        return KVCache(self.model.config, self.storage, **self.options)
+        options = dict(self.options)
+        if (file := options.pop("record", None)) is not None:
+            options["device"] = recording(file, "espnx bench kv", [open_device("ssd", self.storage)], self._open)
+        return KVCache(self.model.config, self.storage, **options)
 
     @property
     def effective_path(self) -> str:  # type: ignore[override]
@@ -164,7 +176,8 @@ class EspnxDecoder(HFDecoder):
         return () if self.cache.decision is None else self.cache.decision.predicted_s
 
     def close(self) -> None:
-        self.cache.close()
+        with self._open:
+            self.cache.close()
 
 
 def _no_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:

@@ -62,6 +62,7 @@ def configure(parser: ArgumentParser) -> None:
     add("--cascade", metavar="N,...", default="64", help="full records scored after all coarse ones (cascade, formats; default: 64)")
     add("--layout", metavar="L,...", default="list,id", help="order of the records, for --show layout: list, id (default: both)")
     add("--queries", type=int, default=100, metavar="N", help="measured queries (default: 100)")
+    add("--record", metavar="DIR", help="table: espnx a second time, which writes a trace into DIR (espnx-recorded.trace)")
     add("--engine", default="auto", help="of the record reads: auto, uring, posix (default: auto)")
 
 

@@ -16,10 +16,11 @@ from ..corpora.mixtures import MIXTURES, Corpus, Mixture
 from ..corpora.stores import QUERIES, Prepared, ensure_store, found_store
 from ..harness.arguments import choices, positive, words
 from ..harness.registry import Say
+from ..harness.traces import trace_folder
 from ..machine.cgroup import check_limit_possible
 from .fleet import Fleet, System
 from .names import SHOWS
-from .point import baseline_system, espnx_systems
+from .point import baseline_system, espnx_systems, recorded_systems
 
 NLIST, NLIST_LEAST = 4096, 16
 QUICK_DOCUMENTS, QUICK_BASE, QUICK_QUERIES = 20_000, 200, 6
@@ -112,7 +113,7 @@ def read_options(args: Namespace) -> Options:
         dataset=Path(args.dataset) if args.dataset else None,
         limits=limits,
         baselines=[baseline_system(name) for name in words(args.baseline)],
-        systems=espnx_systems(words(args.prefetch_step)),
+        systems=espnx_systems(words(args.prefetch_step)) + recorded_systems(trace_folder(args.record)),
         nprobe=args.nprobe,
         candidates=positive("candidates", args.candidates),
         reranks=[None if word == "all" else positive("rerank", word) for word in words(args.rerank)],

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from espnx.errors import InvalidInputError
 
 from ..corpora.stores import Prepared
+from ..harness.traces import SUFFIX
 from .fleet import System
 from .names import BASELINES
 
@@ -77,6 +79,12 @@ def espnx_systems(steps: Sequence[str]) -> list[System]:
         name = f"espnx-{'+'.join(f'{100 * share:g}' for share in shares)}%" if shares != [0.0] else "no-prefetch"
         systems.append(System(name, options={"prefetch_step": shares}, process="espnx-fixed"))
     return systems
+
+
+def recorded_systems(folder: Path | None) -> list[System]:
+    """What a user gets, a second time, which writes a trace into `folder`; none without one."""
+    name = f"espnx{SUFFIX}"
+    return [] if folder is None else [System(name, opening={"record": str(folder / f"{name}.trace")}, options={"prefetch_step": "auto"})]
 
 
 def parse_step(text: str) -> list[float]:

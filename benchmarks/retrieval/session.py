@@ -7,12 +7,14 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import espnx
 from espnx.errors import InvalidInputError
 from espnx.retrieval.encoder import Encoded
 from espnx.retrieval.first_stage.probing import measure as measure_probing
@@ -20,8 +22,10 @@ from espnx.retrieval.first_stage.registry import described
 from espnx.retrieval.search.index import Index
 from espnx.retrieval.search.read_cost import DeviceCost
 from espnx.retrieval.search.result import SearchResult
+from espnx.retrieval.store.manifest import data_directories
 
 from ..corpora.stores import load_queries
+from ..harness.traces import recording
 from ..machine.counters import read_counters
 from ..machine.memory import rss_bytes
 from .index import faiss_overlap, measure_index
@@ -41,6 +45,7 @@ class Session:
         self._ranker: WholeStoreRanker | None = None
         self._queries: list[Encoded] = []
         self._layout: LayoutReplay | None = None
+        self._recording = ExitStack()
 
     def handle(self, command: dict[str, Any]) -> dict[str, Any]:
         arguments = {key: value for key, value in command.items() if key != "do"}
@@ -75,15 +80,20 @@ class Session:
         engine: str = "auto",
         coarse: str = "ssd",
         hot: int = 0,
+        record: str | None = None,
     ) -> dict[str, Any]:
-        """Opens a store. `system`: ``espnx``, or one of `WHOLE_STORE`."""
+        """Opens a store. `system`: ``espnx``, or one of `WHOLE_STORE`. `record`: the file of a trace, of ``espnx``."""
         before = rss_bytes()
         self._queries = load_queries(Path(queries))
         if system in WHOLE_STORE:
             self._index = Index(store, engine=engine, threads=threads, cost=DeviceCost())
             self._ranker = WholeStoreRanker(self._index, system, gather_threads)
         else:
-            self._index = Index(store, engine=engine, threads=threads, coarse=coarse, hot=hot)
+            device = None
+            if record is not None:
+                devices = espnx.device.open("ssd", data_directories(store))
+                device = recording(record, "espnx bench retrieval", devices, self._recording)
+            self._index = Index(store, engine=engine, threads=threads, coarse=coarse, hot=hot, device=device)
         index = self._index
         manifest = index.store.manifest
         return {
@@ -253,6 +263,7 @@ class Session:
             self._ranker.close()
         if self._index is not None:
             self._index.close()
+        self._recording.close()
 
 
 def tolerance(query: Any) -> float:

@@ -4,6 +4,7 @@ the hand-over says, and a run in which the host took too much is stretched furth
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from espnx.benchmarks.device import emulated, search, topology
 from espnx.benchmarks.device.case import CASE
 from espnx.benchmarks.device.emulated import WITHOUT, Stretches, Timed
 from espnx.benchmarks.harness.result import make_document
+from espnx.benchmarks.harness.traces import trace_folder
 from espnx.device.emulation.report import Report
 from espnx.device.model.spec import load_spec
+from espnx.device.trace.reader import read_trace
 from tests.benchmarks.common import MACHINE
 
 
@@ -86,6 +89,29 @@ def test_wrong_hits_are_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert right(searches(folder), [[[(1, 0.5)]], [[(3, 0.5), (2, 0.9)]]]) == [[(2, 0.9), (1, 0.5), (3, 0.5)]]
 
 
+@pytest.mark.parametrize("show", ["topology", "search"])
+def test_traces(folder: Path, show: str) -> None:
+    """One of each system with each number of devices, of what it asked them."""
+    (traces := folder / "traces").mkdir()
+    if show == "topology":
+        topology.measure(replace(toy(folder), record=traces), (2,), ["all"], stretches(), lambda text: None)
+    else:
+        search.measure(replace(searches(folder), record=traces), (2,), ["maxsim-56"], stretches(), lambda text: None)
+    (file,) = traces.iterdir()
+    trace = read_trace(file)
+    assert file.name == ("2-all.trace" if show == "topology" else "2-maxsim-56.trace")
+    assert [each["kind"] for each in trace.devices] == ["emulated"] * 2
+    assert {each.device for each in trace.commands} == {0, 1}
+    assert {"visit" if show == "topology" else "maxsim"} <= {each.verb for each in trace.commands}
+
+
+def test_a_folder_for_traces_has_to_be_there(folder: Path) -> None:
+    assert trace_folder(None) is None
+    assert trace_folder(str(folder)) == folder.resolve()
+    with pytest.raises(errors.InvalidInputError, match="existing directory"):
+        trace_folder(str(folder / "none"))
+
+
 # --- stretches ---
 
 
@@ -145,5 +171,6 @@ def test_logits_of_every_number_of_devices_are_compared(folder: Path, monkeypatc
         return topology._Run(found.timed, found.x_rows, found.logits + torch.tensor(1e-6 * next(count)), found.effective_path)
 
     monkeypatch.setattr(topology, "_run", run)
-    rows = topology.measure(toy(folder), (1, 2), [WITHOUT], stretches(), lambda text: None)
+    rows = topology.measure(toy(folder), (1, 2), ["attention"], stretches(), lambda text: None)
     assert [row.correct for row in rows] == [True, False]
+    assert [name for name, system in topology.SYSTEMS.items() if system.is_exact] == ["attention", "attention+writeback"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from espnx.benchmarks.kv.measure import judge
 from espnx.benchmarks.kv.models import KVShape, Rows, Task, load_model, logit_tolerance, write_weights
 from espnx.benchmarks.kv.session import Session
 from espnx.benchmarks.kv.systems import KINDS, EspnxDecoder, HostDecoder
+from espnx.device.trace.reader import read_trace
 from tests.benchmarks.kv.test_case import CONFIG
 
 LLAMA = {
@@ -68,6 +70,17 @@ def test_all_systems_agree(tmp_path: Path, config: Mapping[str, Any]) -> None:
         assert verdict.error is not None
         assert verdict.error <= logit_tolerance(task, None)
         assert len(ids[kind]) == STEPS
+
+
+def test_a_recorded_system_does_the_same(tmp_path: Path) -> None:
+    """Its trace holds what it put and read."""
+    task, file = task_of(CONFIG), tmp_path / "espnx-recorded.trace"
+    assert decode(task, "espnx", tmp_path, "espnx-recorded", record=str(file)) == decode(task, "espnx", tmp_path)
+    trace = read_trace(file)
+    assert trace.program == "espnx bench kv"
+    verbs = Counter(each.verb for each in trace.commands)
+    assert verbs["attend"] == STEPS * 2
+    assert verbs["put"] > 0
 
 
 def test_rows_of_less_precision_have_a_tolerance_of_their_own(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ from espnx.benchmarks.harness import worker
 from espnx.benchmarks.retrieval.index import build_indexes, overlap
 from espnx.benchmarks.retrieval.layout import ID_ORDER, LIST_ORDER
 from espnx.benchmarks.retrieval.measure import lossy_problem, ranking_problem
+from espnx.benchmarks.retrieval.point import recorded_systems
 from espnx.benchmarks.retrieval.session import Session
+from espnx.device.trace.reader import read_trace
 from espnx.errors import InvalidInputError
 
 COUNT, NLIST = 2000, 16
@@ -57,6 +59,17 @@ def opened(prepared: Prepared, name: str, **more: Any) -> Session:
     arguments = {"store": str(prepared.store), "queries": str(prepared.queries), "system": name, **SYSTEMS.get(name, {}), **more}
     session.handle({"do": "open", **arguments})
     return session
+
+
+def test_a_recorded_system_finds_the_same(prepared: Prepared, memory: Session, tmp_path: Path) -> None:
+    (system,) = recorded_systems(tmp_path)
+    session = opened(prepared, system.kind, **system.opening)
+    found = session.handle({"do": "search", "queries": [3, 4], "options": OPTIONS})
+    session.close()
+    assert found["hits"] == memory.handle({"do": "search", "queries": [3, 4], "options": OPTIONS})["hits"]
+    trace = read_trace(tmp_path / "espnx-recorded.trace")
+    assert "maxsim" in {each.verb for each in trace.commands}
+    assert recorded_systems(None) == []
 
 
 @pytest.mark.parametrize("rerank", [None, 20])
