@@ -134,7 +134,7 @@ def test_a_run_is_repeated_until_its_times_are_the_devices() -> None:
     finder = stretches(is_checked=True, first=10.0)
     found = finder.settled("a", 1, run)
     assert len(asked) == 2
-    assert found.timed.report.host_share == pytest.approx(0.16)
+    assert found.timed.report.host_share == pytest.approx(0.1)
     finder.settled("a", 4, run)
     assert asked[2:] == [pytest.approx(4 * asked[1])], "four devices take a quarter of the time"
     finder.settled("b", 1, run)
