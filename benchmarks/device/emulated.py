@@ -120,7 +120,7 @@ class Stretches:
             found = run(stretch)
         if self._is_checked:
             found.timed.report.check()
-        self._found[system] = fitting(found.timed.report), n_devices
+            self._found[system] = fitting(found.timed.report), n_devices
         return found
 
 

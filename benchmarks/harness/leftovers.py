@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from espnx.device.clusters.layout import DATA_NAME, TABLE_NAME
 from espnx.retrieval.store.places import remove_building, remove_generation
 from espnx.retrieval.versions.generations import names_in
 from espnx.storage.lock import LOCK_NAME
@@ -40,7 +41,7 @@ def remove(path: Path) -> bool:
         path.unlink(missing_ok=True)
         return True
     _remove_store(path / STORE if (path / STORE).is_dir() else path)
-    for name in NOTES:
+    for name in (*NOTES, DATA_NAME, TABLE_NAME):
         (path / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         path.rmdir()

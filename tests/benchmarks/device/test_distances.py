@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from espnx.benchmarks.device import distances as bench
+from espnx.benchmarks.device.case import CASE
+from espnx.benchmarks.harness.leftovers import remove
 from espnx.benchmarks.harness.result import make_document
 from tests.benchmarks.common import MACHINE
 
@@ -32,6 +34,11 @@ def test_a_quick_run(folder: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.bin")}
     bench.measure(folder, **{**TOY, "baselines": []})  # type: ignore[arg-type]
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.bin")} == before, "the files are used again"
+    left = CASE.leaves(folder)
+    assert len(left) == 2
+    (left[0] / "mine").touch()
+    assert [remove(path) for path in left] == [False, True], "somebody's own file stays"
+    assert [path.name for path in left[0].iterdir()] == ["mine"]
 
 
 def test_a_wrong_system_is_not_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
