@@ -1,31 +1,19 @@
 // Clusters of vectors in Python: a stream that reads and measures them as they arrive.
-#include <algorithm>
 #include <optional>
 #include <tuple>
 
 #include "bindings.hpp"
 #include "device/cluster_stream.hpp"
+#include "streams.hpp"
 
 namespace espnx::python {
 namespace {
 
 using device::ClusterStream;
 
-// A stream of clusters in Python, and a ticket of it.
-struct PyClusterStream {
-  PyClusterStream(const std::shared_ptr<io::Engine>& engine, int64_t window_bytes, int max_workers)
-      : stream(std::make_shared<ClusterStream>(engine, window_bytes, max_workers)) {}
-  ~PyClusterStream() {
-    py::gil_scoped_release unlocked;  // it waits for its threads
-    stream.reset();
-  }
+using PyClusterStream = PyStream<ClusterStream>;
 
-  void check() const {
-    if (!stream->in_own_process()) invalid("the clusters belong to the parent process; open them after fork()");
-  }
-
-  std::shared_ptr<ClusterStream> stream;
-};
+void check(const ClusterStream& stream) { check_process(stream, "clusters"); }
 
 struct PyClusterTicket {
   std::shared_ptr<ClusterStream> stream;
@@ -47,32 +35,9 @@ struct PyClusterTicket {
     stream.reset();
   }
 
-  void check() const {
-    if (!stream->in_own_process()) invalid("the clusters belong to the parent process; open them after fork()");
-  }
-
   std::pair<NewTensor, bool> next(int64_t at_least, double timeout_s) {
-    check();
-    const auto until =
-        io::Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::clamp(timeout_s, 0.0, 1e9) * 1e9));
-    std::vector<int64_t> items;
-    for (;;) {
-      bool finished = false;
-      int64_t left_ns = 0;
-      {
-        py::gil_scoped_release unlocked;
-        const auto wanted = std::max<int64_t>(1, at_least - static_cast<int64_t>(items.size()));
-        left_ns = std::chrono::nanoseconds(until - io::Clock::now()).count();
-        finished = stream->next(*ticket, wanted, std::clamp<int64_t>(left_ns, 0, kSignalCheckNs), items);
-      }
-      if (finished || static_cast<int64_t>(items.size()) >= at_least || left_ns <= 0) {
-        return {to_tensor(std::move(items)), finished};
-      }
-      if (PyErr_CheckSignals() != 0) {
-        forget();
-        throw py::error_already_set();
-      }
-    }
+    check(*stream);
+    return next_items(*stream, *ticket, at_least, timeout_s);
   }
 
   // uint8 [8 times the vectors]: entries of a reply, a float32 distance and an int32 id each.
@@ -85,7 +50,7 @@ struct PyClusterTicket {
   }
 
   void forget() const {
-    check();
+    check(*stream);
     py::gil_scoped_release unlocked;
     stream->forget(*ticket);
   }
@@ -108,7 +73,7 @@ PyClusterTicket push_clusters(const PyClusterStream& self, const Tensor& query, 
                               const std::string& metric, int64_t file, const py::bytes& path, const Tensor& clusters,
                               const Tensor& offset_bytes, const Tensor& n_vectors, const Tensor& crc32c,
                               double deadline_s) {
-  self.check();
+  check(*self.stream);
   free_kept();
   device::ClusterRequest request{to_query(query, format, metric), file, path, {}, {}, {}, {}, deadline_s};
   request.clusters = to_vector(clusters, "clusters", -1);
@@ -124,16 +89,6 @@ PyClusterTicket push_clusters(const PyClusterStream& self, const Tensor& query, 
   return {self.stream, self.stream->push(std::move(request))};
 }
 
-py::dict to_dict(const ClusterStream::Costs& costs) {
-  py::dict result;
-  result["bytes_asked"] = costs.bytes_asked;
-  result["bytes_moved"] = costs.bytes_moved;
-  result["read_requests"] = costs.requests;
-  result["waiting_s"] = costs.waiting_s;
-  result["computing_s"] = costs.computing_s;
-  return result;
-}
-
 }  // namespace
 
 void bind_clusters(py::module_& m) {
@@ -142,7 +97,7 @@ void bind_clusters(py::module_& m) {
       .def("replies", &PyClusterTicket::replies)
       .def("costs",
            [](const PyClusterTicket& self) {
-             self.check();
+             check(*self.stream);
              return to_dict(ClusterStream::costs(*self.ticket));
            })
       .def("forget", &PyClusterTicket::forget);
@@ -152,12 +107,12 @@ void bind_clusters(py::module_& m) {
       .def("push", &push_clusters)
       .def("clear",
            [](const PyClusterStream& self) {
-             self.check();
+             check(*self.stream);
              py::gil_scoped_release unlocked;
              self.stream->clear();
            })
       .def("stats", [](const PyClusterStream& self) {
-        self.check();
+        check(*self.stream);
         return to_dict(self.stream->stats());
       });
 }

@@ -1,13 +1,12 @@
 // Records in Python: where they lie, and streams that read and score them as they arrive.
 #include "device/records.hpp"
 
-#include <algorithm>
-#include <chrono>
 #include <optional>
 #include <tuple>
 
 #include "bindings.hpp"
 #include "device/record_stream.hpp"
+#include "streams.hpp"
 
 namespace espnx::python {
 namespace {
@@ -110,21 +109,9 @@ Kept keep_records(const Tensor& n_tokens, const Tensor& group_offset_bytes, cons
   return kept;
 }
 
-// A stream of records in Python, and a ticket of it.
-struct PyRecordStream {
-  PyRecordStream(const std::shared_ptr<io::Engine>& engine, int64_t window_bytes, int max_workers)
-      : stream(std::make_shared<device::RecordStream>(engine, window_bytes, max_workers)) {}
-  ~PyRecordStream() {
-    py::gil_scoped_release unlocked;  // it waits for its threads
-    stream.reset();
-  }
+using PyRecordStream = PyStream<device::RecordStream>;
 
-  void check() const {
-    if (!stream->in_own_process()) invalid("the records belong to the parent process; open the store after fork()");
-  }
-
-  std::shared_ptr<device::RecordStream> stream;
-};
+void check(const device::RecordStream& stream) { check_process(stream, "records"); }
 
 struct PyRecordTicket {
   std::shared_ptr<device::RecordStream> stream;
@@ -148,38 +135,15 @@ struct PyRecordTicket {
     stream.reset();
   }
 
-  void check() const {
-    if (!stream->in_own_process()) invalid("the records belong to the parent process; open the store after fork()");
-  }
-
   std::pair<NewTensor, bool> next(int64_t at_least, double timeout_s) {
-    check();
-    const auto until =
-        io::Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::min(timeout_s, 1e9) * 1e9));
-    std::vector<int64_t> items;
-    for (;;) {
-      bool finished = false;
-      int64_t left_ns = 0;
-      {
-        py::gil_scoped_release unlocked;
-        const auto wanted = std::max<int64_t>(1, at_least - static_cast<int64_t>(items.size()));
-        left_ns = std::chrono::nanoseconds(until - io::Clock::now()).count();
-        finished = stream->next(*ticket, wanted, std::clamp<int64_t>(left_ns, 0, kSignalCheckNs), items);
-      }
-      if (finished || static_cast<int64_t>(items.size()) >= at_least || left_ns <= 0) {
-        return {to_tensor(std::move(items)), finished};
-      }
-      if (PyErr_CheckSignals() != 0) {
-        stream->forget(*ticket);
-        throw py::error_already_set();
-      }
-    }
+    check(*stream);
+    return next_items(*stream, *ticket, at_least, timeout_s);
   }
 
   NewTensor scores() const { return to_tensor(std::vector<float>(device::RecordStream::scores(*ticket))); }
 
   NewTensor score_more(const Tensor& pair_item, const Tensor& pair_query) {
-    check();
+    check(*stream);
     const std::vector<int64_t> item = to_vector(pair_item, "pair_item", -1);
     const std::vector<int64_t> query = to_vector(pair_query, "pair_query", static_cast<int64_t>(item.size()));
     check_pairs(item, query, count, queries);
@@ -202,7 +166,7 @@ struct PyRecordTicket {
 PyRecordTicket push_records(const PyRecordStream& self, const Kept& kept, const Tensor& numbers, const Queries& queries,
                             const std::optional<Tensor>& pair_item, const std::optional<Tensor>& pair_query,
                             bool is_urgent, int64_t gap_bytes, double deadline_s, int threads) {
-  self.check();
+  check(*self.stream);
   free_kept();
   device::RecordRequest request;
   request.kept = kept;
@@ -249,20 +213,13 @@ void bind_record_stream(py::module_& m) {
            })
       .def("clear",
            [](const PyRecordStream& self) {
-             self.check();
+             check(*self.stream);
              py::gil_scoped_release unlocked;
              self.stream->clear();
            })
       .def("stats", [](const PyRecordStream& self) {
-        self.check();
-        const RecordStream::Stats stats = self.stream->stats();
-        py::dict result;
-        result["bytes_asked"] = stats.bytes_asked;
-        result["bytes_moved"] = stats.bytes_moved;
-        result["read_requests"] = stats.requests;
-        result["waiting_s"] = stats.waiting_s;
-        result["computing_s"] = stats.computing_s;
-        return result;
+        check(*self.stream);
+        return to_dict(self.stream->stats());
       });
   py::class_<PyRecordTicket>(m, "RecordTicket")
       .def("next", &PyRecordTicket::next, py::arg("at_least"), py::arg("timeout_s"))
@@ -272,7 +229,7 @@ void bind_record_stream(py::module_& m) {
       .def_property_readonly("damaged", [](const PyRecordTicket& self) { return RecordStream::damaged(*self.ticket); })
       .def("costs",
            [](const PyRecordTicket& self) {
-             self.check();
+             check(*self.stream);
              RecordStream::Costs costs;
              {
                py::gil_scoped_release unlocked;
@@ -282,7 +239,7 @@ void bind_record_stream(py::module_& m) {
                                    costs.computing_s, costs.age_s);
            })
       .def("forget", [](const PyRecordTicket& self) {
-        self.check();
+        check(*self.stream);
         py::gil_scoped_release unlocked;
         self.stream->forget(*self.ticket);
       });

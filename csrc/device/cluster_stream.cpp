@@ -6,7 +6,6 @@
 #include <cstdio>
 #include <cstring>
 #include <numeric>
-#include <system_error>
 
 #include "cpu/crc32c.hpp"
 
@@ -66,20 +65,17 @@ struct ClusterTicket {
 };
 
 ClusterStream::ClusterStream(std::shared_ptr<io::Engine> engine, int64_t window_bytes, int max_workers)
-    : engine_(std::move(engine)), window_bytes_(window_bytes), max_workers_(static_cast<size_t>(max_workers)) {}
+    : engine_(std::move(engine)),
+      window_bytes_(window_bytes),
+      crew_(max_workers, [this](const std::weak_ptr<ClusterTicket>& ticket) { work(ticket); }) {}
 
 ClusterStream::~ClusterStream() {
   if (!engine_->in_own_process()) {
-    new std::vector<std::thread>(std::move(workers_));  // the parent's: they do not run here, and cannot be joined
+    crew_.abandon();
     return;
   }
   clear();
-  {
-    std::lock_guard lock(mutex_);
-    stopping_ = true;
-    work_.notify_all();
-  }
-  for (std::thread& worker : workers_) worker.join();
+  crew_.stop();
 }
 
 ClusterStream::Ticket ClusterStream::push(ClusterRequest request) {
@@ -104,22 +100,11 @@ ClusterStream::Ticket ClusterStream::push(ClusterRequest request) {
 }
 
 void ClusterStream::start_workers(const Ticket& ticket, int64_t total_bytes) {
-  const auto helpers = std::min(max_workers_, static_cast<size_t>(total_bytes / kBytesPerHelper));
+  const auto helpers = std::min(crew_.max_workers(), static_cast<size_t>(total_bytes / kBytesPerHelper));
   std::lock_guard lock(mutex_);
   live_.erase(std::remove_if(live_.begin(), live_.end(), [](const auto& each) { return each.expired(); }), live_.end());
   live_.push_back(ticket);
-  for (size_t i = 0; i < helpers; ++i) {
-    ready_.push_back(ticket);
-    if (idle_ >= ready_.size()) {
-      work_.notify_one();
-    } else if (workers_.size() < max_workers_) {
-      try {
-        workers_.emplace_back([this] { work(); });
-      } catch (const std::system_error&) {
-        return;  // No thread to be had: whoever asks for the distances does the work.
-      }
-    }
-  }
+  for (size_t i = 0; i < helpers; ++i) crew_.add(ticket);
 }
 
 void ClusterStream::submit_more(ClusterTicket& ticket) {
@@ -330,24 +315,13 @@ bool ClusterStream::next(ClusterTicket& ticket, int64_t at_least, int64_t wait_n
   }
 }
 
-void ClusterStream::work() {
-  std::unique_lock lock(mutex_);
-  for (;;) {
-    ++idle_;
-    work_.wait(lock, [&] { return stopping_ || !ready_.empty(); });
-    --idle_;
-    if (stopping_) return;
-    Ticket ticket = ready_.front().lock();
-    ready_.pop_front();
-    lock.unlock();
-    const auto has_work = [&] {
-      std::lock_guard ticket_lock(ticket->mutex);
-      return !ticket->error && !ticket->is_whole();
-    };
-    while (ticket && has_work()) step(*ticket, kSliceNs);
-    ticket.reset();
-    lock.lock();
-  }
+void ClusterStream::work(const std::weak_ptr<ClusterTicket>& wanted) {
+  const Ticket ticket = wanted.lock();
+  const auto has_work = [&] {
+    std::lock_guard lock(ticket->mutex);
+    return !ticket->error && !ticket->is_whole();
+  };
+  while (ticket && has_work()) step(*ticket, kSliceNs);
 }
 
 const std::vector<VectorDistance>& ClusterStream::replies(const ClusterTicket& ticket) { return ticket.replies; }
@@ -366,8 +340,8 @@ void ClusterStream::clear() {
     for (const auto& each : live_) {
       if (Ticket ticket = each.lock()) all.push_back(std::move(ticket));
     }
-    ready_.clear();
   }
+  crew_.clear();
   for (const Ticket& ticket : all) forget(*ticket);
 }
 

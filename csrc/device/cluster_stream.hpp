@@ -9,10 +9,10 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "cpu/distances/distances.hpp"
+#include "crew.hpp"
 #include "io/engine.hpp"
 
 namespace espnx::device {
@@ -86,20 +86,15 @@ class ClusterStream {
   void end_batch(ClusterTicket& ticket, Batch& batch);  // under the ticket's mutex
   void fail(ClusterTicket& ticket, std::exception_ptr error);
   void start_workers(const Ticket& ticket, int64_t total_bytes);
-  void work();
+  void work(const std::weak_ptr<ClusterTicket>& wanted);
 
   std::shared_ptr<io::Engine> engine_;
   const int64_t window_bytes_;
-  const size_t max_workers_;
   std::mutex mutex_;  // taken after a ticket's, never before
-  std::condition_variable work_;
-  std::deque<std::weak_ptr<ClusterTicket>> ready_;  // one entry for each worker that is to help
   std::vector<std::weak_ptr<ClusterTicket>> live_;
-  std::vector<std::thread> workers_;
-  size_t idle_ = 0;
-  bool stopping_ = false;
   int64_t under_way_bytes_ = 0;
   Costs stats_;
+  Crew<std::weak_ptr<ClusterTicket>> crew_;  // in its line a ticket for each thread that is to help
 };
 
 }  // namespace espnx::device

@@ -5,7 +5,6 @@
 #include <chrono>
 #include <limits>
 #include <numeric>
-#include <system_error>
 
 namespace espnx::device {
 namespace {
@@ -66,20 +65,17 @@ struct RecordTicket {
 };
 
 RecordStream::RecordStream(std::shared_ptr<io::Engine> engine, int64_t window_bytes, int max_workers)
-    : engine_(std::move(engine)), window_bytes_(window_bytes), max_workers_(static_cast<size_t>(max_workers)) {}
+    : engine_(std::move(engine)),
+      window_bytes_(window_bytes),
+      crew_(max_workers, [this](const Ticket& ticket) { work(ticket); }) {}
 
 RecordStream::~RecordStream() {
   if (!engine_->in_own_process()) {
-    new std::vector<std::thread>(std::move(workers_));  // the parent's: they do not run here, and cannot be joined
+    crew_.abandon();
     return;
   }
   clear();
-  {
-    std::lock_guard lock(mutex_);
-    stopping_ = true;
-    work_.notify_all();
-  }
-  for (std::thread& worker : workers_) worker.join();
+  crew_.stop();
 }
 
 RecordStream::Ticket RecordStream::push(RecordRequest request) {
@@ -119,16 +115,7 @@ void RecordStream::submit(const Ticket& ticket) {
   if (wanted.is_urgent) return;
   ahead_bytes_ += ticket->total_bytes;
   ticket->is_counted = true;
-  ready_.push_back(ticket);
-  if (idle_ >= ready_.size()) {
-    work_.notify_one();
-  } else if (workers_.size() < max_workers_) {
-    try {
-      workers_.emplace_back([this] { work(); });
-    } catch (const std::system_error&) {
-      // No thread to be had: whoever asks for the scores does the work.
-    }
-  }
+  crew_.add(ticket);
 }
 
 void RecordStream::pump() {
@@ -229,24 +216,12 @@ bool RecordStream::next(RecordTicket& ticket, int64_t at_least, int64_t wait_ns,
   }
 }
 
-void RecordStream::work() {
-  std::unique_lock lock(mutex_);
-  for (;;) {
-    ++idle_;
-    work_.wait(lock, [&] { return stopping_ || !ready_.empty(); });
-    --idle_;
-    if (stopping_) return;
-    Ticket ticket = std::move(ready_.front());
-    ready_.pop_front();
-    lock.unlock();
-    const int64_t per_batch = std::max(kLeast, ticket->count() / kParts);
-    for (bool is_finished = false; !is_finished;) {
-      std::lock_guard turn(ticket->turn);
-      if (!ticket->is_finished) step(*ticket, per_batch, kSliceNs, false);
-      is_finished = ticket->is_finished;
-    }
-    ticket.reset();
-    lock.lock();
+void RecordStream::work(const Ticket& ticket) {
+  const int64_t per_batch = std::max(kLeast, ticket->count() / kParts);
+  for (bool is_finished = false; !is_finished;) {
+    std::lock_guard turn(ticket->turn);
+    if (!ticket->is_finished) step(*ticket, per_batch, kSliceNs, false);
+    is_finished = ticket->is_finished;
   }
 }
 

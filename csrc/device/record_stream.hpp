@@ -10,9 +10,9 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <thread>
 #include <vector>
 
+#include "crew.hpp"
 #include "io/engine.hpp"
 #include "record_score.hpp"
 
@@ -107,21 +107,16 @@ class RecordStream {
   void pump();  // under mutex_
   void step(RecordTicket& ticket, int64_t at_least, int64_t wait_ns, bool is_asked_for);
   void end(RecordTicket& ticket);
-  void work();
+  void work(const Ticket& ticket);
 
   std::shared_ptr<io::Engine> engine_;
   const int64_t window_bytes_;
-  const size_t max_workers_;
   std::mutex mutex_;
-  std::condition_variable work_;
-  std::deque<Ticket> line_;   // not submitted: the window is full
-  std::deque<Ticket> ready_;  // submitted, for the workers
+  std::deque<Ticket> line_;  // not submitted: the window is full
   std::vector<std::weak_ptr<RecordTicket>> live_;
-  std::vector<std::thread> workers_;
-  size_t idle_ = 0;
-  bool stopping_ = false;
   int64_t ahead_bytes_ = 0;
   Stats stats_;
+  Crew<Ticket> crew_;  // scores what is submitted and not urgent
 };
 
 }  // namespace espnx::device

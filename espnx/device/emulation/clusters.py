@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..interface import Capabilities, DeviceStats, FilePath
 from ..vectors.interface import ClusterDevice, Clusters, DistanceCommand, DistanceTicket
 from .faults import Guard
-from .paced import Group, PacedTicket, groups_of
+from .paced import Group, PacedDevice, PacedTicket, groups_of
 from .topology import Topology, Transfer
 
 
-class EmulatedClusterDevice:
+class EmulatedClusterDevice(PacedDevice):
     """See `espnx.device.vectors.interface.ClusterDevice`.
 
     Args:
@@ -31,10 +30,8 @@ class EmulatedClusterDevice:
         guard: what goes wrong on it.
     """
 
-    capabilities = Capabilities()
-
     def __init__(self, inner: ClusterDevice, topology: Topology, number: int, *, computes: bool, guard: Guard | None = None):
-        self.compute = inner.compute
+        super().__init__(inner)
         self._inner, self._topology, self._number, self._computes = inner, topology, number, computes
         self._guard = guard or Guard(topology, number, "")
 
@@ -79,22 +76,6 @@ class EmulatedClusterDevice:
         read = topology.transfer(device, "flash_read", size_bytes, after=asked)
         measured = topology.compute(device, flop, size_bytes, after=read)
         return topology.transfer(device, "device_to_host", int(reply.sum()), after=measured)
-
-    def path_report(self) -> Sequence[FilePath]:
-        """See `Device`."""
-        return self._inner.path_report()
-
-    def stats(self) -> DeviceStats:
-        """See `Device`. Of the real reads; what passed the links is the topology's to say."""
-        return self._inner.stats()
-
-    def forget(self) -> None:
-        """See `Device`."""
-        self._inner.forget()
-
-    def close(self) -> None:
-        """See `Device`."""
-        self._inner.close()
 
 
 class _PacedDistances(PacedTicket):

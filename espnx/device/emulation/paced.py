@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from ... import errors
-from ..interface import DeviceStats
+from ..interface import Capabilities, Device, DeviceStats, FilePath
 from .topology import Topology, Transfer
 
 #: Things come in groups of so many bytes: large enough for flash, small enough that they come as they are ready.
@@ -52,6 +53,36 @@ def groups_of(sizes: np.ndarray) -> list[tuple[int, int]]:
 def in_pages(sizes: np.ndarray, page_bytes: int = PAGE_BYTES) -> np.ndarray:
     """What flash reads for them."""
     return -(-sizes // page_bytes) * page_bytes
+
+
+class PacedDevice:
+    """An emulated device around one that does the work, and is closed with it: what both say of their files is the same."""
+
+    capabilities = Capabilities()
+
+    def __init__(self, real: Device):
+        self._real = real
+
+    @property
+    def compute(self) -> torch.device:
+        """See `Device`."""
+        return self._real.compute
+
+    def path_report(self) -> Sequence[FilePath]:
+        """See `Device`."""
+        return self._real.path_report()
+
+    def stats(self) -> DeviceStats:
+        """See `Device`. Of the real reads; what passed the links is the topology's to say."""
+        return self._real.stats()
+
+    def forget(self) -> None:
+        """See `Device`."""
+        self._real.forget()
+
+    def close(self) -> None:
+        """See `Device`."""
+        self._real.close()
 
 
 class PacedTicket:

@@ -16,16 +16,16 @@ import torch
 
 from ... import errors
 from ...storage import FileHandle, Future
-from ..interface import Capabilities, DeviceStats, FilePath, KeptRecords, Pairs, RecordDevice, RecordQuery, RecordTicket
+from ..interface import KeptRecords, Pairs, RecordDevice, RecordQuery, RecordTicket
 from ..record_layout import RecordLayout
 from .faults import Guard
-from .paced import Group, PacedTicket, groups_of, in_pages
+from .paced import Group, PacedDevice, PacedTicket, groups_of, in_pages
 from .topology import Topology, Transfer
 
 _SCORE_BYTES = 8  # a float32, and the record's number
 
 
-class EmulatedRecordDevice:
+class EmulatedRecordDevice(PacedDevice):
     """See `espnx.device.interface.RecordDevice`.
 
     Args:
@@ -35,10 +35,9 @@ class EmulatedRecordDevice:
         guard: what goes wrong on it.
     """
 
-    capabilities = Capabilities()
-
     def __init__(self, inner: RecordDevice, topology: Topology, number: int, *, scores_records: bool, guard: Guard | None = None):
-        self.compute, self.engine = inner.compute, inner.engine
+        super().__init__(inner)
+        self.engine = inner.engine
         self._inner, self._pacing = inner, _Pacing(topology, number, scores_records, guard or Guard(topology, number, ""))
 
     def open(self, path: str) -> FileHandle:
@@ -52,22 +51,6 @@ class EmulatedRecordDevice:
     def keep_records(self, layout: RecordLayout) -> KeptRecords:
         """See `RecordDevice`."""
         return _EmulatedRecords(self._inner.keep_records(layout), layout, self._pacing)
-
-    def path_report(self) -> Sequence[FilePath]:
-        """See `Device`."""
-        return self._inner.path_report()
-
-    def stats(self) -> DeviceStats:
-        """See `Device`. Of the real reads; what passed the links is the topology's to say."""
-        return self._inner.stats()
-
-    def forget(self) -> None:
-        """See `Device`."""
-        self._inner.forget()
-
-    def close(self) -> None:
-        """See `Device`."""
-        self._inner.close()
 
 
 @dataclass(frozen=True)
