@@ -143,8 +143,11 @@ class PacedTicket:
             return True
         if self._topology.done(group.transfer):
             return True
+        left_s = until - time.monotonic()
+        if left_s <= 0:
+            return False
         try:
-            self._topology.wait(group.transfer, asked_s=asked_s, deadline_s=max(until - time.monotonic(), 0.0))
+            self._topology.wait(group.transfer, asked_s=asked_s, deadline_s=left_s)
         except errors.DeadlineExceededError:
             return False
         return True
