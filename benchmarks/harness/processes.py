@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -38,14 +39,22 @@ class Closing(ABC):
 
 
 class Worker(Closing):
-    """One process. `session`: one of `worker.SESSIONS`; `group`: to put it into."""
+    """One process.
 
-    def __init__(self, session: str, name: str, group: MemoryGroup | None = None):
+    Args:
+        session: one of `worker.SESSIONS`.
+        group: to put it into.
+        program: that answers as `worker` does, in an environment of its own, instead of `worker` in ours. OSError: there is no such file.
+    """
+
+    def __init__(self, session: str, name: str, group: MemoryGroup | None = None, *, program: Sequence[str] = ()):
         self.name, self.group = name, group
-        command = [sys.executable, "-m", "espnx.benchmarks.harness.worker", session]
+        command = [*program] or [sys.executable, "-m", "espnx.benchmarks.harness.worker", session]
         if group is not None:
             command += ["--procs", str(group.procs)]
         environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+        if program:
+            environment.pop("PYTHONPATH", None)
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=_ROOT)
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:

@@ -199,6 +199,36 @@ def devices(found: Sequence[Found]) -> Any:
     return figure
 
 
+def graph_rates(found: Sequence[Found]) -> Any:
+    """Queries a second over recall. Of each list size the fastest threads and width count."""
+    return _over_recall(found, "Neighbours at equal recall", "queries a second", "queries_per_s", max)
+
+
+def graph_reads(found: Sequence[Found]) -> Any:
+    """Reads of a query over recall, of the systems that count them. Of each list size the threads and width with the fewest count."""
+    return _over_recall([each for each in found if each.row.metrics.get("reads")], "Reads at equal recall", "reads a query", "reads", min)
+
+
+def _over_recall(found: Sequence[Found], title: str, what: str, name: str, best: Callable[..., Row]) -> Any:
+    """Of the first vectors, a line for each system; None without points at a recall that anybody wants."""
+    rows = [each.row for each in found if each.row.params["data"] == found[0].row.params["data"] and each.row.metrics["recall"] >= 0.8]
+    if not rows:
+        return None
+    figure, axes = _axes(f"{title}, {rows[0].params['n']:,} vectors", "recall@10", what, _HALF_INCHES)
+    for system in dict.fromkeys(row.system for row in rows):
+        sizes: dict[int, list[Row]] = defaultdict(list)
+        for row in rows:
+            if row.system == system:
+                sizes[row.params["list_size"]].append(row)
+        chosen = [best(here, key=lambda row: row.metrics[name]) for _, here in sorted(sizes.items())]
+        points = [(row.metrics["recall"], row.metrics[name]) for row in chosen]
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=1.5, label=system)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.legend(fontsize="small")
+    return figure
+
+
 def _memory_bytes(found: Found, name: str) -> int:
     """What systems could use: the limit of that name where it is a number, else the machine's memory."""
     limit = found.row.params[name]
@@ -252,6 +282,8 @@ PLOTS: dict[str, Plot] = {
     "kv-context": Plot("kv", "context", "tokens a second over the context", kv_context, "49%"),
     "device-topology": Plot("device", "topology", "virtual time of a decode step over the number of devices", devices, "49%"),
     "device-search": Plot("device", "search", "virtual time of a search over the number of devices", devices, "49%"),
+    "graph-rates": Plot("graph", "sweep", "queries a second over recall, by system", graph_rates, "49%"),
+    "graph-reads": Plot("graph", "sweep", "reads a query over recall, by system", graph_reads, "49%"),
     "hit-rate": Plot("retrieval", "hit-rate", "hit rate over the prefetch step", hit_rate),
     "formats": Plot("retrieval", "formats", "nDCG@10 over bytes a document", formats),
 }

@@ -1,0 +1,1 @@
+"""Nearest neighbours from SSD beside DiskANN and FAISS."""

@@ -1,0 +1,106 @@
+"""``espnx bench graph``: nearest neighbours from SSD at equal recall, beside DiskANN and FAISS."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from espnx.errors import InvalidInputError
+
+from ..harness.arguments import choices, positive, words
+from ..harness.registry import Case, Say
+from ..harness.result import Row
+from .names import SYSTEMS
+
+if TYPE_CHECKING:
+    from .data import Data
+
+DESCRIPTION = """sweep: every system builds an index of the same vectors and searches it with lists of many sizes (L; efSearch of HNSW,
+nprobe of inverted lists): recall@10 against exact neighbours, reads and bytes of a query, queries a second, times of a query alone, memory,
+folder, build. A summary compares at recall .95 and .99, between two list sizes by a straight line: queries a second with DiskANN's best
+threads and W, pass by pass; reads with its W = 1 and PQ codes of as many bytes (espnx-inline-full: as many as fill the page). memory: above
+that of a process that has opened nothing, with 64 queries under way, over --n.
+
+  espnx bench graph --path /mnt/nvme --diskann-python ENV/bin/python --json graph.json
+  espnx bench graph --path /mnt/nvme --base sift.fbin --queries sift-queries.fbin --pq-bytes 32
+  espnx bench graph --path /mnt/nvme --show memory --n 10000,100000 --system espnx-inline,espnx-memory
+  espnx bench graph --quick                                                     does everything work here?
+
+Vectors by recipe: 100 overlapping clusters in 24 dimensions, as 128 float32 with noise. DiskANN is diskannpy-rust (or diskannpy), in an
+environment of its own: python -m venv ENV; ENV/bin/pip install diskannpy-rust. What is not installed has a row that says so, and nothing
+stays on disk."""
+
+LIST_SIZES = "10,14,18,22,28,34,42,56,80,120"
+K = 10
+
+
+def configure(parser: ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.formatter_class = RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--path", metavar="DIR", default=".", help="a directory on the SSD (default: the current one)")
+    add("--show", choices=("sweep", "memory"), default="sweep", help="sweep or memory (default: %(default)s)")
+    add("--system", metavar="S,...", help=f"of {', '.join(SYSTEMS)} (default: all)")
+    add("--n", metavar="N,...", default="50000", help="vectors by recipe (default: %(default)s)")
+    add("--base", metavar="FILE", help="vectors instead: .npy, .fbin, .u8bin, .fvecs, ... (with --queries)")
+    add("--queries", metavar="FILE", help="their queries")
+    add("--n-queries", metavar="N", default="1000", help="at most (default: %(default)s)")
+    add("--pq-bytes", metavar="N", default="32", help="of a code, DiskANN's and espnx's (default: %(default)s)")
+    add("--list-sizes", metavar="L,...", default=LIST_SIZES, help="(default: %(default)s)")
+    add("--threads", metavar="N", default=str(os.cpu_count()), help="of builds, of espnx and FAISS (default: all cores)")
+    add("--diskann-python", metavar="PYTHON", help="of the environment that has diskannpy")
+    add("--diskann-threads", metavar="T,...", default="16,32,64", help="the best counts (default: %(default)s)")
+    add("--diskann-beamwidths", metavar="W,...", default="1,2,4", help="the best counts (default: %(default)s)")
+
+
+def run(args: Namespace, say: Say) -> list[Row]:
+    """Measures. Raises what reading, building and searching raise, and InvalidInputError for options that make no sense."""
+    from .measure import Plan, measure
+
+    if (args.base is None) != (args.queries is None):
+        raise InvalidInputError("--base and --queries", got="one of them", expected="both, or neither")
+    quick, python = args.quick, args.diskann_python
+    if python is not None:
+        # Processes start in another directory. Not resolved: by the link an environment's Python finds its packages.
+        python = os.path.abspath(shutil.which(python) or python)
+    plan = Plan(
+        path=Path(args.path).resolve(), systems=choices(args.system, SYSTEMS, "--system") if args.system else SYSTEMS, peer=python,
+        pq_bytes=positive("--pq-bytes", args.pq_bytes), threads=positive("--threads", args.threads),
+        peer_threads=(2,) if quick else _many("--diskann-threads", args.diskann_threads),
+        peer_beamwidths=(1, 2) if quick else _many("--diskann-beamwidths", args.diskann_beamwidths),
+        list_sizes=(10, 80) if quick else sorted(_many("--list-sizes", args.list_sizes)), pairs=args.pairs, seed=args.seed,
+    )  # fmt: skip
+    if plan.list_sizes[0] < K:
+        raise InvalidInputError("--list-sizes", got=plan.list_sizes[0], expected=f"{K}, the neighbours asked for, or more")
+    return measure(_sets(args), plan, args.show, say)
+
+
+def _many(name: str, text: str) -> list[int]:
+    return [positive(name, word) for word in words(text)]
+
+
+def _sets(args: Namespace) -> Iterator[Data]:
+    from .data import by_recipe, from_files
+
+    n_queries = 20 if args.quick else positive("--n-queries", args.n_queries)
+    if args.base is not None:
+        yield from_files(args.base, args.queries, n_queries, K)
+        return
+    for n in [700] if args.quick else _many("--n", args.n):
+        yield by_recipe(n, n_queries, K, args.seed)
+
+
+def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Of rows of one show: those of the first."""
+    from .rows import memory_table, summary_table, sweep_table
+
+    show = rows[0].params["show"] if rows else "summary"
+    tables = {"summary": summary_table, "sweep": sweep_table, "memory": memory_table}
+    return tables[show]([row for row in rows if row.params["show"] == show])
+
+
+CASE = Case("graph", "nearest neighbours from SSD at equal recall, beside DiskANN and FAISS", configure, run, table)

@@ -1,0 +1,78 @@
+"""Vectors, queries, and what is right: by recipe, or from files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from espnx.errors import InvalidInputError
+from espnx.graph import read_vectors
+from espnx.ops.quantise import load_faiss
+
+DIM, LATENT, CLUSTERS, NOISE = 128, 24, 100, 0.1
+#: Of the squared size of a distance's parts: vectors may be stored as float16, and their distances are those of what is stored.
+TOLERANCE = 2.0**-9
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """Attributes: base: [n, dim], uint8, int8 or float32; queries: [q, dim], likewise; k: neighbours that are asked for."""
+
+    name: str
+    base: np.ndarray
+    queries: np.ndarray
+    k: int
+
+    @cached_property
+    def farthest(self) -> np.ndarray:
+        """float64 [q]: the squared distance of each query's k-th nearest, by a search of all."""
+        _, ids = load_faiss().knn(self.queries.astype(np.float32), self.base.astype(np.float32), self.k)
+        return self.distances(ids).max(axis=1)
+
+    def distances(self, ids: np.ndarray) -> np.ndarray:
+        """float64 [q, k]: squared, of the vectors as they are."""
+        apart = self.base[ids].astype(np.float64) - self.queries[:, None].astype(np.float64)
+        return np.einsum("qkd,qkd->qk", apart, apart)
+
+    def recall(self, ids: np.ndarray) -> float:
+        """The share of what was found that is as near as the k-th nearest; of equally near ones any will do."""
+        return float((self.distances(ids) <= self.farthest[:, None] * (1 + 1e-9)).mean())
+
+    def problem(self, ids: np.ndarray, far: np.ndarray) -> str | None:
+        """What is wrong with a search's results, or None: rows that are none, found twice, or not as far as was said."""
+        if ids.shape != (len(self.queries), self.k) or ids.min() < 0 or ids.max() >= len(self.base):
+            return f"ids {list(ids.shape)} from {ids.min()} to {ids.max()}"
+        if (np.diff(np.sort(ids, axis=1), axis=1) == 0).any():
+            return "a vector was found twice"
+        norms = [np.square(part.astype(np.float64)).sum(axis=-1) for part in (self.base[ids], self.queries[:, None])]
+        wrong = ~(np.abs(far - self.distances(ids)) <= TOLERANCE * (norms[0] + norms[1]))  # a NaN is wrong too
+        if wrong.any():
+            query, place = np.argwhere(wrong)[0]
+            return f"query {query}: {far[query, place]:g} instead of {self.distances(ids)[query, place]:g}"
+        return None
+
+
+def by_recipe(n: int, n_queries: int, k: int, seed: int) -> Data:
+    """Overlapping clusters: hard, since the nearest of a vector are in several of them. Queries are drawn as the vectors are."""
+    rng = np.random.default_rng(seed)
+    centres, spread = rng.standard_normal((CLUSTERS, LATENT)), rng.standard_normal((LATENT, DIM)) / np.sqrt(LATENT)
+
+    def draw(count: int) -> np.ndarray:
+        inside = centres[rng.integers(0, CLUSTERS, count)] + rng.standard_normal((count, LATENT))
+        return (inside @ spread + NOISE * rng.standard_normal((count, DIM))).astype(np.float32)
+
+    return Data(f"hard, {n:,} x {DIM} float32", draw(n), draw(n_queries), k)
+
+
+def from_files(base: str, queries: str, n_queries: int, k: int) -> Data:
+    """Raises what `read_vectors` raises, and InvalidInputError for files that do not fit together."""
+    vectors, asked = (np.concatenate(list(read_vectors(path).blocks())) for path in (base, queries))
+    if vectors.shape[1] != asked.shape[1] or len(vectors) < k or not len(asked):
+        raise InvalidInputError(
+            "vectors and queries", got=f"{list(vectors.shape)} and {list(asked.shape)}", expected=f"one dimension, {k} vectors or more"
+        )
+    dtype = vectors.dtype if vectors.dtype.kind in "iu" and asked.dtype == vectors.dtype else np.dtype(np.float32)
+    name = f"{base.rsplit('/', 1)[-1]}, {len(vectors):,} x {vectors.shape[1]} {dtype}"
+    return Data(name, vectors.astype(dtype), asked[:n_queries].astype(dtype), k)

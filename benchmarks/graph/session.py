@@ -1,0 +1,91 @@
+"""The processes of espnx and of FAISS; see worker.py."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+import espnx.graph
+from espnx.ops.quantise import load_faiss
+
+from .service import Found, Opened, Service, Setting
+
+HNSW_DEGREE, HNSW_CONSTRUCTION = 32, 100
+_INDEX, _LISTS = "index", "lists"
+
+
+class EspnxGraph(Opened):
+    """A graph of espnx."""
+
+    def __init__(self, folder: str, threads: int, in_flight: int):
+        self._graph = espnx.graph.open(folder, threads=threads, walks=max(1, in_flight // threads))
+
+    def search(self, queries: np.ndarray, k: int, setting: Setting) -> Found:
+        found = self._graph.search(queries, k, list_size=setting.list_size, beamwidth=setting.beamwidth)
+        return Found(found.ids, found.distances, float(found.pages.sum()), float(found.bytes_read.sum()))
+
+    def close(self) -> None:
+        self._graph.close()
+
+
+class FaissIndex(Opened):
+    """HNSW in memory, or inverted lists that are mapped into it."""
+
+    def __init__(self, folder: str):
+        self._faiss = load_faiss()
+        self._index: Any = self._faiss.read_index(os.path.join(folder, _INDEX))
+        self._is_lists = hasattr(self._index, "nprobe")
+
+    def search(self, queries: np.ndarray, k: int, setting: Setting) -> Found:
+        faiss, wide = self._faiss, queries.astype(np.float32)
+        faiss.omp_set_num_threads(setting.threads)
+        if not self._is_lists:
+            self._index.hnsw.efSearch = setting.list_size
+            far, ids = self._index.search(wide, k)
+            return Found(ids, far, 0.0, 0.0)
+        self._index.nprobe = setting.list_size
+        faiss.cvar.indexIVF_stats.reset()
+        far, ids = self._index.search(wide, k)
+        # A list is scanned whole: vectors and ids, 8 bytes each. How many pages that is decides the kernel.
+        return Found(ids, far, None, float(faiss.cvar.indexIVF_stats.ndis * (self._index.code_size + 8)))
+
+    def close(self) -> None:
+        self._index = None
+
+
+class Session(Service):
+    """Of one system."""
+
+    def build(self, system: str, base: str, folder: str, pq_bytes: int, threads: int) -> dict[str, Any]:
+        if system.startswith("espnx"):
+            codes = "memory" if system == "espnx-memory" else "inline"
+            wanted = None if system == "espnx-inline-full" else pq_bytes
+            report = espnx.graph.build(base, folder, codes=codes, pq_bytes=wanted, threads=threads)
+            return {"pq_bytes": report.pq_bytes}
+        faiss = load_faiss()
+        faiss.omp_set_num_threads(threads)
+        vectors = np.load(base).astype(np.float32)
+        index: Any
+        if system == "faiss-hnsw":
+            index = faiss.IndexHNSWFlat(vectors.shape[1], HNSW_DEGREE)
+            index.hnsw.efConstruction = HNSW_CONSTRUCTION
+            index.add(vectors)
+        else:
+            n_lists = max(1, int(len(vectors) ** 0.5))
+            index = faiss.IndexIVFFlat(faiss.IndexFlatL2(vectors.shape[1]), vectors.shape[1], n_lists)
+            index.train(vectors)
+            index.add(vectors)
+            lists = faiss.OnDiskInvertedLists(n_lists, index.code_size, os.path.join(folder, _LISTS))
+            lists.merge_from_1(index.invlists)
+            index.replace_invlists(lists, False)
+        faiss.write_index(index, os.path.join(folder, _INDEX))
+        return {}
+
+    def load(self, system: str) -> None:
+        if system.startswith("faiss"):
+            load_faiss()
+
+    def open(self, system: str, folder: str, threads: int, in_flight: int) -> Opened:
+        return EspnxGraph(folder, threads, in_flight) if system.startswith("espnx") else FaissIndex(folder)
