@@ -251,6 +251,10 @@ class Vamana:
         self, *, vectors: Tensor, format: str, degree: int, list_size: int, alpha: float, passes: int, saturate: bool,  # noqa: A002
         threads: int, seed: int,
     ) -> None: ...  # fmt: skip
+    @staticmethod
+    def from_edges(
+        *, vectors: Tensor, format: str, neighbours: Tensor, counts: Tensor, medoid: int, list_size: int,  # noqa: A002
+    ) -> Vamana: ...  # fmt: skip
     @property
     def medoid(self) -> int: ...
     def build(self, progress: Callable[[int, int], None], /) -> None: ...

@@ -66,6 +66,30 @@ class PyVamana {
     free_kept();
   }
 
+  // A graph that is there already: neighbours uint32 [n, R], of which each node has the first counts[i], int64 [n].
+  static std::unique_ptr<PyVamana> from_edges(const Tensor& vectors, const std::string& format,
+                                              const Tensor& neighbours, const Tensor& counts, int64_t medoid,
+                                              int64_t list_size) {
+    const auto* near = contiguous<const uint32_t>(neighbours, Dtype::uint32, "neighbours", "uint32");
+    const auto* many = contiguous<const int64_t>(counts, Dtype::int64, "counts", "int64");
+    if (neighbours.dim() != 2) invalid("neighbours must be [n, degree]");
+    const int64_t n = neighbours.size(0), degree = neighbours.size(1);
+    auto made = std::make_unique<PyVamana>(vectors, format, degree, list_size, 1.2f, 1, true, 1, 0);
+    if (made->table_.n != n || counts.dim() != 1 || counts.size(0) != n || medoid < 0 ||
+        medoid >= std::max<int64_t>(n, 1)) {
+      invalid("neighbours, counts and the medoid must be of the vectors");
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      if (many[i] < 0 || many[i] > degree) invalid("a node has more neighbours than there is room for");
+      for (int64_t j = 0; j < many[i]; ++j) {
+        if (near[i * degree + j] >= n) invalid("a neighbour is no node");
+      }
+    }
+    py::gil_scoped_release unlocked;
+    made->graph_->set_edges(near, many, static_cast<uint32_t>(medoid));
+    return made;
+  }
+
   // `progress(done, total)` may raise, which ends the build.
   void build(const py::function& progress) {
     std::exception_ptr raised;
@@ -275,6 +299,8 @@ void bind_graph(py::module_& m) {
       .def(py::init<const Tensor&, const std::string&, int64_t, int64_t, float, int, bool, int, uint64_t>(),
            py::kw_only(), py::arg("vectors"), py::arg("format"), py::arg("degree"), py::arg("list_size"),
            py::arg("alpha"), py::arg("passes"), py::arg("saturate"), py::arg("threads"), py::arg("seed"))
+      .def_static("from_edges", &PyVamana::from_edges, py::kw_only(), py::arg("vectors"), py::arg("format"),
+                  py::arg("neighbours"), py::arg("counts"), py::arg("medoid"), py::arg("list_size"))
       .def("build", &PyVamana::build)
       .def("connect", &PyVamana::connect)
       .def("leading_to", &PyVamana::leading_to)

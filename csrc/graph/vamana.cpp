@@ -287,6 +287,14 @@ bool Vamana::build(const std::function<bool(int64_t, int64_t)>& progress) {
   return !ends && progress(total, total);
 }
 
+void Vamana::set_edges(const uint32_t* neighbours, const int64_t* counts, uint32_t medoid) {
+  medoid_ = medoid;
+  for (int64_t i = 0; i < vectors_.n; ++i) {
+    std::copy_n(neighbours + i * options_.degree, counts[i], edges_.begin() + i * capacity_);
+    degree_[i] = static_cast<uint16_t>(counts[i]);
+  }
+}
+
 std::vector<char> Vamana::reached_from(const std::vector<uint32_t>& entries) const {
   std::vector<char> reached(vectors_.n);
   std::vector<uint32_t> waiting;

@@ -47,6 +47,10 @@ class Vamana {
   // the build early, and build() returns false.
   bool build(const std::function<bool(int64_t, int64_t)>& progress);
 
+  // Instead of build(): the edges of a graph that is there already. Of each node's `degree` places the first counts[i]
+  // are its neighbours; every number is below n, and every count at most the degree.
+  void set_edges(const uint32_t* neighbours, const int64_t* counts, uint32_t medoid);
+
   // Gives every node that no walk from `entries` can come to an edge from a near one that can be come to, and returns
   // how many there were.
   int64_t connect(const std::vector<uint32_t>& entries);
@@ -54,7 +58,7 @@ class Vamana {
   // For each node whether a walk along edges can come from it to `node`.
   std::vector<char> leading_to(uint32_t node) const;
 
-  // The vector nearest to the mean of all: where insertion begins its walks.
+  // The vector nearest to the mean of all, where insertion begins its walks; or what set_edges was told.
   uint32_t medoid() const { return medoid_; }
 
   int64_t degree_of(int64_t node) const { return degree_[node]; }

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,31 +13,25 @@ import torch
 from .. import errors
 from ..checks import check_finite, check_whole
 from ..ops._native import load_extension
-from ..ops.crc32c import crc32c_ranges
 from ..ops.distances import DIM_MAX, VECTOR_FORMATS, vector_bytes
 from ..sizes import format_size
 from ..storage import NativeEngine
-from ..storage.files import StreamWriter, make_given_directory, write_error, write_file
+from ..storage.files import make_given_directory
 from ..storage.lock import DirectoryLock
-from ..storage.manifest import NAME, write_manifest
+from ..storage.manifest import NAME
 from ..storage.native import given_engine
 from .codebook import Codebook, train_codebook
-from .format import CODEBOOK, CODES, ENTRIES, MAGIC, METRICS, N_MAX, NODES, ROWS, VERSION, GraphFacts, RecallPoint
-from .index import GraphIndex
-from .layout import HEADER, MAX_DEGREE_MAX, PageLayout, choose_layout
+from .format import METRICS, N_MAX
+from .layout import MAX_DEGREE_MAX, choose_layout
 from .vectors import Vectors, read_vectors
+from .write import Progress, WholeGraph, add_recall, clear_leftovers, connect_and_choose_entries, write_graph
 
 if TYPE_CHECKING:
     from .._C import Vamana
 
-#: (what is being done, how much is done, of how much)
-Progress = Callable[[str, int, int], None]
-
 _ALPHA_MAX = 4.0
 _FP16_MAX = 65504.0
 _BLOCK_ROWS = 16_384
-_CURVE_QUERIES, _CURVE_K = 200, 10
-_CURVE_LISTS = (10, 14, 20, 28, 40, 56, 80, 112, 160, 224, 320)
 
 
 @dataclass(frozen=True)
@@ -149,7 +141,7 @@ def build(
     format_name = _check(options, source)
     make_given_directory(path)
     with given_engine(engine) as own, DirectoryLock(path):
-        _clear_leftovers(path)
+        clear_leftovers(path)
         return _Builder(own, os.fspath(path), source, format_name, options, progress or _no_progress).run()
 
 
@@ -175,15 +167,15 @@ class _Builder:
         book = train_codebook(rows, self._layout.code_bytes, seed=self._options.seed) if len(rows) else self._no_codebook()
         row_codes = self._encode(book, rows)
         self._lap()
-        graph, repaired, entry_rows = self._edges(rows)
+        graph, repaired, entries = self._edges(rows)
         self._lap()
-        facts = self._write(rows, row_codes, book, graph, entry_rows)
+        neighbours, counts = (each.numpy() for each in graph.edges())
+        chosen = self._options
+        options = {name: value for name, value in vars(chosen).items() if name not in ("metric", "threads")}
+        whole = WholeGraph(self._layout, chosen.metric, rows, row_codes, book, neighbours, counts, entries, options)
+        facts = write_graph(self._engine, self._path, whole, graph.pack(self._layout.nodes_per_page).numpy(), self._progress)
         self._lap()
-        if len(rows):
-            self._progress("recall", 0, 1)
-            facts = replace(facts, recall=self._recall(rows))
-            write_manifest(self._engine, self._path, MAGIC, VERSION, facts.manifest())
-            self._progress("recall", 1, 1)
+        facts = add_recall(self._engine, facts, rows, threads=chosen.threads, seed=chosen.seed, progress=self._progress)
         self._lap()
         spent = np.diff(self._times).tolist()
         layout = self._layout
@@ -248,15 +240,8 @@ class _Builder:
             vectors=view, format=format_name, degree=options.max_degree, list_size=options.search_list_size, alpha=options.alpha, passes=1,
             saturate=True, threads=options.threads, seed=options.seed,
         )  # fmt: skip
-        if not len(rows):
-            return graph, 0, np.empty(0, np.int64)
         graph.build(lambda done, total: self._progress("edges", done, total))
-        repaired = graph.connect(torch.tensor([graph.medoid]))
-        chosen = np.random.default_rng(options.seed).permutation(len(rows))[: options.num_entry_points - 1]
-        # Every other node is reached from the medoid, so from a node that leads there.
-        leads = graph.leading_to(graph.medoid).numpy()
-        chosen = chosen[leads[chosen] != 0]
-        return graph, repaired, np.unique(np.append(chosen, graph.medoid))
+        return graph, *connect_and_choose_entries(graph, len(rows), options.num_entry_points, options.seed)
 
     def _by_distance(self, rows: np.ndarray) -> tuple[np.ndarray, str]:
         """What the graph is built of. By inner product: with a dimension more, in which all vectors have one length, so that the nearest by
@@ -266,107 +251,6 @@ class _Builder:
         squares = np.square(rows.astype(np.float32)).sum(axis=1)
         rest = np.sqrt(np.maximum(squares.max() - squares, 0)) if len(rows) else squares
         return np.concatenate([rows.astype(np.float32), rest[:, None]], axis=1), "fp32"
-
-    def _write(self, rows: np.ndarray, row_codes: np.ndarray, book: Codebook, graph: Vamana, entry_rows: np.ndarray) -> GraphFacts:
-        """All files, and the manifest."""
-        layout = self._layout
-        self._progress("pages", 0, layout.n)
-        row_of = graph.pack(layout.nodes_per_page).numpy()
-        node_of = np.empty(layout.n, np.uint32)
-        node_of[row_of] = np.arange(layout.n, dtype=np.uint32)
-        salt = secrets.randbits(64)
-        self._write_pages(rows, row_codes, graph, row_of, node_of, salt)
-        self._whole(ROWS, node_of)
-        sums = {CODEBOOK: self._whole(CODEBOOK, book.centroids)}
-        entries = node_of[entry_rows]
-        sums[ENTRIES] = self._whole(ENTRIES, np.concatenate([entries.view(np.uint8).ravel(), row_codes[entry_rows].ravel()]))
-        if not layout.inline_codes:
-            sums[CODES] = self._whole(CODES, row_codes[row_of])
-        options = {name: value for name, value in vars(self._options).items() if name not in ("metric", "threads")}
-        facts = GraphFacts(
-            self._path, layout, self._options.metric, salt, book, entries.astype(np.int64), row_codes[entry_rows], sums, options
-        )  # fmt: skip
-        write_manifest(self._engine, self._path, MAGIC, VERSION, facts.manifest())
-        return facts
-
-    def _write_pages(
-        self, rows: np.ndarray, row_codes: np.ndarray, graph: Vamana, row_of: np.ndarray, node_of: np.ndarray, salt: int
-    ) -> None:  # fmt: skip
-        layout = self._layout
-        neighbours, counts = (each.numpy() for each in graph.edges())
-        at_once = max(1, _BLOCK_ROWS // layout.nodes_per_page)
-        with StreamWriter(self._engine, os.path.join(self._path, NODES)) as writer:
-            for first in range(0, layout.n_pages, at_once):
-                count = min(at_once, layout.n_pages - first)
-                chosen = row_of[first * layout.nodes_per_page : (first + count) * layout.nodes_per_page]
-                nodes = np.zeros(count * layout.nodes_per_page, layout.node_dtype)
-                here = nodes[: len(chosen)]
-                here["vector"], here["row"], here["n_neighbours"] = rows[chosen], chosen, counts[chosen]
-                near = neighbours[chosen]
-                there = np.arange(layout.max_degree) < counts[chosen, None]
-                here["neighbours"] = np.where(there, node_of[near], 0) if layout.n else 0
-                if layout.inline_codes:
-                    here["codes"] = np.where(there[:, :, None], row_codes[near], 0)
-                writer.write(_pages_of(nodes, layout, first, salt))
-                self._progress("pages", first * layout.nodes_per_page + len(chosen), layout.n)
-            writer.sync()
-
-    def _whole(self, name: str, values: np.ndarray) -> int:
-        """Writes a file. Returns its CRC32C."""
-        return write_file(self._engine, os.path.join(self._path, name), np.ascontiguousarray(values).reshape(-1).view(np.uint8))[1]
-
-    def _recall(self, rows: np.ndarray) -> list[RecallPoint]:
-        """Of searches for vectors of the graph itself, each but itself, beside an exact search."""
-        chosen = np.sort(np.random.default_rng(self._options.seed + 1).permutation(len(rows))[:_CURVE_QUERIES])
-        queries = rows[chosen]
-        k = min(_CURVE_K + 1, len(rows))
-        if k < 2:
-            return []
-        points: list[RecallPoint] = []
-        with GraphIndex(self._path, threads=self._options.threads) as index:
-            exact = index.exact(queries, k, rows)
-            for list_size in _CURVE_LISTS:
-                found = index.search(queries, k, list_size=max(k, list_size), beamwidth=1)
-                hits = sum(
-                    len((set(ours.tolist()) & set(true.tolist())) - {row})
-                    for ours, true, row in zip(found.ids, exact, chosen.tolist(), strict=True)
-                )
-                recall = hits / max(1, sum(len(set(true.tolist()) - {row}) for true, row in zip(exact, chosen.tolist(), strict=True)))
-                points.append(RecallPoint(max(k, list_size), recall, float(found.pages.mean())))
-                if recall > 0.999:
-                    break
-        return points
-
-
-def _pages_of(nodes: np.ndarray, layout: PageLayout, first: int, salt: int) -> np.ndarray:
-    """uint8: whole pages of these nodes, the first of them page `first`."""
-    count = len(nodes) // layout.nodes_per_page
-    pages = np.zeros((count, layout.page_bytes), np.uint8)
-    header = np.zeros(count, HEADER)
-    header["page"], header["salt"] = np.arange(first, first + count), salt
-    pages[:, HEADER.itemsize : HEADER.itemsize + layout.nodes_per_page * layout.node_bytes] = nodes.view(np.uint8).reshape(count, -1)
-    pages[:, : HEADER.itemsize] = header.view(np.uint8).reshape(count, -1)
-    begin = torch.arange(count) * layout.page_bytes + 4
-    sums = crc32c_ranges(torch.from_numpy(pages.reshape(-1)), begin, torch.full_like(begin, layout.page_bytes - 4)).numpy()
-    pages[:, :4] = sums.astype("<u4").view(np.uint8).reshape(count, 4)
-    return pages.reshape(-1)
-
-
-def _clear_leftovers(path: str | os.PathLike[str]) -> None:
-    """Of an interrupted build. Raises InvalidInputError where a graph, or anything else, is there."""
-    there = set(os.listdir(path)) - {"LOCK"}
-    if NAME in there:
-        raise errors.InvalidInputError(f"directory {os.fspath(path)}", got="a graph, or another store", expected="a new directory")
-    ours = {NODES, ROWS, CODES, CODEBOOK, ENTRIES, f"{NAME}.new"}
-    if foreign := sorted(there - ours):
-        raise errors.InvalidInputError(
-            f"directory {os.fspath(path)}", got=foreign[:3], expected="an empty directory, or what an interrupted build has left"
-        )
-    for name in there:
-        try:
-            os.unlink(os.path.join(path, name))
-        except OSError as error:
-            raise write_error("cannot remove what an interrupted build has left", os.path.join(path, name), error) from error
 
 
 def _check(options: _Options, source: Vectors) -> str:

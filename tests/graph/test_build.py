@@ -251,3 +251,25 @@ def test_the_lock_of_a_build(tmp_path: Path) -> None:
 
     espnx.graph.build(FLOATS, path, progress=progress)
     assert not os.path.exists(path / "LOCK") or (path / NAME).exists()
+
+
+def test_a_graph_of_given_edges() -> None:
+    vectors = torch.from_numpy(clustered(40, 5))
+    neighbours, counts = torch.zeros(40, 3, dtype=torch.uint32), torch.ones(40, dtype=torch.int64)
+    neighbours[:, 0] = torch.from_numpy(np.minimum(np.arange(1, 41), 39).astype(np.uint32))  # a chain, that ends in itself
+    make = load_extension().Vamana.from_edges
+    graph = make(vectors=vectors, format="fp32", neighbours=neighbours, counts=counts, medoid=3, list_size=10)
+    found, many = graph.edges()
+    assert torch.equal(found, neighbours)
+    assert torch.equal(many, counts)
+    assert graph.medoid == 3
+    assert graph.leading_to(3).tolist() == [1] * 4 + [0] * 36
+    assert graph.connect(torch.tensor([3])) == 3  # that lie before it
+    assert sorted(graph.pack(7).tolist()) == list(range(40))
+    for wrong in (
+        {"neighbours": torch.full_like(neighbours, 40)}, {"counts": counts + 3}, {"counts": counts - 2}, {"medoid": 40}, {"medoid": -1},
+        {"neighbours": neighbours[:39].contiguous()}, {"counts": counts[:39]}, {"neighbours": neighbours.long()},
+    ):  # fmt: skip
+        given = {"vectors": vectors, "format": "fp32", "neighbours": neighbours, "counts": counts, "medoid": 3, "list_size": 10} | wrong
+        with pytest.raises(ValueError):
+            make(**given)

@@ -1,0 +1,203 @@
+"""Writes a graph that is known whole into its directory: pages, and the files beside them. The specification is docs/graph-format.md."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from .. import errors
+from ..ops.crc32c import crc32c_ranges
+from ..storage import NativeEngine
+from ..storage.files import StreamWriter, write_error, write_file
+from ..storage.manifest import NAME, write_manifest
+from .codebook import Codebook
+from .format import CODEBOOK, CODES, ENTRIES, MAGIC, NODES, ROWS, VERSION, GraphFacts, RecallPoint
+from .index import GraphIndex
+from .layout import HEADER, PageLayout
+
+if TYPE_CHECKING:
+    from .._C import Vamana
+
+#: (what is being done, how much is done, of how much)
+Progress = Callable[[str, int, int], None]
+
+_BLOCK_ROWS = 16_384
+_CURVE_QUERIES, _CURVE_K = 200, 10
+_CURVE_LISTS = (10, 14, 20, 28, 40, 56, 80, 112, 160, 224, 320)
+
+
+@dataclass(frozen=True, eq=False)
+class WholeGraph:
+    """All of a graph, in memory, by row of the input.
+
+    Attributes:
+        layout: of its pages.
+        metric: of `espnx.graph.METRICS`.
+        rows: [n, dim], the vectors as they are stored.
+        codes: uint8 [n, code_bytes].
+        codebook: of the codes.
+        neighbours: uint32 [n, max_degree]: rows; what stands behind a row's last neighbour is no matter.
+        counts: int64 [n]: how many neighbours there are.
+        entries: int64 [m]: rows at which searches begin.
+        options: of the build, for people; they are written into the manifest.
+    """
+
+    layout: PageLayout
+    metric: str
+    rows: np.ndarray
+    codes: np.ndarray
+    codebook: Codebook
+    neighbours: np.ndarray
+    counts: np.ndarray
+    entries: np.ndarray
+    options: Mapping[str, Any]
+
+
+def write_graph(engine: NativeEngine, path: str, graph: WholeGraph, row_of: np.ndarray, progress: Progress) -> GraphFacts:
+    """Writes all files of a graph, the manifest last.
+
+    Args:
+        path: a directory with no graph in it, that nobody else writes to.
+        row_of: int64 [n]: the row that node i is of; nodes are numbered page by page.
+
+    Raises WriteError, DiskFullError; there is no graph then.
+    """
+    layout = graph.layout
+    progress("pages", 0, layout.n)
+    node_of = np.empty(layout.n, np.uint32)
+    node_of[row_of] = np.arange(layout.n, dtype=np.uint32)
+    salt = secrets.randbits(64)
+    _write_pages(engine, path, graph, row_of, node_of, salt, progress)
+
+    def whole(name: str, values: np.ndarray) -> int:
+        """Writes a file. Returns its CRC32C."""
+        return write_file(engine, os.path.join(path, name), np.ascontiguousarray(values).reshape(-1).view(np.uint8))[1]
+
+    whole(ROWS, node_of)
+    sums = {CODEBOOK: whole(CODEBOOK, graph.codebook.centroids)}
+    entries, entry_codes = node_of[graph.entries], graph.codes[graph.entries]
+    sums[ENTRIES] = whole(ENTRIES, np.concatenate([entries.view(np.uint8).ravel(), entry_codes.ravel()]))
+    if not layout.inline_codes:
+        sums[CODES] = whole(CODES, graph.codes[row_of])
+    facts = GraphFacts(path, layout, graph.metric, salt, graph.codebook, entries.astype(np.int64), entry_codes, sums, graph.options)
+    write_manifest(engine, path, MAGIC, VERSION, facts.manifest())
+    return facts
+
+
+def add_recall(
+    engine: NativeEngine, facts: GraphFacts, rows: np.ndarray, *, threads: int, seed: int, progress: Progress
+) -> GraphFacts:  # fmt: skip
+    """Measures what searches of a written graph find, for lists of several sizes, and writes it into its manifest.
+
+    Args:
+        rows: the graph's vectors, by row.
+        seed: of the choice of the vectors that are searched for: some of the graph itself, each but itself.
+
+    Raises WriteError, DiskFullError, and what a search raises; the graph stays as it was.
+    """
+    if not len(rows):
+        return facts
+    progress("recall", 0, 1)
+    facts = replace(facts, recall=_recall_curve(facts.directory, rows, threads, seed))
+    write_manifest(engine, facts.directory, MAGIC, VERSION, facts.manifest())
+    progress("recall", 1, 1)
+    return facts
+
+
+def clear_leftovers(path: str | os.PathLike[str]) -> None:
+    """Of an interrupted build. Raises InvalidInputError where a graph, or anything else, is there."""
+    there = set(os.listdir(path)) - {"LOCK"}
+    if NAME in there:
+        raise errors.InvalidInputError(f"directory {os.fspath(path)}", got="a graph, or another store", expected="a new directory")
+    ours = {NODES, ROWS, CODES, CODEBOOK, ENTRIES, f"{NAME}.new"}
+    if foreign := sorted(there - ours):
+        raise errors.InvalidInputError(
+            f"directory {os.fspath(path)}", got=foreign[:3], expected="an empty directory, or what an interrupted build has left"
+        )
+    for name in there:
+        try:
+            os.unlink(os.path.join(path, name))
+        except OSError as error:
+            raise write_error("cannot remove what an interrupted build has left", os.path.join(path, name), error) from error
+
+
+def connect_and_choose_entries(graph: Vamana, n: int, n_entries: int, seed: int) -> tuple[int, np.ndarray]:
+    """Makes every node one that a walk can come to.
+
+    Returns:
+        How many nodes were given edges for that; the medoid and at most `n_entries` - 1 other nodes, int64, from each of which every other
+        node can be come to.
+    """
+    if n == 0:
+        return 0, np.empty(0, np.int64)
+    repaired = graph.connect(torch.tensor([graph.medoid]))
+    chosen = np.random.default_rng(seed).permutation(n)[: n_entries - 1]
+    # Every other node is reached from the medoid, so from a node that leads there.
+    leads = graph.leading_to(graph.medoid).numpy()
+    chosen = chosen[leads[chosen] != 0]
+    return repaired, np.unique(np.append(chosen, graph.medoid))
+
+
+def _write_pages(
+    engine: NativeEngine, path: str, graph: WholeGraph, row_of: np.ndarray, node_of: np.ndarray, salt: int, progress: Progress
+) -> None:  # fmt: skip
+    layout = graph.layout
+    at_once = max(1, _BLOCK_ROWS // layout.nodes_per_page)
+    with StreamWriter(engine, os.path.join(path, NODES)) as writer:
+        for first in range(0, layout.n_pages, at_once):
+            count = min(at_once, layout.n_pages - first)
+            chosen = row_of[first * layout.nodes_per_page : (first + count) * layout.nodes_per_page]
+            nodes = np.zeros(count * layout.nodes_per_page, layout.node_dtype)
+            here = nodes[: len(chosen)]
+            here["vector"], here["row"], here["n_neighbours"] = graph.rows[chosen], chosen, graph.counts[chosen]
+            there = np.arange(layout.max_degree) < graph.counts[chosen, None]
+            near = np.where(there, graph.neighbours[chosen], 0)
+            here["neighbours"] = np.where(there, node_of[near], 0)
+            if layout.inline_codes:
+                here["codes"] = np.where(there[:, :, None], graph.codes[near], 0)
+            writer.write(_pages_of(nodes, layout, first, salt))
+            progress("pages", first * layout.nodes_per_page + len(chosen), layout.n)
+        writer.sync()
+
+
+def _pages_of(nodes: np.ndarray, layout: PageLayout, first: int, salt: int) -> np.ndarray:
+    """uint8: whole pages of these nodes, the first of them page `first`."""
+    count = len(nodes) // layout.nodes_per_page
+    pages = np.zeros((count, layout.page_bytes), np.uint8)
+    header = np.zeros(count, HEADER)
+    header["page"], header["salt"] = np.arange(first, first + count), salt
+    pages[:, HEADER.itemsize : HEADER.itemsize + layout.nodes_per_page * layout.node_bytes] = nodes.view(np.uint8).reshape(count, -1)
+    pages[:, : HEADER.itemsize] = header.view(np.uint8).reshape(count, -1)
+    begin = torch.arange(count) * layout.page_bytes + 4
+    sums = crc32c_ranges(torch.from_numpy(pages.reshape(-1)), begin, torch.full_like(begin, layout.page_bytes - 4)).numpy()
+    pages[:, :4] = sums.astype("<u4").view(np.uint8).reshape(count, 4)
+    return pages.reshape(-1)
+
+
+def _recall_curve(path: str, rows: np.ndarray, threads: int, seed: int) -> list[RecallPoint]:
+    """Of searches for vectors of the graph itself, each but itself, beside an exact search."""
+    chosen = np.sort(np.random.default_rng(seed + 1).permutation(len(rows))[:_CURVE_QUERIES])
+    queries = rows[chosen]
+    k = min(_CURVE_K + 1, len(rows))
+    if k < 2:
+        return []
+    points: list[RecallPoint] = []
+    with GraphIndex(path, threads=threads) as index:
+        exact = index.exact(queries, k, rows)
+        for list_size in _CURVE_LISTS:
+            found = index.search(queries, k, list_size=max(k, list_size), beamwidth=1)
+            hits = sum(
+                len((set(ours.tolist()) & set(true.tolist())) - {row})
+                for ours, true, row in zip(found.ids, exact, chosen.tolist(), strict=True)
+            )
+            recall = hits / max(1, sum(len(set(true.tolist()) - {row}) for true, row in zip(exact, chosen.tolist(), strict=True)))
+            points.append(RecallPoint(max(k, list_size), recall, float(found.pages.mean())))
+            if recall > 0.999:
+                break
+    return points
