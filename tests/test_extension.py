@@ -54,6 +54,7 @@ def _described(node: ast.FunctionDef) -> Described:
 def _compiled(member: Any) -> Described | None:
     """From the signature that pybind11 puts at the beginning of a docstring; None: it is no function of ours."""
     is_property = isinstance(member, property)
+    member = member.__func__ if isinstance(member, staticmethod) else member
     text = (member.fget.__doc__ if is_property else member.__doc__) or ""
     signature = _plain(text.strip().partition("\n")[0])
     if re.match(r"\w*\(", signature) is None or "->" not in signature:

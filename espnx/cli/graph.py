@@ -1,4 +1,4 @@
-"""``espnx graph build|search|info|verify``: nearest neighbours from SSD."""
+"""``espnx graph build|search|info|verify|import|export``: nearest neighbours from SSD."""
 
 from __future__ import annotations
 
@@ -142,4 +142,51 @@ def run_verify(args: argparse.Namespace) -> int:
     with GraphIndex(args.graph, threads=1, walks=1) as index:
         pages, size_bytes = index.verify(), sum(index.facts.file_sizes.values())
     emit(args, f"{pages:,} pages, {format_size(size_bytes)}: whole", json_document("graph verify", pages=pages, size_bytes=size_bytes))
+    return 0
+
+
+def configure_import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prefix", help="of the index's files: PREFIX_disk.index, PREFIX_pq_pivots.bin, PREFIX_pq_compressed.bin")
+    parser.add_argument("graph", help="a new directory")
+    parser.add_argument("--vectors", metavar="FILE", help="what the index was built from, where its nodes have codes in place of vectors")
+    parser.add_argument("--data-type", choices=("float32", "uint8", "int8"), help="of its vectors (default: as PREFIX_metadata.bin says)")
+    parser.add_argument("--metric", choices=("l2", "ip"), help="of the index (default: as PREFIX_metadata.bin says, else l2)")
+    parser.add_argument("--codes", default="inline", choices=("inline", "memory"), help="where codes lie, as for build (default: inline)")
+    parser.add_argument(
+        "--order",
+        default="packed",
+        choices=("packed", "given"),
+        help="of nodes in pages: as build packs them, or by number (default: packed)",
+    )
+    parser.add_argument("--num-entry-points", type=int, default=1000, metavar="N", help="where searches may begin (default: 1000)")
+    parser.add_argument("--threads", type=int, metavar="N", help="that measure recall (default: as many as torch uses)")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of entry points (default: 0)")
+    parser.add_argument("--column", help="of a Parquet file of vectors")
+    add_json_option(parser)
+
+
+def run_import(args: argparse.Namespace) -> int:
+    from ..graph import import_diskann
+    from .progress import ProgressLine
+
+    with ProgressLine() as line:
+        report = import_diskann(
+            args.prefix, args.graph, vectors=args.vectors, data_type=args.data_type, metric=args.metric, codes=args.codes, order=args.order,
+            num_entry_points=args.num_entry_points, threads=args.threads, seed=args.seed, column=args.column, progress=line.update,
+        )  # fmt: skip
+    emit(args, report.summary(), json_document("graph import", **asdict(report)))
+    return 0
+
+
+def configure_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("graph", help="that `espnx graph build` or `import` has made")
+    parser.add_argument("prefix", help="of new files, which DiskANN and diskannpy read")
+    add_json_option(parser)
+
+
+def run_export(args: argparse.Namespace) -> int:
+    from ..graph import export_diskann
+
+    report = export_diskann(args.graph, args.prefix)
+    emit(args, report.summary(), json_document("graph export", **asdict(report)))
     return 0

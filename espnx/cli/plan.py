@@ -10,6 +10,7 @@ from ..sizes import format_size, parse_size
 from ..tables import render_table
 from .host import usable_memory_bytes
 from .output import add_json_option, emit, json_document
+from .plan_graph import configure_graph, run_graph
 from .plan_index import FITS, configure_index, run_index
 
 DESCRIPTION = """Of a model (--model): sizes come from the configuration and the headers of the weights; nothing of it is loaded. With
@@ -17,7 +18,9 @@ DESCRIPTION = """Of a model (--model): sizes come from the configuration and the
 moment each; the time of a decoding step is modelled from that as a lower bound: every byte and operation once, all resources at work at a
 time. So is the time to compute a prompt anew, and with it the bandwidth from which on reading its kept K and V is sooner (break-even).
 
-Of an index (--documents, --tokens, and --dim or --encoder): bytes on SSD and in memory, and with --storage what a build takes at least."""
+Of an index (--documents, --tokens, and --dim or --encoder): bytes on SSD and in memory, and with --storage what a build takes at least.
+
+Of a graph of vectors (--vectors, --dim): bytes on SSD and in memory by where its codes lie, of a build, and with prices the cost."""
 DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -34,12 +37,15 @@ def configure(parser: ArgumentParser) -> None:
     add("--memory", metavar="SIZE", help="for weights, such as 8GiB (default: as much as they take)")
     add("--dtype", choices=DTYPES, help="of weights, K and V (default: as stored, else as the config says)")
     configure_index(parser)
+    configure_graph(parser)
 
 
 def run(args: Namespace) -> int:
-    if (args.model is None) == (args.documents is None):
-        raise InvalidInputError("plan", got="both --model and --documents" if args.model else "neither", expected="--model or --documents")
-    return run_index(args) if args.model is None else run_model(args)
+    runs = {"--model": run_model, "--documents": run_index, "--vectors": run_graph}
+    given = [name for name in runs if getattr(args, name[2:]) is not None]
+    if len(given) != 1:
+        raise InvalidInputError("plan", got=" and ".join(given) or "none of them", expected="--model, --documents or --vectors")
+    return runs[given[0]](args)
 
 
 def run_model(args: Namespace) -> int:

@@ -22,7 +22,7 @@ def configure_index(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("an index", "options as of `espnx index build`").add_argument
     add("--documents", type=int, metavar="N", help="how many")
     add("--tokens", type=int, metavar="T", help="of each document")
-    add("--dim", type=int, metavar="D", help="of the encoder's token vectors")
+    add("--dim", type=int, metavar="D", help="of the encoder's token vectors; of a graph's vectors")
     add("--d-cls", type=int, default=0, metavar="D", help="of its CLS vectors (default: none)")
     add("--encoder", metavar="E", help="instead of both: minilm, or the folder of one; with --storage it is measured too")
     add("--format", default="fp16", metavar="F", help="default: %(default)s")

@@ -158,12 +158,24 @@ COMMANDS = {
     ),
     "graph info": Command("espnx.cli.graph:info", "show what a graph holds, and what searches cost", {"graph info my.graph": ""}),
     "graph verify": Command("espnx.cli.graph:verify", "read a whole graph and check every page", {"graph verify my.graph": ""}),
+    "graph import": Command(
+        "espnx.cli.graph:import", "make a graph of an index that DiskANN has built",
+        {
+            "graph import /data/ann my.graph": "of /data/ann_disk.index and the files beside it",
+            "graph import /data/ann my.graph --codes memory": "a smaller folder",
+        },
+    ),
+    "graph export": Command(
+        "espnx.cli.graph:export", "write a graph as an index that DiskANN searches",
+        {"graph export my.graph /data/ann": "/data/ann_disk.index and the files beside it"},
+    ),
     "plan": Command(
-        "espnx.cli.plan", "what a model or an index needs on SSD and in memory, and what it will wait for",
+        "espnx.cli.plan", "what a model, an index or a graph needs on SSD and in memory, and what it will wait for",
         {
             "plan --model llama-8b --batch 4 --context 128000 --memory 8GiB --storage /mnt/nvme": "",
             "plan --model config.json --batch 1 --context 32768": "sizes alone",
             "plan --documents 10000000 --tokens 80 --dim 128": "an index",
+            "plan --vectors 100000000 --dim 128 --price-per-tb-ssd 80 --price-per-gb-ram 4": "a graph",
             "plan --documents 1000000 --tokens 180 --encoder minilm --pca 128 --storage /mnt/nvme": "",
         },
     ),
@@ -184,6 +196,6 @@ COMMANDS = {
 GROUPS = {
     "index": "build, change, import, verify and inspect an index",
     "cache": "list, verify and remove kept KV caches",
-    "graph": "build, search, inspect and verify a graph of vectors",
+    "graph": "build, search, inspect, verify, import and export a graph of vectors",
     "device": "list, inspect, calibrate and verify near-storage devices",
 }

@@ -10,10 +10,25 @@
 from __future__ import annotations
 
 from .build import GraphReport, build
+from .diskann import ExportReport, ImportReport, export_diskann, import_diskann
 from .format import METRICS, RecallPoint
 from .index import GraphIndex, Neighbours
 from .vectors import Vectors, read_vectors
 
 open = GraphIndex  # noqa: A001 - espnx.graph.open reads as it should
 
-__all__ = ["METRICS", "GraphIndex", "GraphReport", "Neighbours", "RecallPoint", "Vectors", "build", "open", "read_vectors"]
+__all__ = [
+    "METRICS",
+    "ExportReport",
+    "GraphIndex",
+    "GraphReport",
+    "ImportReport",
+    "Neighbours",
+    "RecallPoint",
+    "Vectors",
+    "build",
+    "export_diskann",
+    "import_diskann",
+    "open",
+    "read_vectors",
+]

@@ -169,11 +169,13 @@ class _Builder:
         self._lap()
         graph, repaired, entries = self._edges(rows)
         self._lap()
+        row_of = graph.pack(self._layout.nodes_per_page).numpy()
         neighbours, counts = (each.numpy() for each in graph.edges())
+        del graph  # its edges have been copied
         chosen = self._options
         options = {name: value for name, value in vars(chosen).items() if name not in ("metric", "threads")}
         whole = WholeGraph(self._layout, chosen.metric, rows, row_codes, book, neighbours, counts, entries, options)
-        facts = write_graph(self._engine, self._path, whole, graph.pack(self._layout.nodes_per_page).numpy(), self._progress)
+        facts = write_graph(self._engine, self._path, whole, row_of, self._progress)
         self._lap()
         facts = add_recall(self._engine, facts, rows, threads=chosen.threads, seed=chosen.seed, progress=self._progress)
         self._lap()

@@ -33,3 +33,19 @@ def test_build_search_info_verify(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["graph", "search", graph, queries, "-k", "5", "--ground-truth", queries]) == 2
     assert main(["graph", "build", queries, graph]) == 2
     assert main(["graph", "info", str(tmp_path)]) == 1
+
+
+def test_export_and_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = np.random.default_rng(0).standard_normal((100, 8)).astype(np.float32)
+    np.save(tmp_path / "base.npy", base)
+    graph, prefix, again = str(tmp_path / "g"), str(tmp_path / "ann"), str(tmp_path / "h")
+    assert main(["graph", "build", str(tmp_path / "base.npy"), graph, "--vector-dtype", "float32", "--max-degree", "8"]) == 0
+    assert main(["graph", "export", graph, prefix, "--json", str(tmp_path / "e")]) == 0
+    assert strict_json((tmp_path / "e").read_text())["dtype"] == "float32"
+    assert main(["graph", "import", prefix, again, "--codes", "memory", "--order", "given", "--json", str(tmp_path / "i")]) == 0
+    document = strict_json((tmp_path / "i").read_text())
+    assert (document["n"], document["dim"], document["repaired"]) == (100, 8, 0)
+    assert main(["graph", "verify", again]) == 0
+    assert main(["graph", "export", graph, prefix]) == 2
+    assert main(["graph", "import", str(tmp_path / "nothing"), str(tmp_path / "i2")]) == 1
+    assert "nothing_disk.index" in capsys.readouterr().err

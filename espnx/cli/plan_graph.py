@@ -1,0 +1,78 @@
+"""``espnx plan --vectors``: what a graph of vectors needs on SSD and in memory, by where its codes lie, and what these media cost."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ..checks import check_finite
+from ..errors import InvalidInputError
+from ..sizes import format_size
+from ..tables import render_table
+from .output import emit, json_document
+
+if TYPE_CHECKING:
+    from ..graph.planning import GraphPlan
+
+_TB_BYTES, _GB_BYTES = 10**12, 2**30  # as SSDs and as memory are sold
+_WHERE = {"inline": "codes beside each node", "memory": "codes in memory"}
+
+
+def configure_graph(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group("a graph of vectors", "with --dim; options as of `espnx graph build`").add_argument
+    add("--vectors", type=int, metavar="N", help="how many")
+    add("--vector-dtype", default="float16", metavar="T", help="float32, float16, uint8 or int8 (default: %(default)s)")
+    add("--codes", choices=tuple(_WHERE), help="default: both are shown")
+    add("--max-degree", type=int, default=64, metavar="R", help="default: %(default)s")
+    add("--pq-bytes", type=int, metavar="B", help="of a code (default: as many as fill a page)")
+    add("--price-per-tb-ssd", type=float, metavar="P", help="of 10^12 bytes: the media cost is shown")
+    add("--price-per-gb-ram", type=float, metavar="P", help="of 2^30 bytes, in the same currency")
+
+
+def run_graph(args: Namespace) -> int:
+    if args.dim is None:
+        raise InvalidInputError("plan --vectors", got="no --dim", expected="the dimensions of a vector")
+    prices = {"ssd": args.price_per_tb_ssd, "ram": args.price_per_gb_ram}
+    for name, price in prices.items():
+        check_finite(f"price of {name}", price or 0.0)
+        if (price or 0) < 0:
+            raise InvalidInputError(f"price of {name}", got=price, expected="0 or more")
+    from ..graph.planning import plan_graph
+
+    options = {"vector_dtype": args.vector_dtype, "max_degree": args.max_degree, "pq_bytes": args.pq_bytes}
+    plans = {codes: plan_graph(args.vectors, args.dim, codes=codes, **options) for codes in _WHERE if args.codes in (None, codes)}
+    costs = {codes: _cost(plan, prices) for codes, plan in plans.items()}
+    modes = {codes: asdict(plan) | ({"cost": costs[codes]} if costs[codes] else {}) for codes, plan in plans.items()}
+    inputs = {"vectors": args.vectors, "dim": args.dim, **options, "price_per_tb_ssd": prices["ssd"], "price_per_gb_ram": prices["ram"]}
+    rows = [("vectors", f"{args.vectors:,}", f"x {args.dim} dimensions as {args.vector_dtype}, {args.max_degree} neighbours each")]
+    for codes, plan in plans.items():
+        rows += _shown(codes, plan, costs[codes])
+    emit(args, render_table(("", "", ""), rows), json_document("plan", inputs=inputs, kinds={"modes": "computed"}, modes=modes))
+    return 0
+
+
+def _cost(plan: GraphPlan, prices: dict[str, Any]) -> dict[str, float]:
+    """Of what has a price."""
+    cost = {}
+    if prices["ssd"] is not None:
+        cost["ssd"] = plan.disk["total_bytes"] / _TB_BYTES * prices["ssd"]
+    if prices["ram"] is not None:
+        cost["ram"] = plan.memory["total_bytes"] / _GB_BYTES * prices["ram"]
+    return cost
+
+
+def _shown(codes: str, plan: GraphPlan, cost: dict[str, float]) -> list[tuple[str, str, str]]:
+    disk, memory, build = plan.disk, plan.memory, plan.build
+    nodes = f"{plan.nodes_per_page} to a page of {format_size(plan.page_bytes)}, codes of {plan.pq_bytes} bytes"
+    rows = [
+        (f"{_WHERE[codes]}", "", f"--codes {codes}"),
+        ("  on SSD", format_size(disk["total_bytes"]), nodes),
+        ("  in memory", format_size(memory["total_bytes"]), "when it is open; buffers of searches beside it"),
+        ("  while it is built", format_size(build["total_bytes"]), "in memory: vectors, edges, a copy of these, codes"),
+    ]
+    names = {"ssd": "SSD", "ram": "memory"}
+    if cost:
+        parts = " + ".join(f"{value:,.2f} {names[name]}" for name, value in cost.items())
+        rows.append(("  media cost", f"{sum(cost.values()):,.2f}", parts))
+    return rows

@@ -1,0 +1,79 @@
+"""What a graph will take on SSD and in memory, before there is one. Sizes are computed from its layout; nothing is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..checks import check_whole
+from ..errors import InvalidInputError
+from ..ops.distances import DIM_MAX, VECTOR_FORMATS, vector_bytes
+from .format import N_MAX
+from .layout import MAX_DEGREE_MAX, choose_layout
+
+_SLACK = 1.3  # csrc/graph/vamana.cpp has the same one
+_DTYPES = {str(dtype).removeprefix("torch."): name for name, dtype in VECTOR_FORMATS.items()}
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """Sizes in bytes.
+
+    Attributes:
+        disk: ``nodes_bytes``, ``rows_bytes``, ``codebook_bytes``, ``entries_bytes``, ``codes_bytes`` (0 where codes are inline) and
+            ``total_bytes``; a manifest of some kilobytes comes to it.
+        memory: of the open graph: ``codebook_bytes``, ``entries_bytes``, ``codes_bytes``, ``total_bytes``; searches have buffers.
+        build: in memory at most at a time: ``vectors_bytes``, ``edges_bytes``, ``copies_bytes`` (of the edges, while nodes are packed and
+            written), ``codes_bytes`` and ``total_bytes``; each thread takes some bytes a vector beside it.
+    """
+
+    page_bytes: int
+    nodes_per_page: int
+    pq_bytes: int
+    disk: dict[str, int]
+    memory: dict[str, int]
+    build: dict[str, int]
+
+
+def plan_graph(
+    n: int,
+    dim: int,
+    *,
+    vector_dtype: str = "float16",
+    codes: str = "inline",
+    max_degree: int = 64,
+    pq_bytes: int | None = None,
+    num_entry_points: int = 1000,
+) -> GraphPlan:
+    """Sizes of a graph of n vectors of `dim` values. Options are those of `espnx.graph.build`, by distance (``l2``, ``cosine``).
+
+    Raises InvalidInputError.
+    """
+    check_whole("vectors of a plan", n, 0, N_MAX)
+    check_whole("dim of a plan", dim, 1, DIM_MAX)
+    check_whole("max_degree", max_degree, 1, MAX_DEGREE_MAX)
+    check_whole("num_entry_points", num_entry_points, 1, 65536)
+    if vector_dtype not in _DTYPES or codes not in ("inline", "memory"):
+        raise InvalidInputError(
+            "vector_dtype and codes of a plan", got=f"{vector_dtype!r} and {codes!r}", expected=f"{', '.join(_DTYPES)}; inline or memory"
+        )
+    if pq_bytes is not None:
+        check_whole("pq_bytes", pq_bytes, 1, dim)
+    layout = choose_layout(n, dim, _DTYPES[vector_dtype], max_degree=max_degree, inline_codes=codes == "inline", code_bytes=pq_bytes)
+    code_bytes, entries = layout.code_bytes, min(n, num_entry_points)
+    codes_bytes = 0 if layout.inline_codes else n * code_bytes
+    disk = {
+        "nodes_bytes": layout.size_bytes, "rows_bytes": 4 * n, "codebook_bytes": 1024 * dim, "entries_bytes": entries * (4 + code_bytes),
+        "codes_bytes": codes_bytes,
+    }  # fmt: skip
+    memory = {
+        "codebook_bytes": 1024 * dim + 8 * (code_bytes + 1), "entries_bytes": entries * (8 + code_bytes), "codes_bytes": codes_bytes
+    }  # fmt: skip
+    build = {
+        "vectors_bytes": n * vector_bytes(layout.format, dim), "edges_bytes": 4 * n * max(max_degree + 1, int(_SLACK * max_degree)),
+        "copies_bytes": n * (4 * max_degree + 8), "codes_bytes": n * code_bytes,
+    }  # fmt: skip
+    return GraphPlan(layout.page_bytes, layout.nodes_per_page, code_bytes, *(_with_total(each) for each in (disk, memory, build)))
+
+
+def _with_total(sizes: dict[str, int]) -> dict[str, int]:
+    return sizes | {"total_bytes": sum(sizes.values())}
