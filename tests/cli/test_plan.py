@@ -241,7 +241,7 @@ def test_an_index(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        ((), 2, "--model or --documents"),
+        ((), 2, "--model, --documents or --vectors"),
         (("--model", "{llama}", "--context", "1", "--documents", "3"), 2, "both"),
         (("--documents", "3", "--tokens", "2"), 2, "--dim or --encoder"),
         (("--documents", "3", "--dim", "8"), 2, "--tokens"),
