@@ -242,7 +242,7 @@ def test_an_index(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     ("words", "code", "message"),
     [
         ((), 2, "--model, --documents or --vectors"),
-        (("--model", "{llama}", "--context", "1", "--documents", "3"), 2, "both"),
+        (("--model", "{llama}", "--context", "1", "--documents", "3"), 2, "got --model and --documents"),
         (("--documents", "3", "--tokens", "2"), 2, "--dim or --encoder"),
         (("--documents", "3", "--dim", "8"), 2, "--tokens"),
         (("--documents", "3", "--tokens", "2", "--dim", "8", "--encoder", "minilm"), 2, "--dim or --encoder"),
