@@ -267,10 +267,10 @@ class GraphSearcher:
     """csrc/graph/search.hpp."""
 
     def __init__(
-        self, *, path: str, direct: bool | None, n: int, dim: int, format: str, metric: str,  # noqa: A002
+        self, *, path: str, codes_path: str, direct: bool | None, n: int, dim: int, format: str, metric: str,  # noqa: A002
         degree: int, code_bytes: int,
-        has_inline_codes: bool, page_bytes: int, nodes_per_page: int, salt: int, parts: Sequence[int], centroids: Tensor,
-        codes: Tensor | None, entries: Tensor, entry_codes: Tensor, engine: str, threads: int, walks: int,
+        codes_in: str, page_bytes: int, nodes_per_page: int, salt: int, parts: Sequence[int], centroids: Tensor,
+        codes: Tensor | None, entries: Tensor, entry_codes: Tensor, engine: str, threads: int, walks: int, code_cache_bytes: int,
         rules: Sequence[dict[str, Any]], seed: int,
     ) -> None: ...  # fmt: skip
     @property
@@ -278,5 +278,5 @@ class GraphSearcher:
     def search(
         self, *, queries: Tensor, queries_f32: Tensor, k: int, list_size: int, beam: int, stop_beyond: float, allowed: Tensor | None,
         deadline_s: float,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]: ...  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]: ...  # fmt: skip
     def close(self) -> None: ...

@@ -170,15 +170,23 @@ class PyVamana {
 // A searcher in the process that opened it: its threads are not in a child's.
 class PyGraphSearcher {
  public:
-  PyGraphSearcher(const std::string& path, std::optional<bool> direct, int64_t n, int64_t dim,
-                  const std::string& format, const std::string& metric, int64_t degree, int64_t code_bytes,
-                  bool has_inline_codes, int64_t page_bytes, int64_t nodes_per_page, uint64_t salt,
+  PyGraphSearcher(const std::string& path, const std::string& codes_path, std::optional<bool> direct, int64_t n,
+                  int64_t dim, const std::string& format, const std::string& metric, int64_t degree, int64_t code_bytes,
+                  const std::string& codes_in, int64_t page_bytes, int64_t nodes_per_page, uint64_t salt,
                   const std::vector<int64_t>& parts, const Tensor& centroids, const std::optional<Tensor>& codes,
                   const Tensor& entries, const Tensor& entry_codes, const std::string& engine, int threads,
-                  int64_t walks, const std::vector<py::dict>& rules, uint64_t seed) {
+                  int64_t walks, int64_t code_cache_bytes, const std::vector<py::dict>& rules, uint64_t seed) {
     GraphView view;
-    view.layout = {
-        n, dim, to_format(format), degree, code_bytes, has_inline_codes ? degree : 0, page_bytes, nodes_per_page, salt};
+    view.layout = {n,
+                   dim,
+                   to_format(format),
+                   degree,
+                   code_bytes,
+                   codes_in == "inline" ? degree : 0,
+                   page_bytes,
+                   nodes_per_page,
+                   salt,
+                   codes_in == "paged"};
     view.metric = to_metric(metric);
     const graph::PageLayout& layout = view.layout;
     if (n < 0 || n >= UINT32_MAX || dim < 1 || dim > kMaxVectorDim || degree < 0 || degree > 65535 ||
@@ -200,9 +208,10 @@ class PyGraphSearcher {
       view.codes = contiguous<const uint8_t>(*codes, Dtype::uint8, "codes", "uint8");
       if (codes->dim() != 2 || codes->size(0) != n || codes->size(1) != code_bytes) invalid("codes must be [n, bytes]");
       keeps_ = codes->keep();
-    } else if (!has_inline_codes) {
-      invalid("a graph without codes in its pages needs them in memory");
+    } else if (codes_in == "memory") {
+      invalid("codes in memory are needed");
     }
+    if (code_bytes > graph::kCodePageBytes - graph::kPageHeaderBytes) invalid("a code is longer than a page");
     for (const int64_t entry : to_vector(entries, "entries", -1)) {
       if (entry < 0 || entry >= n) invalid("an entry point is no node");
       view.entries.push_back(static_cast<uint32_t>(entry));
@@ -213,10 +222,12 @@ class PyGraphSearcher {
     if (threads < 1 || threads > 256 || walks < 1 || walks > 1024) invalid("threads must be 1 to 256, walks 1 to 1024");
     graph::SearchOptions options;
     options.path = engine, options.threads = threads, options.walks = walks, options.seed = seed;
+    if (code_cache_bytes < 0) invalid("code_cache_bytes must be 0 or more");
+    options.code_cache_bytes = code_cache_bytes;
     for (const auto& rule : rules) options.rules.push_back(to_fault_rule(rule));
     const io::Direct asked = !direct ? io::Direct::automatic : *direct ? io::Direct::yes : io::Direct::no;
     py::gil_scoped_release unlocked;
-    searcher_ = std::make_unique<GraphSearcher>(std::move(view), path, asked, std::move(options));
+    searcher_ = std::make_unique<GraphSearcher>(std::move(view), path, codes_path, asked, std::move(options));
   }
   ~PyGraphSearcher() {
     if (process_ != getpid()) {
@@ -253,9 +264,10 @@ class PyGraphSearcher {
       if (allowed->numel() < (layout.n + 7) / 8) invalid("allowed must have a bit for each row");
     }
     const int64_t n = request.n_queries;
-    std::vector<int64_t> rows(n * k), pages(n), measured(n), estimated(n);
+    std::vector<int64_t> rows(n * k), pages(n), code_pages(n), measured(n), estimated(n);
     std::vector<float> distances(n * k), seconds(n);
     request.rows = rows.data(), request.distances = distances.data(), request.pages = pages.data();
+    request.code_pages = code_pages.data();
     request.measured = measured.data(), request.estimated = estimated.data(), request.seconds = seconds.data();
     try {
       py::gil_scoped_release unlocked;
@@ -268,8 +280,8 @@ class PyGraphSearcher {
       throw;
     }
     return py::make_tuple(to_tensor(std::move(rows)), to_tensor(std::move(distances)), to_tensor(std::move(pages)),
-                          to_tensor(std::move(measured)), to_tensor(std::move(estimated)),
-                          to_tensor(std::move(seconds)));
+                          to_tensor(std::move(code_pages)), to_tensor(std::move(measured)),
+                          to_tensor(std::move(estimated)), to_tensor(std::move(seconds)));
   }
 
   void close() {
@@ -308,15 +320,15 @@ void bind_graph(py::module_& m) {
       .def("pack", &PyVamana::pack)
       .def_property_readonly("medoid", &PyVamana::medoid);
   py::class_<PyGraphSearcher>(m, "GraphSearcher")
-      .def(py::init<const std::string&, std::optional<bool>, int64_t, int64_t, const std::string&, const std::string&,
-                    int64_t, int64_t, bool, int64_t, int64_t, uint64_t, const std::vector<int64_t>&, const Tensor&,
-                    const std::optional<Tensor>&, const Tensor&, const Tensor&, const std::string&, int, int64_t,
-                    const std::vector<py::dict>&, uint64_t>(),
-           py::kw_only(), py::arg("path"), py::arg("direct"), py::arg("n"), py::arg("dim"), py::arg("format"),
-           py::arg("metric"), py::arg("degree"), py::arg("code_bytes"), py::arg("has_inline_codes"),
+      .def(py::init<const std::string&, const std::string&, std::optional<bool>, int64_t, int64_t, const std::string&,
+                    const std::string&, int64_t, int64_t, const std::string&, int64_t, int64_t, uint64_t,
+                    const std::vector<int64_t>&, const Tensor&, const std::optional<Tensor>&, const Tensor&,
+                    const Tensor&, const std::string&, int, int64_t, int64_t, const std::vector<py::dict>&, uint64_t>(),
+           py::kw_only(), py::arg("path"), py::arg("codes_path"), py::arg("direct"), py::arg("n"), py::arg("dim"),
+           py::arg("format"), py::arg("metric"), py::arg("degree"), py::arg("code_bytes"), py::arg("codes_in"),
            py::arg("page_bytes"), py::arg("nodes_per_page"), py::arg("salt"), py::arg("parts"), py::arg("centroids"),
            py::arg("codes"), py::arg("entries"), py::arg("entry_codes"), py::arg("engine"), py::arg("threads"),
-           py::arg("walks"), py::arg("rules"), py::arg("seed"))
+           py::arg("walks"), py::arg("code_cache_bytes"), py::arg("rules"), py::arg("seed"))
       .def("search", &PyGraphSearcher::search, py::kw_only(), py::arg("queries"), py::arg("queries_f32"), py::arg("k"),
            py::arg("list_size"), py::arg("beam"), py::arg("stop_beyond"), py::arg("allowed"), py::arg("deadline_s"))
       .def("close", &PyGraphSearcher::close)

@@ -3,6 +3,8 @@
 //   page   crc32c of what follows: u32 | number of the page: u32 | salt of the graph: u64 | nodes | zeros
 //   node   vector | row of the vector in the input: u32 | neighbours: u16 | zero: u16 | u32 [R] | codes of the first
 //          neighbours, code_bytes each
+//
+// and where codes are paged, pages of them: the same header, codes of successive nodes, zeros.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +17,7 @@ namespace espnx::graph {
 
 constexpr int64_t kPageHeaderBytes = 16;
 constexpr int64_t kNodeFixedBytes = 8;
+constexpr int64_t kCodePageBytes = 4096;
 
 struct PageLayout {
   int64_t n = 0;  // nodes of the graph, numbered page by page
@@ -26,7 +29,10 @@ struct PageLayout {
   int64_t page_bytes = 0;
   int64_t nodes_per_page = 0;
   uint64_t salt = 0;
+  bool paged_codes = false;  // codes lie in pages of their own, in a file of their own
 
+  int64_t codes_per_page() const { return (kCodePageBytes - kPageHeaderBytes) / code_bytes; }
+  int64_t code_page_of(uint32_t node) const { return node / codes_per_page(); }
   int64_t vector_bytes() const { return dim * value_bytes(format); }
   int64_t node_bytes() const { return vector_bytes() + kNodeFixedBytes + 4 * degree + inline_codes * code_bytes; }
   int64_t pages() const { return (n + nodes_per_page - 1) / nodes_per_page; }
@@ -66,13 +72,19 @@ class NodeView {
   const uint8_t* at_;
 };
 
-// What is wrong with a page that was read, or null.
-inline const char* fault_of(const PageLayout& layout, const uint8_t* page, int64_t number) {
-  if (crc32c(0, page + 4, layout.page_bytes - 4) != load_u32(page)) return "its checksum does not match";
+// What is wrong with the header of a page that was read, or null.
+inline const char* header_fault(const uint8_t* page, int64_t page_bytes, int64_t number, uint64_t expected_salt) {
+  if (crc32c(0, page + 4, page_bytes - 4) != load_u32(page)) return "its checksum does not match";
   uint64_t salt;
   std::memcpy(&salt, page + 8, sizeof(salt));
-  if (salt != layout.salt) return "it belongs to another graph";
+  if (salt != expected_salt) return "it belongs to another graph";
   if (load_u32(page + 4) != static_cast<uint32_t>(number)) return "it is another page of the graph";
+  return nullptr;
+}
+
+// What is wrong with a page of nodes, or null.
+inline const char* fault_of(const PageLayout& layout, const uint8_t* page, int64_t number) {
+  if (const char* fault = header_fault(page, layout.page_bytes, number, layout.salt)) return fault;
   for (int64_t i = 0; i < layout.nodes_of(number); ++i) {
     const NodeView node(layout, page, i);
     if (node.n_neighbours() > layout.degree || node.row() >= layout.n) return "a node's header is out of range";
@@ -82,5 +94,8 @@ inline const char* fault_of(const PageLayout& layout, const uint8_t* page, int64
   }
   return nullptr;
 }
+
+// Of the code pages of a graph, whose numbers have another salt: no page of nodes is taken for one.
+inline uint64_t code_salt(const PageLayout& layout) { return ~layout.salt; }
 
 }  // namespace espnx::graph

@@ -51,7 +51,10 @@ struct GraphSearcher::Job {
 class GraphSearcher::Worker {
  public:
   explicit Worker(GraphSearcher& searcher)
-      : searcher_(searcher), layout_(searcher.view_.layout), slots_(searcher.options_.walks) {
+      : searcher_(searcher),
+        layout_(searcher.view_.layout),
+        code_cache_(searcher.options_.code_cache_bytes / kCodePageBytes),
+        slots_(searcher.options_.walks) {
     auto& options = searcher_.options_;
     const auto depth = static_cast<unsigned>(std::min<int64_t>(4096, options.walks * kBeamAhead));
     std::string effective, reason;
@@ -86,6 +89,7 @@ class GraphSearcher::Worker {
 
   struct Read {
     int64_t slot = -1, page = 0, moved_bytes = 0;
+    bool is_codes = false;
     int idle_retries = 0;
     std::shared_ptr<io::Buffer> buffer;
   };
@@ -156,9 +160,14 @@ class GraphSearcher::Worker {
       return;
     }
     while (in_flight_ < depth_) {
-      const auto page = slot.walk.next_page();
-      if (!page) break;
-      start_read(i, *page);
+      const auto want = slot.walk.next_page();
+      if (!want) break;
+      const uint8_t* codes = want->is_codes ? code_cache_.find(want->page) : nullptr;
+      if (codes != nullptr) {
+        slot.walk.codes_arrived(want->page, codes, false);
+      } else {
+        start_read(i, *want);
+      }
     }
     if (slot.reads > 0) return;
     if (!slot.walk.done()) return starved_.push_back(i);  // other walks fill the queue
@@ -166,19 +175,24 @@ class GraphSearcher::Worker {
     end(i);
   }
 
-  void start_read(size_t i, int64_t page) {
+  int64_t page_bytes(const Read& read) const { return read.is_codes ? kCodePageBytes : layout_.page_bytes; }
+  const io::File& file(const Read& read) const { return read.is_codes ? *searcher_.codes_file_ : *searcher_.file_; }
+
+  void start_read(size_t i, Want want) {
     size_t tag = 0;
     if (free_reads_.empty()) {
       tag = reads_.size();
       reads_.emplace_back();
-      reads_.back().buffer = searcher_.pool_->take(layout_.page_bytes);
     } else {
       tag = free_reads_.back();
       free_reads_.pop_back();
     }
     Read& read = reads_[tag];
     read.slot = static_cast<int64_t>(i);
-    read.page = page;
+    read.page = want.page;
+    read.is_codes = want.is_codes;
+    if (!read.buffer || read.buffer->capacity_bytes < page_bytes(read))
+      read.buffer = searcher_.pool_->take(page_bytes(read));
     read.moved_bytes = 0;
     read.idle_retries = 0;
     ++in_flight_;
@@ -188,8 +202,9 @@ class GraphSearcher::Worker {
 
   void submit(size_t tag) {
     Read& read = reads_[tag];
-    queue_->submit({io::Op::read, searcher_.file_.get(), read.page * layout_.page_bytes + read.moved_bytes,
-                    read.buffer->data + read.moved_bytes, layout_.page_bytes - read.moved_bytes, tag});
+    const int64_t size = page_bytes(read);
+    queue_->submit({io::Op::read, &file(read), read.page * size + read.moved_bytes,
+                    read.buffer->data + read.moved_bytes, size - read.moved_bytes, tag});
   }
 
   void complete(const io::Completion& completion) {
@@ -197,7 +212,7 @@ class GraphSearcher::Worker {
     Read& read = reads_[tag];
     const bool passes = completion.result == -EINTR || completion.result == -EAGAIN;
     if (completion.result > 0) read.moved_bytes += completion.result, read.idle_retries = 0;
-    const bool whole = read.moved_bytes >= layout_.page_bytes;
+    const bool whole = read.moved_bytes >= page_bytes(read);
     const auto slot = static_cast<size_t>(read.slot);
     const bool wanted = !slots_[slot].job->failed;
     if (!whole && wanted && (completion.result > 0 || (passes && ++read.idle_retries < kIdleRetries))) {
@@ -215,22 +230,31 @@ class GraphSearcher::Worker {
     Read& read = reads_[tag];
     Slot& slot = slots_[read.slot];
     io::Failure failure;
-    failure.path = searcher_.file_->path;
-    failure.offset_bytes = read.page * layout_.page_bytes;
-    failure.size_bytes = layout_.page_bytes;
-    if (read.moved_bytes < layout_.page_bytes) {
+    const int64_t size = page_bytes(read);
+    failure.path = file(read).path;
+    failure.offset_bytes = read.page * size;
+    failure.size_bytes = size;
+    if (read.moved_bytes < size) {
       failure.kind = result < 0 ? io::Kind::read : result == 0 ? io::Kind::truncated : io::Kind::short_read;
       failure.error = result < 0 ? static_cast<int>(-result) : 0;
       failure.what = result < 0 ? "reading a page of a graph failed" : "a page of a graph ends early";
       failure.got = std::to_string(read.moved_bytes) + " bytes";
-      failure.expected = std::to_string(layout_.page_bytes) + " bytes";
+      failure.expected = std::to_string(size) + " bytes";
       return slot.job->fail(std::move(failure));
     }
     const auto* bytes = reinterpret_cast<const uint8_t*>(read.buffer->data);
-    if (const char* fault = fault_of(layout_, bytes, read.page)) {
+    const char* fault =
+        read.is_codes ? header_fault(bytes, size, read.page, code_salt(layout_)) : fault_of(layout_, bytes, read.page);
+    if (fault != nullptr) {
       failure.kind = io::Kind::checksum;
-      failure.what = "page " + std::to_string(read.page) + " of a graph is damaged: " + fault;
+      failure.what = "page " + std::to_string(read.page) + (read.is_codes ? " of the codes" : "") +
+                     " of a graph is damaged: " + fault;
       return slot.job->fail(std::move(failure));
+    }
+    if (read.is_codes) {
+      slot.walk.codes_arrived(read.page, bytes, true);
+      code_cache_.keep(read.page, std::move(read.buffer));
+      return;
     }
     slot.walk.arrived(read.page, bytes);
   }
@@ -262,6 +286,7 @@ class GraphSearcher::Worker {
     }
     const WalkCosts& costs = slot.walk.costs();
     request.pages[at] = costs.pages;
+    request.code_pages[at] = costs.code_pages;
     request.measured[at] = costs.distances;
     request.estimated[at] = costs.estimates;
     request.seconds[at] = std::chrono::duration<float>(Clock::now() - slot.begun).count();
@@ -308,6 +333,7 @@ class GraphSearcher::Worker {
 
   GraphSearcher& searcher_;
   const PageLayout& layout_;
+  PageCache code_cache_;
   std::unique_ptr<io::Queue> queue_;
   unsigned depth_ = 0;
   std::vector<Slot> slots_;
@@ -321,13 +347,18 @@ class GraphSearcher::Worker {
   Clock::time_point next_look_{};
 };
 
-GraphSearcher::GraphSearcher(GraphView view, const std::string& pages_path, io::Direct direct, SearchOptions options)
+GraphSearcher::GraphSearcher(GraphView view, const std::string& pages_path, const std::string& codes_path,
+                             io::Direct direct, SearchOptions options)
     : view_(std::move(view)),
       options_(std::move(options)),
-      file_(options_.path == "memory" ? io::open_memory_file(pages_path, io::Mode::read)
-                                      : io::open_file(pages_path, io::Mode::read, direct)),
       pool_(std::make_shared<io::BufferPool>(0, false)),
       faults_(std::make_shared<io::FaultState>(options_.rules, options_.seed)) {
+  const auto open = [&](const std::string& path) {
+    return options_.path == "memory" ? io::open_memory_file(path, io::Mode::read)
+                                     : io::open_file(path, io::Mode::read, direct);
+  };
+  file_ = open(pages_path);
+  if (view_.layout.paged_codes) codes_file_ = open(codes_path);
   const auto work = [this] {
     std::unique_ptr<Worker> worker;
     try {

@@ -17,6 +17,7 @@
 #include "io/faulty_queue.hpp"
 #include "io/file.hpp"
 #include "io/queue.hpp"
+#include "page_cache.hpp"
 #include "walk.hpp"
 
 namespace espnx::graph {
@@ -24,7 +25,8 @@ namespace espnx::graph {
 struct SearchOptions {
   std::string path = "auto";  // of the reads: auto, uring, posix, memory
   int threads = 2;
-  int64_t walks = 32;  // of a thread, under way at a time
+  int64_t walks = 32;                  // of a thread, under way at a time
+  int64_t code_cache_bytes = 5 << 20;  // of a thread: pages of codes that were read last
   std::vector<io::FaultRule> rules;
   uint64_t seed = 0;
 };
@@ -41,6 +43,7 @@ struct SearchRequest {
   int64_t* rows = nullptr;
   float* distances = nullptr;
   int64_t* pages = nullptr;
+  int64_t* code_pages = nullptr;
   int64_t* measured = nullptr;
   int64_t* estimated = nullptr;
   float* seconds = nullptr;
@@ -48,8 +51,9 @@ struct SearchRequest {
 
 class GraphSearcher {
  public:
-  // Opens the file of pages, and starts the threads. Throws FailureError.
-  GraphSearcher(GraphView view, const std::string& pages_path, io::Direct direct, SearchOptions options);
+  // Opens the file of pages, and that of codes where they are paged, and starts the threads. Throws FailureError.
+  GraphSearcher(GraphView view, const std::string& pages_path, const std::string& codes_path, io::Direct direct,
+                SearchOptions options);
   ~GraphSearcher();
   GraphSearcher(const GraphSearcher&) = delete;
   GraphSearcher& operator=(const GraphSearcher&) = delete;
@@ -73,7 +77,7 @@ class GraphSearcher {
 
   GraphView view_;
   SearchOptions options_;
-  std::shared_ptr<io::File> file_;
+  std::shared_ptr<io::File> file_, codes_file_;
   std::shared_ptr<io::BufferPool> pool_;
   std::shared_ptr<io::FaultState> faults_;
   std::string effective_, fallback_reason_;

@@ -21,8 +21,7 @@ namespace {
 constexpr double kSlack = 1.3;  // DiskANN's
 constexpr float kAlphaStep = 1.2f;
 constexpr auto kProgressEvery = std::chrono::milliseconds(100);
-constexpr int kRepairRounds = 64;  // a second one is rare
-constexpr int64_t kGrain = 64;     // nodes that a thread takes at a time
+constexpr int64_t kGrain = 64;  // nodes that a thread takes at a time
 
 float value_of(const uint8_t* row, int64_t k, VectorFormat format) {
   switch (format) {
@@ -295,23 +294,6 @@ void Vamana::set_edges(const uint32_t* neighbours, const int64_t* counts, uint32
   }
 }
 
-std::vector<char> Vamana::reached_from(const std::vector<uint32_t>& entries) const {
-  std::vector<char> reached(vectors_.n);
-  std::vector<uint32_t> waiting;
-  for (const uint32_t entry : entries) {
-    if (!reached[entry]) reached[entry] = 1, waiting.push_back(entry);
-  }
-  while (!waiting.empty()) {
-    const uint32_t node = waiting.back();
-    waiting.pop_back();
-    for (int64_t i = 0; i < degree_[node]; ++i) {
-      const uint32_t next = neighbours_of(node)[i];
-      if (!reached[next]) reached[next] = 1, waiting.push_back(next);
-    }
-  }
-  return reached;
-}
-
 std::vector<char> Vamana::leading_to(uint32_t node) const {
   std::vector<char> leads(vectors_.n);
   leads[node] = 1;
@@ -327,44 +309,64 @@ std::vector<char> Vamana::leading_to(uint32_t node) const {
   return leads;
 }
 
-// An edge that a repair has made stays: so each round leaves fewer nodes that cannot be come to.
-bool Vamana::add_edge(uint32_t from, uint32_t to, std::unordered_set<uint64_t>& kept) {
-  uint32_t* begin = edges_.data() + from * capacity_;
-  const auto key = [from](uint32_t end) { return static_cast<uint64_t>(from) << 32 | end; };
+// Puts `lost` into the farthest edge of `from`: from -> x becomes from -> lost -> x, so that whatever could be come to
+// still can. Not into one that a repair has made, unless `any`: x would move away step by step.
+bool Vamana::splice(uint32_t from, uint32_t lost, bool any, std::unordered_set<uint64_t>& made) {
+  const auto key = [](uint32_t begin, uint32_t end) { return static_cast<uint64_t>(begin) << 32 | end; };
+  uint32_t* edges = edges_.data() + from * capacity_;
+  uint32_t* own = edges_.data() + lost * capacity_;
   if (degree_[from] < options_.degree) {
-    begin[degree_[from]++] = to;
+    edges[degree_[from]++] = lost;
   } else {
     int64_t at = degree_[from] - 1;
-    while (at >= 0 && kept.count(key(begin[at]))) --at;
+    while (!any && at >= 0 && made.count(key(from, edges[at]))) --at;
     if (at < 0) return false;
-    begin[at] = to;
+    const uint32_t end = edges[at];
+    edges[at] = lost;
+    if (degree_[lost] == options_.degree) --degree_[lost];
+    own[degree_[lost]++] = end;
+    made.insert(key(lost, end));
   }
-  kept.insert(key(to));
+  made.insert(key(from, lost));
   return true;
 }
 
 int64_t Vamana::connect(const std::vector<uint32_t>& entries) {
   if (vectors_.n == 0) return 0;
-  int64_t lost = 0;
-  Scratch scratch(vectors_.n);
-  std::unordered_set<uint64_t> kept;
-  for (int round = 0;; ++round) {
-    const std::vector<char> reached = reached_from(entries);
-    const int64_t left = std::count(reached.begin(), reached.end(), 0);
-    if (round == 0) lost = left;
-    if (left == 0) return lost;
-    if (round == kRepairRounds)
-      throw std::runtime_error(std::to_string(left) + " nodes of a graph cannot be connected");
-    uint32_t last = medoid_;  // of a run of nodes that lie in one place: each leads to the next
-    for (int64_t i = 0; i < vectors_.n; ++i) {
-      if (reached[i]) continue;
-      const auto node = static_cast<uint32_t>(i);
-      walk(query_of(node), entries[0], scratch);
-      const auto leads = [&](const Near& near) { return near.node != node && add_edge(near.node, node, kept); };
-      if (std::none_of(scratch.list.begin(), scratch.list.end(), leads)) add_edge(last, node, kept);
-      last = node;
+  std::vector<char> reached(vectors_.n);
+  std::vector<uint32_t> waiting;
+  const auto reach = [&](uint32_t first) {
+    if (!reached[first]) reached[first] = 1, waiting.push_back(first);
+    while (!waiting.empty()) {
+      const uint32_t node = waiting.back();
+      waiting.pop_back();
+      for (int64_t i = 0; i < degree_[node]; ++i) {
+        const uint32_t next = neighbours_of(node)[i];
+        if (!reached[next]) reached[next] = 1, waiting.push_back(next);
+      }
     }
+  };
+  for (const uint32_t entry : entries) reach(entry);
+  Scratch scratch(vectors_.n);
+  std::unordered_set<uint64_t> made;
+  std::vector<uint32_t> last;  // that was repaired: of many vectors in one place each leads to the next
+  int64_t repaired = 0;
+  for (int64_t i = 0; i < vectors_.n; ++i) {
+    if (reached[i]) continue;
+    const auto lost = static_cast<uint32_t>(i);
+    const DistanceQuery query = query_of(lost);
+    walk(query, entries[0], scratch);
+    measure(query, last, scratch.distance, scratch);
+    for (size_t j = 0; j < last.size(); ++j) scratch.list.push_back({scratch.distance[j], last[j]});
+    std::stable_sort(scratch.list.begin(), scratch.list.end(),
+                     [](const Near& a, const Near& b) { return a.distance < b.distance; });
+    const auto leads = [&](const Near& near) { return splice(near.node, lost, false, made); };
+    if (std::none_of(scratch.list.begin(), scratch.list.end(), leads)) splice(scratch.list[0].node, lost, true, made);
+    ++repaired;
+    last.assign(1, lost);
+    reach(lost);
   }
+  return repaired;
 }
 
 }  // namespace espnx::graph

@@ -86,8 +86,7 @@ class Vamana {
   void link_back(uint32_t from, uint32_t to, float distance, float alpha, Scratch& scratch);
   void copy_neighbours(uint32_t node, std::vector<uint32_t>& out);
   void trim(uint32_t node, Scratch& scratch);
-  std::vector<char> reached_from(const std::vector<uint32_t>& entries) const;
-  bool add_edge(uint32_t from, uint32_t to, std::unordered_set<uint64_t>& kept);
+  bool splice(uint32_t from, uint32_t lost, bool any, std::unordered_set<uint64_t>& made);
 
   void lock(uint32_t node) {
     while (locks_[node].test_and_set(std::memory_order_acquire)) {

@@ -32,6 +32,13 @@ bool NodeSet::add(uint32_t node) {
   }
 }
 
+bool NodeSet::has(uint32_t node) const {
+  for (size_t at = slot_of(node, slots_.size());; at = (at + 1) & (slots_.size() - 1)) {
+    if (slots_[at] == node + 1) return true;
+    if (slots_[at] == 0) return false;
+  }
+}
+
 void NodeSet::grow() {
   std::vector<uint32_t> old(std::max(kFewSlots, 2 * slots_.size()));
   old.swap(slots_);
@@ -51,8 +58,10 @@ void GraphWalk::begin(const GraphView& view, const WalkOptions& options, const v
   fill_table(view.book, query_f32, view.metric, table_.data());
   list_.clear();
   met_.clear();
+  read_.clear();
   nearest_.clear();
   under_way_.clear();
+  code_pages_.clear();
   costs_ = {};
   const auto n_entries = static_cast<int64_t>(view.entries.size());
   if (n_entries == 0) return;
@@ -74,7 +83,13 @@ size_t GraphWalk::first_waiting() const {
   return list_[at].distance - farthest > options_.stop_beyond * std::abs(farthest) ? list_.size() : at;
 }
 
-std::optional<int64_t> GraphWalk::next_page() {
+std::optional<Want> GraphWalk::next_page() {
+  for (CodePage& each : code_pages_) {
+    if (each.asked) continue;
+    each.asked = true;
+    return Want{true, each.page};
+  }
+  if (!code_pages_.empty()) return std::nullopt;
   if (static_cast<int64_t>(under_way_.size()) >= options_.beam) return std::nullopt;
   for (size_t at = first_waiting(); at < list_.size(); ++at) {
     if (!list_[at].waits) continue;
@@ -82,7 +97,7 @@ std::optional<int64_t> GraphWalk::next_page() {
     if (std::find(under_way_.begin(), under_way_.end(), page) != under_way_.end()) continue;  // it is coming
     under_way_.push_back(page);
     ++costs_.pages;
-    return page;
+    return Want{false, page};
   }
   return std::nullopt;
 }
@@ -90,7 +105,7 @@ std::optional<int64_t> GraphWalk::next_page() {
 void GraphWalk::arrived(int64_t page, const uint8_t* bytes) {
   const PageLayout& layout = view_->layout;
   under_way_.erase(std::find(under_way_.begin(), under_way_.end(), page));
-  ++costs_.hops;
+  read_.add(static_cast<uint32_t>(page));
   // Every vector of the page is measured: it is here.
   const int64_t count = layout.nodes_of(page);
   const auto first = static_cast<uint32_t>(page * layout.nodes_per_page);
@@ -104,10 +119,8 @@ void GraphWalk::arrived(int64_t page, const uint8_t* bytes) {
     const uint32_t number = first + static_cast<uint32_t>(i);
     keep(distance_[i], node.row());
     met_.add(number);
-    if (!stop_waiting(number)) {
-      if (!is_within(distance_[i])) continue;
-      add_candidate({distance_[i], number, false});  // it came with another one, and is as near as those of the list
-    }
+    // One that came with another is expanded if it is as near as those of the list.
+    if (!stop_waiting(number) && !add_candidate({distance_[i], number, false})) continue;
     expand(node);
   }
 }
@@ -128,9 +141,38 @@ void GraphWalk::expand(const NodeView& node) {
   for (int64_t i = 0; i < node.n_neighbours(); ++i) {
     const uint32_t neighbour = node.neighbour(i);
     if (!met_.add(neighbour)) continue;
+    if (layout.paged_codes) {
+      const int64_t page = layout.code_page_of(neighbour);
+      const auto is_it = [page](const CodePage& each) { return each.page == page && !each.asked; };
+      auto at = std::find_if(code_pages_.begin(), code_pages_.end(), is_it);
+      if (at == code_pages_.end()) at = code_pages_.insert(at, {page, false, {}});
+      at->nodes.push_back(neighbour);
+      continue;
+    }
     fresh_.push_back(neighbour);
     fresh_codes_.push_back(view_->codes == nullptr ? node.code(i) : view_->codes + neighbour * layout.code_bytes);
   }
+  estimate_fresh();
+}
+
+void GraphWalk::codes_arrived(int64_t page, const uint8_t* bytes, bool was_read) {
+  costs_.code_pages += was_read ? 1 : 0;
+  const auto is_it = [page](const CodePage& each) { return each.page == page && each.asked; };
+  const auto at = std::find_if(code_pages_.begin(), code_pages_.end(), is_it);
+  fresh_ = std::move(at->nodes);
+  code_pages_.erase(at);
+  fresh_codes_.clear();
+  const int64_t first = page * view_->layout.codes_per_page();
+  // Those whose page has come meanwhile were measured.
+  const auto is_read = [this](uint32_t node) { return read_.has(static_cast<uint32_t>(view_->layout.page_of(node))); };
+  fresh_.erase(std::remove_if(fresh_.begin(), fresh_.end(), is_read), fresh_.end());
+  for (const uint32_t node : fresh_) {
+    fresh_codes_.push_back(bytes + kPageHeaderBytes + (node - first) * view_->layout.code_bytes);
+  }
+  estimate_fresh();
+}
+
+void GraphWalk::estimate_fresh() {
   estimate_.resize(fresh_.size());
   estimate(table_.data(), view_->book.parts(), fresh_codes_.data(), static_cast<int64_t>(fresh_.size()),
            estimate_.data());
@@ -138,10 +180,12 @@ void GraphWalk::expand(const NodeView& node) {
   for (size_t i = 0; i < fresh_.size(); ++i) add_candidate({estimate_[i], fresh_[i], true});
 }
 
-void GraphWalk::add_candidate(Candidate candidate) {
-  if (!is_within(candidate.distance)) return;
+bool GraphWalk::add_candidate(Candidate candidate) {
+  // By number where distances are equal, so that the list does not depend on the order in which candidates come.
+  if (static_cast<int64_t>(list_.size()) == options_.list_size && !(candidate < list_.back())) return false;
   list_.insert(std::upper_bound(list_.begin(), list_.end(), candidate), candidate);
   if (static_cast<int64_t>(list_.size()) > options_.list_size) list_.pop_back();
+  return true;
 }
 
 void GraphWalk::keep(float distance, uint32_t row) {

@@ -32,7 +32,13 @@ struct WalkOptions {
 };
 
 struct WalkCosts {
-  int64_t pages = 0, distances = 0, estimates = 0, hops = 0;
+  int64_t pages = 0, code_pages = 0, distances = 0, estimates = 0;
+};
+
+// A page that a walk wants.
+struct Want {
+  bool is_codes;  // of codes, and not of nodes
+  int64_t page;
 };
 
 struct Found {
@@ -43,11 +49,12 @@ struct Found {
   }
 };
 
-// Node numbers that were met: open addressing, so that forgetting them is one memset.
+// Numbers of nodes, or of pages: open addressing, so that forgetting them is one memset.
 class NodeSet {
  public:
   void clear();
   bool add(uint32_t node);  // false: it is there
+  bool has(uint32_t node) const;
 
  private:
   void grow();
@@ -62,13 +69,17 @@ class GraphWalk {
              const uint8_t* allowed);
 
   // The page to read next, unless so many are under way, or nothing is left to read. It is under way from here on.
-  std::optional<int64_t> next_page();
+  // Where codes are paged, those of a node's neighbours come before anything else: which node is next depends on them.
+  std::optional<Want> next_page();
 
-  // A page that was asked for, checked.
+  // A page of nodes that was asked for, checked.
   void arrived(int64_t page, const uint8_t* bytes);
 
+  // A page of codes that was asked for, checked. `was_read`: or it was in memory, and counts for nothing.
+  void codes_arrived(int64_t page, const uint8_t* bytes, bool was_read);
+
   // Nothing is left, and nothing under way.
-  bool done() const { return under_way_.empty() && first_waiting() == list_.size(); }
+  bool done() const { return under_way_.empty() && code_pages_.empty() && first_waiting() == list_.size(); }
 
   // The k nearest of all vectors that were measured, nearest first, ties by row.
   std::vector<Found> results();
@@ -86,12 +97,10 @@ class GraphWalk {
   };
 
   size_t first_waiting() const;
-  bool is_within(float distance) const {
-    return static_cast<int64_t>(list_.size()) < options_.list_size || distance < list_.back().distance;
-  }
-  void add_candidate(Candidate candidate);
-  bool stop_waiting(uint32_t node);  // false: it is not in the list
+  bool add_candidate(Candidate candidate);  // false: it is too far
+  bool stop_waiting(uint32_t node);         // false: it is not in the list
   void expand(const NodeView& node);
+  void estimate_fresh();  // and makes candidates of them
   void keep(float distance, uint32_t row);
 
   const GraphView* view_ = nullptr;
@@ -101,8 +110,15 @@ class GraphWalk {
   std::vector<float> table_;
   std::vector<Candidate> list_;  // nearest first
   NodeSet met_;                  // nodes that were candidates, or measured
+  NodeSet read_;                 // pages that have arrived
   std::vector<Found> nearest_;   // a heap, the farthest on top
   std::vector<int64_t> under_way_;
+  struct CodePage {
+    int64_t page;
+    bool asked;
+    std::vector<uint32_t> nodes;  // whose codes it has
+  };
+  std::vector<CodePage> code_pages_;  // that neighbours wait for
   WalkCosts costs_;
   std::vector<const uint8_t*> rows_, fresh_codes_;  // scratch
   std::vector<uint32_t> fresh_;

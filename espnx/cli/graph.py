@@ -22,8 +22,9 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--search-list-size", type=int, default=100, metavar="L", help="candidates of the build's walks (default: 100)")
     parser.add_argument("--alpha", type=float, default=1.2, help="how far apart the neighbours of a node are kept (default: 1.2)")
     parser.add_argument(
-        "--codes", default="inline", choices=("inline", "memory"),
-        help="inline: beside each node, so that memory does not grow with the vectors; memory: a smaller folder (default: inline)",
+        "--codes", default="inline", choices=("inline", "paged", "memory"),
+        help="where codes lie: beside each node, so that memory does not grow with the vectors; in pages of their own, a smaller"
+        " folder and more reads; in memory, few reads (default: inline)",
     )  # fmt: skip
     parser.add_argument("--pq-bytes", type=int, metavar="N", help="of a code (default: as many as fill a page)")
     parser.add_argument(
@@ -151,7 +152,9 @@ def configure_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vectors", metavar="FILE", help="what the index was built from, where its nodes have codes in place of vectors")
     parser.add_argument("--data-type", choices=("float32", "uint8", "int8"), help="of its vectors (default: as PREFIX_metadata.bin says)")
     parser.add_argument("--metric", choices=("l2", "ip"), help="of the index (default: as PREFIX_metadata.bin says, else l2)")
-    parser.add_argument("--codes", default="inline", choices=("inline", "memory"), help="where codes lie, as for build (default: inline)")
+    parser.add_argument(
+        "--codes", default="inline", choices=("inline", "paged", "memory"), help="where codes lie, as for build (default: inline)"
+    )
     parser.add_argument(
         "--order",
         default="packed",

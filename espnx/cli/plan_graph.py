@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from ..graph.planning import GraphPlan
 
 _TB_BYTES, _GB_BYTES = 10**12, 2**30  # as SSDs and as memory are sold
-_WHERE = {"inline": "codes beside each node", "memory": "codes in memory"}
+_WHERE = {"inline": "codes beside each node", "paged": "codes in pages of their own", "memory": "codes in memory"}
 
 
 def configure_graph(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("a graph of vectors", "with --dim; options as of `espnx graph build`").add_argument
     add("--vectors", type=int, metavar="N", help="how many")
     add("--vector-dtype", default="float16", metavar="T", help="float32, float16, uint8 or int8 (default: %(default)s)")
-    add("--codes", choices=tuple(_WHERE), help="default: both are shown")
+    add("--codes", choices=tuple(_WHERE), help="default: all are shown")
     add("--max-degree", type=int, default=64, metavar="R", help="default: %(default)s")
     add("--pq-bytes", type=int, metavar="B", help="of a code (default: as many as fill a page)")
     add("--price-per-tb-ssd", type=float, metavar="P", help="of 10^12 bytes: the media cost is shown")

@@ -13,6 +13,8 @@ from .build import GraphReport, build
 from .diskann import ExportReport, ImportReport, export_diskann, import_diskann
 from .format import METRICS, RecallPoint
 from .index import GraphIndex, Neighbours
+from .private import PrivateGraphs, build_private
+from .stored import StoredGraph
 from .vectors import Vectors, read_vectors
 
 open = GraphIndex  # noqa: A001 - espnx.graph.open reads as it should
@@ -24,9 +26,12 @@ __all__ = [
     "GraphReport",
     "ImportReport",
     "Neighbours",
+    "PrivateGraphs",
     "RecallPoint",
+    "StoredGraph",
     "Vectors",
     "build",
+    "build_private",
     "export_diskann",
     "import_diskann",
     "open",

@@ -22,7 +22,7 @@ from ..storage.manifest import NAME
 from ..storage.native import given_engine
 from .codebook import Codebook, train_codebook
 from .format import METRICS, N_MAX
-from .layout import MAX_DEGREE_MAX, choose_layout
+from .layout import CODES_IN, MAX_DEGREE_MAX, choose_layout
 from .vectors import Vectors, read_vectors
 from .write import Progress, WholeGraph, add_recall, clear_leftovers, connect_and_choose_entries, write_graph
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _ALPHA_MAX = 4.0
 _FP16_MAX = 65504.0
+# Of a vector: the squared distance of two such is at most four times as large, and float32 still holds it.
+_SQUARES_MAX = 2.0**125
 _BLOCK_ROWS = 16_384
 
 
@@ -118,8 +120,8 @@ def build(
         search_list_size: candidates of the walks that find neighbours, L.
         alpha: a neighbour is left out where another one is nearer to it by this factor; 1 to 4.
         codes: where the codes of product quantisation lie by which a walk chooses: ``inline``, beside each node its neighbours' (AiSAQ's
-            performance mode: memory does not grow with n), or ``memory`` (DiskANN's: n * pq_bytes of memory, a folder of a third to a
-            sixth).
+            performance mode: memory does not grow with n); ``paged``, in pages of their own that walks read, too (AiSAQ's scale mode: the
+            smallest folder without memory that grows, and many more reads); ``memory`` (DiskANN's: n * pq_bytes of memory, few reads).
         pq_bytes: of a code; None: as many as fill the page, at most one a dimension.
         vector_dtype: ``float32``, ``float16``, ``uint8`` or ``int8``; ``auto``: as they come where they are whole numbers, else float16.
         num_entry_points: where searches may begin; they take the nearest by its code.
@@ -156,8 +158,7 @@ class _Builder:
         self._engine, self._path, self._options, self._progress = engine, path, options, progress
         self._source = source
         self._layout = choose_layout(
-            source.n, source.dim, format_name, max_degree=options.max_degree, inline_codes=options.codes == "inline",
-            code_bytes=options.pq_bytes,
+            source.n, source.dim, format_name, max_degree=options.max_degree, codes=options.codes, code_bytes=options.pq_bytes,
         )  # fmt: skip
         self._times = [time.perf_counter()]
 
@@ -216,6 +217,13 @@ class _Builder:
         if not np.isfinite(values).all():
             row, dim = (int(each[0]) for each in np.nonzero(~np.isfinite(values)))
             raise errors.InvalidInputError(f"vector {first + row}, value {dim}", got=float(values[row, dim]), expected="a finite number")
+        squares = np.square(values.astype(np.float64)).sum(axis=1)
+        if squares.size and squares.max() > _SQUARES_MAX:
+            row = int(np.argmax(squares))
+            raise errors.InvalidInputError(
+                f"vector {first + row}", got=f"length {np.sqrt(squares[row]):.3g}", expected=f"at most {np.sqrt(_SQUARES_MAX):.3g}",
+                fix="scale the vectors: distances between such overflow float32",
+            )  # fmt: skip
         if self._options.metric == "cosine":
             length = np.linalg.norm(values.astype(np.float64), axis=1, keepdims=True)
             values = (values / np.where(length > 0, length, 1)).astype(np.float32)
@@ -259,8 +267,8 @@ def _check(options: _Options, source: Vectors) -> str:
     """The format that vectors are stored in. Raises InvalidInputError."""
     if options.metric not in METRICS:
         raise errors.InvalidInputError("metric of a graph", got=repr(options.metric), expected=" or ".join(METRICS))
-    if options.codes not in ("inline", "memory"):
-        raise errors.InvalidInputError("codes of a graph", got=repr(options.codes), expected="inline or memory")
+    if options.codes not in CODES_IN:
+        raise errors.InvalidInputError("codes of a graph", got=repr(options.codes), expected=", ".join(CODES_IN))
     check_whole("max_degree", options.max_degree, 1, MAX_DEGREE_MAX)
     check_whole("search_list_size", options.search_list_size, 1, 1 << 16)
     check_finite("alpha", options.alpha)

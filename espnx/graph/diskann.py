@@ -26,7 +26,7 @@ from ..storage.native import given_engine
 from . import diskann_files as theirs
 from .codebook import Codebook
 from .format import N_ENTRIES_MAX, NODES, GraphFacts, parse_pages, read_codes, read_graph
-from .layout import PageLayout, choose_layout
+from .layout import CODES_IN, PageLayout, choose_layout
 from .vectors import read_vectors
 from .write import Progress, WholeGraph, add_recall, clear_leftovers, connect_and_choose_entries, write_graph
 
@@ -165,7 +165,7 @@ def import_diskann(
         index = _read_index(own, where, vectors, data_type, metric, column, tell)
         n, dim = index.rows.shape
         layout = choose_layout(
-            n, dim, _FORMATS[index.rows.dtype.name], max_degree=index.neighbours.shape[1], inline_codes=codes == "inline",
+            n, dim, _FORMATS[index.rows.dtype.name], max_degree=index.neighbours.shape[1], codes=codes,
             code_bytes=index.codebook.code_bytes,
         )  # fmt: skip
         times.append(time.perf_counter())
@@ -185,7 +185,7 @@ def import_diskann(
 
 
 def _check_options(codes: str, order: str, num_entry_points: int, seed: int, threads: int) -> None:
-    for name, got, among in (("codes", codes, ("inline", "memory")), ("order", order, ORDERS)):
+    for name, got, among in (("codes", codes, CODES_IN), ("order", order, ORDERS)):
         if got not in among:
             raise errors.InvalidInputError(f"{name} of an import", got=repr(got), expected=" or ".join(among))
     check_whole("num_entry_points", num_entry_points, 1, N_ENTRIES_MAX)

@@ -4,7 +4,7 @@ A directory holds::
 
     nodes.bin      pages of nodes
     rows.bin       for each row of the input the number of its node, uint32
-    codes.bin      where codes stay in memory: of each node, by number
+    codes.bin      where codes are not inline: of each node, by number; paged, or plain where they stay in memory
     codebook.bin   centroids, float32 [256, dim]
     entries.bin    entry points: numbers, uint32, and then their codes
     MANIFEST.json  sizes, checksums and the rest; written last
@@ -28,7 +28,7 @@ from ..storage.files import crc32c, read_file
 from ..storage.manifest import NAME, read_manifest
 from ..storage.parse import Fields, check_plain_file
 from .codebook import Codebook
-from .layout import HEADER, MAX_DEGREE_MAX, PAGE_BYTES_MAX, PAGE_UNIT_BYTES, PageLayout
+from .layout import CODE_PAGE_BYTES, HEADER, MAX_DEGREE_MAX, PAGE_BYTES_MAX, PAGE_UNIT_BYTES, PageLayout, code_salt
 
 MAGIC, VERSION = "espnx-graph", 1
 NODES, ROWS, CODES, CODEBOOK, ENTRIES = "nodes.bin", "rows.bin", "codes.bin", "codebook.bin", "entries.bin"
@@ -87,14 +87,14 @@ class GraphFacts:
     @property
     def memory_bytes(self) -> int:
         """That stay in memory, codes among them where they do."""
-        codes = 0 if self.layout.inline_codes else self.layout.n * self.layout.code_bytes
+        codes = self.layout.codes_bytes if self.layout.codes_in == "memory" else 0
         return int(self.codebook.centroids.nbytes + self.codebook.begin.nbytes + self.entries.nbytes + self.entry_codes.nbytes + codes)
 
     @property
     def file_sizes(self) -> dict[str, int]:
         """Bytes of each file."""
         layout = self.layout
-        codes = {} if layout.inline_codes else {CODES: layout.n * layout.code_bytes}
+        codes = {} if layout.inline_codes else {CODES: layout.codes_bytes}
         entries = len(self.entries) * (4 + layout.code_bytes)
         return {NODES: layout.size_bytes, ROWS: 4 * layout.n, CODEBOOK: 256 * layout.dim * 4, ENTRIES: entries, **codes}
 
@@ -122,7 +122,7 @@ def read_graph(engine: NativeEngine, directory: str | os.PathLike[str]) -> Graph
     fields = Fields(read_manifest(engine, where, MAGIC, VERSION), os.path.join(where, NAME), fix=_REBUILD)
     layout = _read_layout(fields)
     sums = fields.inner("sums")
-    names = [CODEBOOK, ENTRIES, *([] if layout.inline_codes else [CODES])]
+    names = [CODEBOOK, ENTRIES, *([CODES] if layout.codes_in == "memory" else [])]
     expected = {name: sums.whole(name, 0, 2**32 - 1) for name in names}
     n_entries = fields.whole("n_entries", min(1, layout.n), N_ENTRIES_MAX)
     parts = np.array(fields.wholes("parts", 0, layout.dim, count=layout.code_bytes + 1), np.int64)
@@ -144,10 +144,44 @@ def read_graph(engine: NativeEngine, directory: str | os.PathLike[str]) -> Graph
 
 
 def read_codes(engine: NativeEngine, facts: GraphFacts) -> np.ndarray:
-    """uint8 [n, code_bytes], by node. Raises as `read_graph`."""
+    """uint8 [n, code_bytes], by node, of a graph whose codes are not inline. Raises as `read_graph`."""
     layout = facts.layout
-    data = _read_whole(engine, facts.directory, CODES, layout.n * layout.code_bytes, facts.sums)
-    return np.frombuffer(data, np.uint8).reshape(layout.n, layout.code_bytes)
+    if not layout.paged_codes:
+        data = _read_whole(engine, facts.directory, CODES, layout.n * layout.code_bytes, facts.sums)
+        return np.frombuffer(data, np.uint8).reshape(layout.n, layout.code_bytes)
+    check_size(facts.path(CODES), layout.codes_bytes)
+    memory = torch.frombuffer(bytearray(read_file(engine, facts.path(CODES))) or bytearray(1), dtype=torch.uint8)
+    pages = np.arange(layout.codes_bytes // CODE_PAGE_BYTES)
+    return parse_code_pages(facts, pages, memory, pages * CODE_PAGE_BYTES).reshape(-1, layout.code_bytes)[: layout.n]
+
+
+def parse_code_pages(facts: GraphFacts, pages: np.ndarray, memory: torch.Tensor, position_bytes: np.ndarray) -> np.ndarray:
+    """uint8 [m, codes_per_page, code_bytes] of pages of codes that were read. See `parse_pages`."""
+    layout = facts.layout
+    found = _checked_pages(facts.path(CODES), CODE_PAGE_BYTES, code_salt(facts.salt), pages, memory, position_bytes)
+    codes = found[:, HEADER.itemsize : HEADER.itemsize + layout.codes_per_page * layout.code_bytes]
+    return codes.reshape(len(pages), layout.codes_per_page, layout.code_bytes)
+
+
+def _checked_pages(
+    path: str, page_bytes: int, salt: int, pages: np.ndarray, memory: torch.Tensor, position_bytes: np.ndarray
+) -> np.ndarray:  # fmt: skip
+    """uint8 [m, page_bytes], whose headers are right."""
+    begin = torch.from_numpy(np.ascontiguousarray(position_bytes, dtype=np.int64))
+    found = memory.numpy()[begin.numpy()[:, None] + np.arange(page_bytes)]
+    header = np.ascontiguousarray(found[:, : HEADER.itemsize]).view(HEADER).ravel()
+    sums = crc32c_ranges(memory, begin + 4, torch.full_like(begin, page_bytes - 4)).numpy()
+    for i in np.flatnonzero(sums != header["crc32c"])[:1]:
+        raise errors.ChecksumError(
+            f"page {pages[i]} of a graph is damaged", path=path, offset_bytes=int(pages[i]) * page_bytes,
+            got=f"CRC32C {sums[i]:08x}", expected=f"{header['crc32c'][i]:08x}", fix=_REBUILD,
+        )  # fmt: skip
+    for i in np.flatnonzero((header["salt"] != salt) | (header["page"] != pages))[:1]:
+        raise errors.StaleDataError(
+            f"page {pages[i]} of a graph", path=path, got=f"page {header['page'][i]}, salt {header['salt'][i]:016x}",
+            expected=f"page {pages[i]}, salt {salt:016x}", fix=_REBUILD,
+        )  # fmt: skip
+    return found
 
 
 def parse_pages(facts: GraphFacts, pages: np.ndarray, memory: torch.Tensor, position_bytes: np.ndarray) -> np.ndarray:
@@ -165,20 +199,7 @@ def parse_pages(facts: GraphFacts, pages: np.ndarray, memory: torch.Tensor, posi
         ChecksumError: damaged. StaleDataError: of another graph, or another page of this one. FormatError: a node that cannot be.
     """
     layout, path = facts.layout, facts.path(NODES)
-    begin = torch.from_numpy(np.ascontiguousarray(position_bytes, dtype=np.int64))
-    found = memory.numpy()[begin.numpy()[:, None] + np.arange(layout.page_bytes)]
-    header = np.ascontiguousarray(found[:, : HEADER.itemsize]).view(HEADER).ravel()
-    sums = crc32c_ranges(memory, begin + 4, torch.full_like(begin, layout.page_bytes - 4)).numpy()
-    for i in np.flatnonzero(sums != header["crc32c"])[:1]:
-        raise errors.ChecksumError(
-            f"page {pages[i]} of a graph is damaged", path=path, offset_bytes=int(pages[i]) * layout.page_bytes,
-            got=f"CRC32C {sums[i]:08x}", expected=f"{header['crc32c'][i]:08x}", fix=_REBUILD,
-        )  # fmt: skip
-    for i in np.flatnonzero((header["salt"] != facts.salt) | (header["page"] != pages))[:1]:
-        raise errors.StaleDataError(
-            f"page {pages[i]} of a graph", path=path, got=f"page {header['page'][i]}, salt {header['salt'][i]:016x}",
-            expected=f"page {pages[i]}, salt {facts.salt:016x}", fix=_REBUILD,
-        )  # fmt: skip
+    found = _checked_pages(path, layout.page_bytes, facts.salt, pages, memory, position_bytes)
     nodes = np.ascontiguousarray(found[:, HEADER.itemsize : HEADER.itemsize + layout.nodes_per_page * layout.node_bytes])
     nodes = nodes.view(layout.node_dtype).reshape(len(pages), layout.nodes_per_page)
     wrong = (nodes["n_neighbours"] > layout.max_degree) | (nodes["row"] >= layout.n) | (nodes["neighbours"] >= layout.n).any(axis=-1)
@@ -206,8 +227,13 @@ def _read_layout(fields: Fields) -> PageLayout:
     layout = PageLayout(
         fields.whole("n", 0, N_MAX), fields.whole("dim", 1, DIM_MAX), fields.choice("format", VECTOR_FORMATS),
         fields.whole("max_degree", 1, MAX_DEGREE_MAX), fields.whole("code_bytes", 1, DIM_MAX), fields.flag("inline_codes"),
+        fields.flag("paged_codes"),
         fields.whole("page_bytes", PAGE_UNIT_BYTES, PAGE_BYTES_MAX),
     )  # fmt: skip
+    if layout.inline_codes and layout.paged_codes:
+        fields.refuse("paged_codes", "false where codes are inline")
+    if layout.paged_codes and layout.code_bytes > CODE_PAGE_BYTES - HEADER.itemsize:
+        fields.refuse("code_bytes", f"at most {CODE_PAGE_BYTES - HEADER.itemsize}, what a page holds")
     if layout.page_bytes % PAGE_UNIT_BYTES or layout.nodes_per_page < 1:
         fields.refuse("page_bytes", "a multiple of 4096 that holds a node")
     return layout

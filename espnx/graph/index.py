@@ -16,7 +16,8 @@ from ..ops._native import load_extension
 from ..ops.distances import distances
 from ..sizes import format_size
 from ..storage import FaultRule, NativeEngine, Plan
-from .format import NODES, ROWS, GraphFacts, RecallPoint, parse_pages, read_codes, read_graph
+from .format import CODES, NODES, ROWS, GraphFacts, RecallPoint, parse_pages, read_codes, read_graph
+from .layout import CODE_PAGE_BYTES
 
 LIST_SIZE_MAX = 1 << 20
 _RECALL = 0.95
@@ -32,16 +33,18 @@ class Neighbours:
         ids: int64 [q, k]: rows of the input that the graph was built from, the nearest first, ties by row; -1 where there are fewer.
         distances: float32 [q, k]: ``l2``: squared; ``ip``: the inner product, negated; ``cosine``: one minus the cosine. Infinity where
             there is no vector.
-        pages: int64 [q]: that were read.
+        pages: int64 [q]: of nodes that were read.
+        code_pages: int64 [q]: of codes that were read, 4096 bytes each, where codes are paged.
         measured: int64 [q]: vectors whose distance was measured.
         estimated: int64 [q]: codes whose distance was.
         seconds: float32 [q]: from the query's turn to its end; with many under way, others' work is in it.
-        page_bytes: of a page, and so of a read.
+        page_bytes: of a page of nodes.
     """
 
     ids: np.ndarray
     distances: np.ndarray
     pages: np.ndarray
+    code_pages: np.ndarray
     measured: np.ndarray
     estimated: np.ndarray
     seconds: np.ndarray
@@ -50,7 +53,7 @@ class Neighbours:
     @property
     def bytes_read(self) -> np.ndarray:
         """int64 [q]."""
-        return self.pages * self.page_bytes
+        return self.pages * self.page_bytes + self.code_pages * CODE_PAGE_BYTES
 
     def __repr__(self) -> str:
         q, k = self.ids.shape
@@ -67,6 +70,7 @@ class GraphIndex:
         path: the graph's directory.
         threads: that read and compute.
         walks: queries of a thread that are under way at a time.
+        code_cache_bytes: of a thread, where codes are paged: pages of codes that it keeps (Knowhere's pq_read_page_cache_size).
         engine: path of the reads: ``auto``, ``uring``, ``posix`` or ``memory``.
         rules, fault_seed: injected faults (tests).
 
@@ -76,23 +80,25 @@ class GraphIndex:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, threads: int = 2, walks: int = 32, engine: str = "auto", rules: Sequence[FaultRule] = (),
+        self, path: str | os.PathLike[str], *, threads: int = 2, walks: int = 32, engine: str = "auto",
+        code_cache_bytes: int = 5 << 20, rules: Sequence[FaultRule] = (),
         fault_seed: int = 0,
     ):  # fmt: skip
         check_whole("threads of a graph", threads, 1, 256)
         check_whole("walks of a thread", walks, 1, 1024)
+        check_whole("code_cache_bytes", code_cache_bytes, 0, 1 << 40)
         with NativeEngine(engine if engine in ("memory", "posix") else "posix", threads=1, pool_bytes=0) as own:
             self.facts: GraphFacts = read_graph(own, path)
-            codes = None if self.facts.layout.inline_codes else torch.from_numpy(read_codes(own, self.facts).copy())
+            codes = torch.from_numpy(read_codes(own, self.facts).copy()) if self.facts.layout.codes_in == "memory" else None
         self._requested, self._process = engine, os.getpid()
         layout, book = self.facts.layout, self.facts.codebook
         self._native = load_extension().GraphSearcher(
-            path=self.facts.path(NODES), direct=None, n=layout.n, dim=layout.dim, format=layout.format,
+            path=self.facts.path(NODES), codes_path=self.facts.path(CODES), direct=None, n=layout.n, dim=layout.dim, format=layout.format,
             metric="ip" if self.facts.metric == "ip" else "l2", degree=layout.max_degree, code_bytes=layout.code_bytes,
-            has_inline_codes=layout.inline_codes, page_bytes=layout.page_bytes, nodes_per_page=layout.nodes_per_page, salt=self.facts.salt,
+            codes_in=layout.codes_in, page_bytes=layout.page_bytes, nodes_per_page=layout.nodes_per_page, salt=self.facts.salt,
             parts=book.begin.tolist(), centroids=torch.from_numpy(book.centroids.copy()), codes=codes,
             entries=torch.from_numpy(self.facts.entries), entry_codes=torch.from_numpy(self.facts.entry_codes.copy()), engine=engine,
-            threads=threads, walks=walks, rules=[asdict(rule) for rule in rules], seed=fault_seed,
+            threads=threads, walks=walks, code_cache_bytes=code_cache_bytes, rules=[asdict(rule) for rule in rules], seed=fault_seed,
         )  # fmt: skip
         self._is_open = True
 
@@ -107,7 +113,7 @@ class GraphIndex:
         """What it is, and what searches with it cost, in a few lines."""
         layout, facts = self.facts.layout, self.facts
         effective, reason, is_direct = self._native.path
-        where = "in the pages" if layout.inline_codes else "in memory"
+        where = {"inline": "beside their nodes", "paged": "in pages of their own", "memory": "in memory"}[layout.codes_in]
         what = f"{layout.n:,} vectors of {layout.dim} dimensions as {layout.format}, {facts.metric}; {layout.max_degree} neighbours"
         sizes = f"{format_size(sum(facts.file_sizes.values()))} on storage, {format_size(facts.memory_bytes)} in memory"
         lines = [
@@ -119,12 +125,26 @@ class GraphIndex:
         return "\n".join(lines)
 
     def list_size_for(self, recall: float) -> RecallPoint:
-        """The smallest list that was measured at build to find that share of the ten nearest; the largest, if none did."""
-        if not 0 < recall <= 1:
+        """The smallest list that was measured at build to find that share of the ten nearest.
+
+        Raises InvalidInputError for a share that no list was measured to find.
+        """
+        if not isinstance(recall, int | float) or not 0 < recall <= 1:
             raise errors.InvalidInputError("recall", got=recall, expected="above 0, at most 1")
-        if not self.facts.recall:
+        if not self.facts.recall:  # too few vectors to measure anything
             return RecallPoint(max(10, len(self)), 1.0, float(self.facts.layout.n_pages))
-        return next((each for each in self.facts.recall if each.recall >= recall), self.facts.recall[-1])
+        found = next((each for each in self.facts.recall if each.recall >= recall), None)
+        if found is None:
+            last = self.facts.recall[-1]
+            raise errors.InvalidInputError(
+                "recall", got=recall, expected=f"at most {last.recall:.4f}, what a list of {last.list_size} was measured to find",
+                fix=f"list_size above {last.list_size}; or build with more pq_bytes, or vector_dtype float32",
+            )  # fmt: skip
+        return found
+
+    def _default_list_size(self) -> int:
+        reached = [each for each in self.facts.recall if each.recall >= _RECALL]
+        return (reached or self.facts.recall[-1:] or [self.list_size_for(_RECALL)])[0].list_size
 
     def search(
         self,
@@ -145,7 +165,8 @@ class GraphIndex:
             queries: [q, dim] or [dim], array or tensor; whole numbers for graphs of such, else what float32 holds.
             k: results of each, 1 or more.
             list_size: candidates that a walk keeps, L, k or more: a longer list finds more, and reads more.
-            recall: instead of it: the smallest list that was measured, at build, to find that share of the ten nearest. Neither: 0.95.
+            recall: instead of it: the smallest list that was measured, at build, to find that share of the ten nearest. Neither: 0.95, or
+                the longest list that was measured.
             beamwidth: pages of a query that are under way at a time, W. None: 1 where many queries keep the queue full, and the result
                 depends on nothing that time decides; 4 for so few that it would be idle.
             stop_beyond: ends a walk when its nearest candidate is farther than its k-th result by this share (of the squared distance),
@@ -164,7 +185,7 @@ class GraphIndex:
         if list_size is not None and recall is not None:
             raise errors.InvalidInputError("list_size and recall", got=f"{list_size} and {recall}", expected="one of them")
         if list_size is None:
-            list_size = max(k, self.list_size_for(_RECALL if recall is None else recall).list_size)
+            list_size = max(k, self._default_list_size() if recall is None else self.list_size_for(recall).list_size)
         check_whole("list_size, candidates of a walk", list_size, k, LIST_SIZE_MAX)
         if beamwidth is None:
             beamwidth = 1 if len(native) >= 2 * _ALONE_BEAMWIDTH else _ALONE_BEAMWIDTH
@@ -184,14 +205,14 @@ class GraphIndex:
             if count <= list_size:
                 return self._scan(wide, k, np.flatnonzero(allowed), deadline_s)
         bits = None if allowed is None else torch.from_numpy(np.packbits(allowed, bitorder="little"))
-        rows, far, pages, measured, estimated, seconds = self._native.search(
+        rows, far, pages, code_pages, measured, estimated, seconds = self._native.search(
             queries=native, queries_f32=wide, k=k, list_size=list_size, beam=beamwidth,
             stop_beyond=float("inf") if stop_beyond is None else float(stop_beyond), allowed=bits, deadline_s=float(deadline_s),
         )  # fmt: skip
         shape = (len(native), k)
         return Neighbours(
-            rows.numpy().reshape(shape), self._shown(far.numpy().reshape(shape)), pages.numpy(), measured.numpy(), estimated.numpy(),
-            seconds.numpy(), self.facts.layout.page_bytes,
+            rows.numpy().reshape(shape), self._shown(far.numpy().reshape(shape)), pages.numpy(), code_pages.numpy(), measured.numpy(),
+            estimated.numpy(), seconds.numpy(), self.facts.layout.page_bytes,
         )  # fmt: skip
 
     def _shown(self, far: np.ndarray) -> np.ndarray:
@@ -260,7 +281,14 @@ class GraphIndex:
         whole = np.full(len(queries), len(rows), np.int64)
         pages = np.full(len(queries), n_pages, np.int64)
         return Neighbours(
-            ids, self._shown(far), pages, whole, np.zeros_like(whole), np.zeros(len(queries), np.float32), self.facts.layout.page_bytes
+            ids,
+            self._shown(far),
+            pages,
+            np.zeros_like(whole),
+            whole,
+            np.zeros_like(whole),
+            np.zeros(len(queries), np.float32),
+            self.facts.layout.page_bytes,
         )
 
     def vectors(self, ids: Any, *, deadline_s: float = 30.0) -> np.ndarray:
@@ -332,6 +360,8 @@ class GraphIndex:
                 nodes = parse_pages(self.facts, part, future.memory, begin).reshape(-1)[: layout.n - first * layout.nodes_per_page]
                 reached[nodes["row"]] = True
                 self._verify_rows(engine, rows_file, nodes, first * layout.nodes_per_page)
+            if layout.paged_codes:
+                read_codes(engine, self.facts)
         if not reached.all():
             raise errors.FormatError(
                 "rows of a graph", path=self.facts.path(NODES), got=f"no node of row {int(np.argmin(reached))}", fix=_REBUILD

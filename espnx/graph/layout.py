@@ -13,6 +13,10 @@ PAGE_UNIT_BYTES = 4096
 PAGE_BYTES_MAX = 64 * 1024
 HEADER = np.dtype([("crc32c", "<u4"), ("page", "<u4"), ("salt", "<u8")])
 MAX_DEGREE_MAX = 1024
+#: Where codes may lie: beside each node its neighbours', in pages of their own, in memory.
+CODES_IN = ("inline", "paged", "memory")
+#: Of pages of codes, where codes are paged.
+CODE_PAGE_BYTES = 4096
 #: Behind a vector: its row, how many neighbours there are, and zeros.
 NODE_FIXED_BYTES = 8
 # A code of fewer bytes than this says too little of where a neighbour lies: larger pages are taken then.
@@ -31,6 +35,7 @@ class PageLayout:
         max_degree: neighbours that a node has room for, R.
         code_bytes: of a code of product quantisation.
         inline_codes: whether codes of a node's neighbours lie in the node.
+        paged_codes: whether codes lie in pages of a file of their own, which searches read; neither of both: codes stay in memory.
         page_bytes: a multiple of 4096.
     """
 
@@ -40,7 +45,25 @@ class PageLayout:
     max_degree: int
     code_bytes: int
     inline_codes: bool
+    paged_codes: bool
     page_bytes: int
+
+    @property
+    def codes_in(self) -> str:
+        """``inline``, ``paged`` or ``memory``."""
+        return "inline" if self.inline_codes else "paged" if self.paged_codes else "memory"
+
+    @property
+    def codes_per_page(self) -> int:
+        """Where codes are paged."""
+        return (CODE_PAGE_BYTES - HEADER.itemsize) // self.code_bytes
+
+    @property
+    def codes_bytes(self) -> int:
+        """Of the file of codes; 0: there is none."""
+        if self.inline_codes:
+            return 0
+        return -(-self.n // self.codes_per_page) * CODE_PAGE_BYTES if self.paged_codes else self.n * self.code_bytes
 
     @property
     def node_bytes(self) -> int:
@@ -74,22 +97,29 @@ class PageLayout:
         return np.dtype(fields)
 
 
+def code_salt(salt: int) -> int:
+    """Of pages of codes, so that no page of nodes is taken for one."""
+    return salt ^ (2**64 - 1)
+
+
 def node_bytes(dim: int, format: str, max_degree: int, inline_code_bytes: int) -> int:  # noqa: A002
     """Of a node whose neighbours' codes take so many bytes each in it (0: they lie elsewhere)."""
     return vector_bytes(format, dim) + NODE_FIXED_BYTES + (4 + inline_code_bytes) * max_degree
 
 
 def choose_layout(
-    n: int, dim: int, format: str, *, max_degree: int, inline_codes: bool, code_bytes: int | None  # noqa: A002
+    n: int, dim: int, format: str, *, max_degree: int, codes: str, code_bytes: int | None  # noqa: A002
 ) -> PageLayout:  # fmt: skip
     """The smallest pages that hold a node, and codes that fill them: of the bytes that a read brings none is left unused, and nothing
     makes a walk shorter than better codes.
 
     Args:
+        codes: ``inline``, ``paged`` or ``memory``.
         code_bytes: None: chosen here, at most a byte a dimension.
 
     Raises InvalidInputError where a node would be larger than 64 KiB.
     """
+    inline_codes = codes == "inline"
     if code_bytes is None:
         code_bytes = min(dim, _CODE_BYTES_IN_MEMORY) if not inline_codes else _filling(dim, format, max_degree)
     node = node_bytes(dim, format, max_degree, code_bytes if inline_codes else 0)
@@ -99,7 +129,7 @@ def choose_layout(
             f"a node of {dim} dimensions as {format}, max_degree {max_degree}", got=f"{node} bytes",
             expected=f"at most {PAGE_BYTES_MAX - HEADER.itemsize}", fix="lower max_degree or pq_bytes, or keep codes in memory",
         )  # fmt: skip
-    return PageLayout(n, dim, format, max_degree, code_bytes, inline_codes, page_bytes)
+    return PageLayout(n, dim, format, max_degree, code_bytes, inline_codes, codes == "paged", page_bytes)
 
 
 def _filling(dim: int, format: str, max_degree: int) -> int:  # noqa: A002

@@ -8,7 +8,7 @@ from ..checks import check_whole
 from ..errors import InvalidInputError
 from ..ops.distances import DIM_MAX, VECTOR_FORMATS, vector_bytes
 from .format import N_MAX
-from .layout import MAX_DEGREE_MAX, choose_layout
+from .layout import CODES_IN, MAX_DEGREE_MAX, choose_layout
 
 _SLACK = 1.3  # csrc/graph/vamana.cpp has the same one
 _DTYPES = {str(dtype).removeprefix("torch."): name for name, dtype in VECTOR_FORMATS.items()}
@@ -52,21 +52,23 @@ def plan_graph(
     check_whole("dim of a plan", dim, 1, DIM_MAX)
     check_whole("max_degree", max_degree, 1, MAX_DEGREE_MAX)
     check_whole("num_entry_points", num_entry_points, 1, 65536)
-    if vector_dtype not in _DTYPES or codes not in ("inline", "memory"):
+    if vector_dtype not in _DTYPES or codes not in CODES_IN:
         raise InvalidInputError(
-            "vector_dtype and codes of a plan", got=f"{vector_dtype!r} and {codes!r}", expected=f"{', '.join(_DTYPES)}; inline or memory"
+            "vector_dtype and codes of a plan",
+            got=f"{vector_dtype!r} and {codes!r}",
+            expected=f"{', '.join(_DTYPES)}; {', '.join(CODES_IN)}",
         )
     if pq_bytes is not None:
         check_whole("pq_bytes", pq_bytes, 1, dim)
-    layout = choose_layout(n, dim, _DTYPES[vector_dtype], max_degree=max_degree, inline_codes=codes == "inline", code_bytes=pq_bytes)
+    layout = choose_layout(n, dim, _DTYPES[vector_dtype], max_degree=max_degree, codes=codes, code_bytes=pq_bytes)
     code_bytes, entries = layout.code_bytes, min(n, num_entry_points)
-    codes_bytes = 0 if layout.inline_codes else n * code_bytes
+    resident_bytes = layout.codes_bytes if codes == "memory" else 0
     disk = {
         "nodes_bytes": layout.size_bytes, "rows_bytes": 4 * n, "codebook_bytes": 1024 * dim, "entries_bytes": entries * (4 + code_bytes),
-        "codes_bytes": codes_bytes,
+        "codes_bytes": layout.codes_bytes,
     }  # fmt: skip
     memory = {
-        "codebook_bytes": 1024 * dim + 8 * (code_bytes + 1), "entries_bytes": entries * (8 + code_bytes), "codes_bytes": codes_bytes
+        "codebook_bytes": 1024 * dim + 8 * (code_bytes + 1), "entries_bytes": entries * (8 + code_bytes), "codes_bytes": resident_bytes,
     }  # fmt: skip
     build = {
         "vectors_bytes": n * vector_bytes(layout.format, dim), "edges_bytes": 4 * n * max(max_degree + 1, int(_SLACK * max_degree)),

@@ -19,7 +19,7 @@ from ..storage.manifest import NAME, write_manifest
 from .codebook import Codebook
 from .format import CODEBOOK, CODES, ENTRIES, MAGIC, NODES, ROWS, VERSION, GraphFacts, RecallPoint
 from .index import GraphIndex
-from .layout import HEADER, PageLayout
+from .layout import CODE_PAGE_BYTES, HEADER, PageLayout, code_salt
 
 if TYPE_CHECKING:
     from .._C import Vamana
@@ -83,7 +83,9 @@ def write_graph(engine: NativeEngine, path: str, graph: WholeGraph, row_of: np.n
     sums = {CODEBOOK: whole(CODEBOOK, graph.codebook.centroids)}
     entries, entry_codes = node_of[graph.entries], graph.codes[graph.entries]
     sums[ENTRIES] = whole(ENTRIES, np.concatenate([entries.view(np.uint8).ravel(), entry_codes.ravel()]))
-    if not layout.inline_codes:
+    if layout.paged_codes:
+        whole(CODES, _code_pages(graph.codes[row_of], layout, salt))
+    elif not layout.inline_codes:
         sums[CODES] = whole(CODES, graph.codes[row_of])
     facts = GraphFacts(path, layout, graph.metric, salt, graph.codebook, entries.astype(np.int64), entry_codes, sums, graph.options)
     write_manifest(engine, path, MAGIC, VERSION, facts.manifest())
@@ -169,13 +171,27 @@ def _write_pages(
 def _pages_of(nodes: np.ndarray, layout: PageLayout, first: int, salt: int) -> np.ndarray:
     """uint8: whole pages of these nodes, the first of them page `first`."""
     count = len(nodes) // layout.nodes_per_page
-    pages = np.zeros((count, layout.page_bytes), np.uint8)
+    return _with_headers(nodes.view(np.uint8).reshape(count, layout.nodes_per_page * layout.node_bytes), layout.page_bytes, first, salt)
+
+
+def _code_pages(codes: np.ndarray, layout: PageLayout, salt: int) -> np.ndarray:
+    """uint8: pages of the codes of all nodes."""
+    count = -(-len(codes) // layout.codes_per_page)
+    whole = np.zeros((count * layout.codes_per_page, layout.code_bytes), np.uint8)
+    whole[: len(codes)] = codes
+    return _with_headers(whole.reshape(count, layout.codes_per_page * layout.code_bytes), CODE_PAGE_BYTES, 0, code_salt(salt))
+
+
+def _with_headers(content: np.ndarray, page_bytes: int, first: int, salt: int) -> np.ndarray:
+    """uint8: pages of these bytes, [m, at most what fits], and zeros; the first is page `first`."""
+    count = len(content)
+    pages = np.zeros((count, page_bytes), np.uint8)
     header = np.zeros(count, HEADER)
     header["page"], header["salt"] = np.arange(first, first + count), salt
-    pages[:, HEADER.itemsize : HEADER.itemsize + layout.nodes_per_page * layout.node_bytes] = nodes.view(np.uint8).reshape(count, -1)
-    pages[:, : HEADER.itemsize] = header.view(np.uint8).reshape(count, -1)
-    begin = torch.arange(count) * layout.page_bytes + 4
-    sums = crc32c_ranges(torch.from_numpy(pages.reshape(-1)), begin, torch.full_like(begin, layout.page_bytes - 4)).numpy()
+    pages[:, HEADER.itemsize : HEADER.itemsize + content.shape[1]] = content
+    pages[:, : HEADER.itemsize] = header.view(np.uint8).reshape(count, HEADER.itemsize)
+    begin = torch.arange(count) * page_bytes + 4
+    sums = crc32c_ranges(torch.from_numpy(pages.reshape(-1)), begin, torch.full_like(begin, page_bytes - 4)).numpy()
     pages[:, :4] = sums.astype("<u4").view(np.uint8).reshape(count, 4)
     return pages.reshape(-1)
 

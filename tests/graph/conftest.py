@@ -44,9 +44,9 @@ def queries() -> np.ndarray:
     return clustered(60, 24, seed=1)
 
 
-@pytest.fixture(scope="session", params=["inline", "memory"])
+@pytest.fixture(scope="session", params=["inline", "memory", "paged"])
 def graph(request: pytest.FixtureRequest, base: np.ndarray, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A graph of `base`, codes in its pages or in memory."""
+    """A graph of `base`, codes beside their nodes, in memory, or in pages of their own."""
     path = tmp_path_factory.mktemp("graph") / request.param
     espnx.graph.build(
         base, path, max_degree=16, search_list_size=40, codes=request.param, num_entry_points=20, threads=1,

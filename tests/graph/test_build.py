@@ -92,8 +92,10 @@ def test_damaged_sources(tmp_path: Path, name: str, data: bytes | None, error: t
     [
         {"vectors": np.zeros((2, 3, 4), np.float32)}, {"vectors": np.zeros((2, 3), np.int64)}, {"vectors": 7}, {"vectors": []},
         {"vectors": np.array([[1.0, np.nan]], np.float32)}, {"vectors": np.array([[1.0, np.inf]], np.float32)},
-        {"vectors": np.array([[1e6]], np.float32)}, {"metric": "hamming"}, {"max_degree": 0}, {"max_degree": 1025}, {"search_list_size": 0},
-        {"alpha": 0.9}, {"alpha": float("nan")}, {"codes": "paged"}, {"pq_bytes": 8}, {"pq_bytes": 0}, {"vector_dtype": "uint8"},
+        {"vectors": np.array([[1e6]], np.float32)},
+        {"vectors": np.array([[1e19, 1e19]], np.float32), "vector_dtype": "float32"},
+        {"metric": "hamming"}, {"max_degree": 0}, {"max_degree": 1025}, {"search_list_size": 0},
+        {"alpha": 0.9}, {"alpha": float("nan")}, {"codes": "nowhere"}, {"pq_bytes": 8}, {"pq_bytes": 0}, {"vector_dtype": "uint8"},
         {"vector_dtype": "bfloat16"}, {"num_entry_points": 0}, {"threads": 0}, {"seed": -1},
     ],
 )  # fmt: skip
@@ -197,15 +199,15 @@ def test_codes_are_those_of_the_nearest_centroids(dim: int, code_bytes: int) -> 
 
 
 def test_pages_are_filled() -> None:
-    layout = choose_layout(10, 128, "fp16", max_degree=64, inline_codes=True, code_bytes=None)
+    layout = choose_layout(10, 128, "fp16", max_degree=64, codes="inline", code_bytes=None)
     assert (layout.page_bytes, layout.nodes_per_page, layout.code_bytes) == (4096, 1, 55)
-    layout = choose_layout(10, 128, "fp16", max_degree=64, inline_codes=False, code_bytes=None)
+    layout = choose_layout(10, 128, "fp16", max_degree=64, codes="memory", code_bytes=None)
     assert (layout.page_bytes, layout.nodes_per_page, layout.code_bytes) == (4096, 7, 64)
-    layout = choose_layout(10, 768, "fp16", max_degree=64, inline_codes=True, code_bytes=None)
+    layout = choose_layout(10, 768, "fp16", max_degree=64, codes="inline", code_bytes=None)
     assert layout.page_bytes == 8192
     assert 16 + layout.node_bytes <= 8192 < 16 + layout.node_bytes + 64
     with pytest.raises(errors.InvalidInputError):
-        choose_layout(10, 4096, "fp32", max_degree=1024, inline_codes=True, code_bytes=200)
+        choose_layout(10, 4096, "fp32", max_degree=1024, codes="inline", code_bytes=200)
 
 
 @pytest.mark.parametrize("nodes_per_page", [1, 3, 7, 600])
@@ -264,7 +266,8 @@ def test_a_graph_of_given_edges() -> None:
     assert torch.equal(many, counts)
     assert graph.medoid == 3
     assert graph.leading_to(3).tolist() == [1] * 4 + [0] * 36
-    assert graph.connect(torch.tensor([3])) == 3  # that lie before it
+    assert graph.connect(torch.tensor([3])) == 1  # the first of the chain, which leads to the two behind it
+    assert graph.leading_to(0).tolist()[3] == 1
     assert sorted(graph.pack(7).tolist()) == list(range(40))
     for wrong in (
         {"neighbours": torch.full_like(neighbours, 40)}, {"counts": counts + 3}, {"counts": counts - 2}, {"medoid": 40}, {"medoid": -1},

@@ -72,8 +72,8 @@ def test_a_page_at_another_place_or_of_another_graph(graph: Path, base: np.ndarr
         with pytest.raises(errors.ChecksumError, match="another page"):
             index.search(base[: n_pages * 2], 5, list_size=2000)
     other = tmp_path / "other"
-    codes = "memory" if (graph / CODES).exists() else "inline"
-    espnx.graph.build(base, other, max_degree=16, search_list_size=40, codes=codes, threads=1, pq_bytes=12 if codes == "memory" else 8)
+    codes = index.facts.layout.codes_in
+    espnx.graph.build(base, other, max_degree=16, search_list_size=40, codes=codes, threads=1, pq_bytes=8 if codes == "inline" else 12)
     (path / NODES).write_bytes((other / NODES).read_bytes())
     with espnx.graph.open(path) as index, pytest.raises(errors.ChecksumError, match="another graph"):
         index.search(QUERY)

@@ -60,7 +60,7 @@ def test_an_import_has_their_vectors_and_edges(tmp_path: Path, name: str, codes:
         assert recall_of(found.ids, exact(vectors, vectors, 1)) == 1
 
 
-@pytest.mark.parametrize("codes", ["inline", "memory"])
+@pytest.mark.parametrize("codes", ["inline", "paged", "memory"])
 def test_an_export_of_an_import_is_the_same_index(tmp_path: Path, codes: str) -> None:
     vectors = CASES["float32"]
     edges = reference.make(tmp_path / "ann", vectors)
@@ -161,7 +161,7 @@ def test_nodes_that_cannot_be_reached_are_given_edges(tmp_path: Path) -> None:
 def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
     reference.make(tmp_path / "ann", CASES["float32"])
     for wrong in (
-        {"codes": "paged"}, {"order": "random"}, {"metric": "cosine"}, {"metric": "ip"}, {"data_type": "float64"}, {"data_type": "uint8"},
+        {"codes": "nowhere"}, {"order": "random"}, {"metric": "cosine"}, {"metric": "ip"}, {"data_type": "float64"}, {"data_type": "uint8"},
         {"num_entry_points": 0}, {"threads": 0}, {"seed": -1}, {"vectors": CASES["float32"]},
     ):  # fmt: skip
         options: dict[str, Any] = wrong

@@ -15,7 +15,7 @@ from tests.cli.documents import strict_json
 from tests.graph.conftest import clustered
 
 
-@pytest.mark.parametrize("codes", ["inline", "memory"])
+@pytest.mark.parametrize("codes", ["inline", "paged", "memory"])
 @pytest.mark.parametrize(("dtype", "pq_bytes"), [("float16", None), ("float32", 5)])
 def test_a_plan_is_what_a_build_takes(tmp_path: Path, codes: str, dtype: str, pq_bytes: int | None) -> None:
     options: dict[str, Any] = {"codes": codes, "vector_dtype": dtype, "pq_bytes": pq_bytes, "max_degree": 12, "num_entry_points": 9}
@@ -43,7 +43,7 @@ def test_memory_does_not_grow_where_codes_are_inline() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"n": -1}, {"n": 2**32}, {"dim": 0}, {"dim": 10**6}, {"vector_dtype": "auto"}, {"codes": "paged"}, {"max_degree": 0},
+        {"n": -1}, {"n": 2**32}, {"dim": 0}, {"dim": 10**6}, {"vector_dtype": "auto"}, {"codes": "nowhere"}, {"max_degree": 0},
         {"pq_bytes": 9}, {"num_entry_points": 0}, {"dim": 30000, "vector_dtype": "float32"},
     ],
 )  # fmt: skip
@@ -58,7 +58,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main([*words, "--price-per-tb-ssd", "100", "--price-per-gb-ram", "8", "--json", out]) == 0
     assert "media cost" in capsys.readouterr().out
     modes = strict_json((tmp_path / "p.json").read_text())["modes"]
-    assert set(modes) == {"inline", "memory"}
+    assert set(modes) == {"inline", "paged", "memory"}
     for codes, mode in modes.items():
         plan = plan_graph(10**6, 128, codes=codes)
         assert mode["disk"] == plan.disk

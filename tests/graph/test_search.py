@@ -10,8 +10,19 @@ import pytest
 
 import espnx.graph
 from espnx import errors
-from espnx.graph.format import NODES, GraphFacts
+from espnx.graph.format import CODES, NODES, GraphFacts
 from tests.graph.conftest import clustered, exact, recall_of
+
+
+def codes_of(facts: GraphFacts) -> np.ndarray | None:
+    """uint8 [n, code_bytes] of all nodes; None where they lie beside their nodes."""
+    layout = facts.layout
+    if layout.inline_codes:
+        return None
+    raw = np.fromfile(facts.path(CODES), np.uint8)
+    if layout.paged_codes:
+        raw = np.ascontiguousarray(raw.reshape(-1, 4096)[:, 16 : 16 + layout.codes_per_page * layout.code_bytes]).ravel()
+    return raw[: layout.n * layout.code_bytes].reshape(layout.n, -1)
 
 
 def plain_walk(facts: GraphFacts, codes: np.ndarray | None, query: np.ndarray, k: int, list_size: int) -> tuple[list[int], int]:
@@ -33,7 +44,7 @@ def plain_walk(facts: GraphFacts, codes: np.ndarray | None, query: np.ndarray, k
     estimates = [estimate(code) for code in facts.entry_codes]
     first = int(np.argmin(estimates))
     listed = [(estimates[first], int(facts.entries[first]), True)]
-    met, measured, pages = {int(facts.entries[first])}, [], 0
+    met, measured, read = {int(facts.entries[first])}, [], list[int]()
 
     def add(far: float, node: int, waits: bool) -> None:
         if len(listed) < list_size or far < listed[-1][0]:
@@ -43,7 +54,8 @@ def plain_walk(facts: GraphFacts, codes: np.ndarray | None, query: np.ndarray, k
 
     while waiting := next((each for each in listed if each[2]), None):
         page = waiting[1] // layout.nodes_per_page
-        pages += 1
+        read.append(page)
+        later = list[int]()
         for number in range(page * layout.nodes_per_page, min(layout.n, (page + 1) * layout.nodes_per_page)):
             node = nodes[number]
             far = float(np.square(query.astype(np.float64) - node["vector"].astype(np.float64)).sum())
@@ -60,19 +72,22 @@ def plain_walk(facts: GraphFacts, codes: np.ndarray | None, query: np.ndarray, k
                 near = int(node["neighbours"][i])
                 if near not in met:
                     met.add(near)
+                    if layout.paged_codes:
+                        later.append(near)
+                        continue
                     add(estimate(node["codes"][i] if codes is None else codes[near]), near, True)
-    return [row for _, row in sorted(measured)[:k]], pages
+        for near in later:  # their codes are read when the page is done
+            if near // layout.nodes_per_page not in read:
+                add(estimate(codes[near]), near, True)
+    return [row for _, row in sorted(measured)[:k]], len(read)
 
 
 @pytest.mark.parametrize("list_size", [1, 5, 20, 64])
 def test_walk_is_the_plain_one(graph: Path, queries: np.ndarray, list_size: int) -> None:
-    from espnx.graph.format import read_codes
-    from espnx.storage import NativeEngine
-
     k = min(5, list_size)
-    with espnx.graph.open(graph) as index, NativeEngine("posix") as engine:
+    with espnx.graph.open(graph) as index:
         found = index.search(queries, k, list_size=list_size, beamwidth=1)
-        codes = None if index.facts.layout.inline_codes else read_codes(engine, index.facts)
+        codes = codes_of(index.facts)
         for i, query in enumerate(queries[:20]):
             rows, pages = plain_walk(index.facts, codes, query, k, list_size)
             assert found.ids[i][: len(rows)].tolist() == rows
@@ -157,7 +172,7 @@ def test_metrics_and_dtypes(tmp_path: Path, metric: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 16, 17, 300])
-@pytest.mark.parametrize("codes", ["inline", "memory"])
+@pytest.mark.parametrize("codes", ["inline", "memory", "paged"])
 def test_few_vectors(tmp_path: Path, n: int, codes: str) -> None:
     base = clustered(max(n, 1), 5)[:n]
     espnx.graph.build(base, tmp_path / "g", max_degree=16, codes=codes)
@@ -238,6 +253,23 @@ def test_list_size_for_a_recall(graph: Path, base: np.ndarray, queries: np.ndarr
     with espnx.graph.open(graph) as index:
         points = index.facts.recall
         assert [each.list_size for each in points] == sorted(each.list_size for each in points)
+        if (most := max(each.recall for each in points)) < 1:
+            with pytest.raises(errors.InvalidInputError, match="list_size above"):
+                index.search(queries, 10, recall=most + 1e-6)
         assert index.list_size_for(0.5).list_size <= index.list_size_for(0.99).list_size
         assert recall_of(index.search(queries, 10, recall=0.99).ids, true) > 0.95
         assert "recall@10" in index.summary()
+
+
+def test_pages_of_codes_are_read_once_while_they_are_kept(base: np.ndarray, queries: np.ndarray, tmp_path: Path) -> None:
+    espnx.graph.build(base, tmp_path / "g", max_degree=16, search_list_size=40, codes="paged", pq_bytes=24)
+    found = {}
+    for cache_bytes in (0, 4096, 1 << 20):
+        with espnx.graph.open(tmp_path / "g", threads=1, walks=1, code_cache_bytes=cache_bytes) as index:
+            found[cache_bytes] = index.search(queries, 10, list_size=30, beamwidth=1)
+            count = index.facts.layout.codes_bytes // 4096
+    assert all(np.array_equal(each.ids, found[0].ids) for each in found.values())
+    totals = [each.code_pages.sum() for each in found.values()]
+    assert totals[0] > totals[1] > totals[2]
+    assert totals[2] <= count
+    assert (found[0].bytes_read == 4096 * (found[0].pages + found[0].code_pages)).all()

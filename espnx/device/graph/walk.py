@@ -28,6 +28,7 @@ class _Known:
     """A node that was read."""
 
     distance: float
+    id: int
     neighbours: np.ndarray
     codes: np.ndarray | None
 
@@ -83,7 +84,7 @@ class Walk:
         self.stats = WalkStats()
 
     def run(self, k: int) -> np.ndarray:
-        """`WALK_REPLY` [m], m at most k: the nearest nodes of those that were read, ties by number. Raises what reads and `Graph.parse` do,
+        """`WALK_REPLY` [m], m at most k: the nearest nodes of those that were read, ties by id. Raises what reads and `Graph.parse` do,
         and FormatError for a node that is not there."""
         entry = np.unique(np.asarray(self._graph.entry_points(self._query), dtype=np.int64))
         self._check_numbers(entry, "an entry point")
@@ -102,10 +103,10 @@ class Walk:
                 break
             self._hop_of(expanded)
         far = np.array([each.distance for each in self._known.values()], np.float32)
-        nodes = np.fromiter(self._known, np.int64, len(self._known))
-        order = np.lexsort((nodes, far))[:k]
+        ids = np.array([each.id for each in self._known.values()], np.int64)
+        order = np.lexsort((ids, far))[:k]
         found = np.empty(len(order), WALK_REPLY)
-        found["id"], found["distance"] = nodes[order], far[order]
+        found["id"], found["distance"] = ids[order], far[order]
         return found
 
     def _hop_of(self, expanded: list[int]) -> None:
@@ -170,7 +171,8 @@ class Walk:
             # Copies: what was read returns to the engine.
             codes = None if nodes.codes is None else np.array(nodes.codes[span])
             self._fresh.append(int(nodes.numbers[i]))
-            self._known[self._fresh[-1]] = _Known(distance, np.array(nodes.neighbours[span], np.int64), codes)
+            own = self._fresh[-1] if nodes.ids is None else int(nodes.ids[i])
+            self._known[self._fresh[-1]] = _Known(distance, own, np.array(nodes.neighbours[span], np.int64), codes)
         self._count(WalkStats(distances=len(far)))
 
     def _check_nodes(self, nodes: Nodes) -> None:

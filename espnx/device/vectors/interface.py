@@ -189,6 +189,7 @@ class Nodes:
         neighbours: int64 [sum]: their neighbours, node after node.
         first: int64 [m + 1]: where each one's neighbours begin.
         codes: whatever the graph's estimates need of these bytes, for each of `neighbours`; None: nothing.
+        ids: int64 [m]: what results call them; None: their numbers.
     """
 
     numbers: np.ndarray
@@ -196,6 +197,7 @@ class Nodes:
     neighbours: np.ndarray
     first: np.ndarray
     codes: np.ndarray | None = None
+    ids: np.ndarray | None = None
 
 
 #: Estimates distances to neighbours without reading them: (int64 [n] nodes, their rows of `Nodes.codes`, or None) -> float32 [n].

@@ -1,0 +1,118 @@
+"""A stored graph as a near-storage device walks over it: one command a query, whatever the walk reads (RAGX, section 4.3)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from .. import errors
+from ..device.vectors.interface import Estimate, Nodes
+from ..storage import Engine, FileHandle, NativeEngine, Plan
+from .format import NODES, GraphFacts, parse_pages, read_codes, read_graph
+from .layout import HEADER
+
+
+class StoredGraph:
+    """See `espnx.device.vectors.interface.Graph`. For a device's ``open_graph``; results are rows of the input.
+
+    Queries of a graph by cosine must have length 1; distances are squared ones of vectors of length 1 then.
+
+    Args:
+        path: of a graph that `espnx.graph.build` has made.
+
+    Raises what `espnx.graph.open` raises.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        with NativeEngine("posix", threads=1, pool_bytes=0) as engine:
+            self.facts: GraphFacts = read_graph(engine, path)
+            if self.facts.layout.paged_codes:
+                raise errors.InvalidInputError(
+                    f"graph {os.fspath(path)} on a device", got="codes in pages of their own", expected="inline or in memory",
+                    fix="build it with codes=\"inline\"",
+                )  # fmt: skip
+            self._codes = None if self.facts.layout.inline_codes else read_codes(engine, self.facts)
+        self._file: FileHandle | None = None
+
+    @property
+    def n_nodes(self) -> int:
+        """See `Graph`."""
+        return self.facts.layout.n
+
+    @property
+    def format(self) -> str:
+        """See `Graph`."""
+        return self.facts.layout.format
+
+    @property
+    def dim(self) -> int:
+        """See `Graph`."""
+        return self.facts.layout.dim
+
+    @property
+    def metric(self) -> str:
+        """See `Graph`."""
+        return "ip" if self.facts.metric == "ip" else "l2"
+
+    def open(self, engine: Engine) -> Sequence[FileHandle]:
+        """See `Graph`."""
+        self._file = engine.open(self.facts.path(NODES))
+        return [self._file]
+
+    def entry_points(self, query: torch.Tensor) -> np.ndarray:
+        """The entry point whose code is nearest."""
+        if not len(self.facts.entries):
+            return self.facts.entries
+        return self.facts.entries[[int(np.argmin(self._estimates(self._table(query), self.facts.entry_codes)))]]
+
+    def plan(self, nodes: np.ndarray) -> Plan:
+        """The page of each node."""
+        assert self._file is not None, "a device opens the graph first"
+        layout = self.facts.layout
+        begin = nodes // layout.nodes_per_page * layout.page_bytes
+        return Plan.of(self._file, begin.tolist(), [layout.page_bytes] * len(nodes))
+
+    def parse(self, nodes: np.ndarray, memory: torch.Tensor, position_bytes: np.ndarray) -> Nodes:
+        """All nodes of the pages that were read."""
+        layout = self.facts.layout
+        pages, first = np.unique(nodes // layout.nodes_per_page, return_index=True)
+        begin = np.asarray(position_bytes)[first]
+        read = parse_pages(self.facts, pages, memory, begin)
+        numbers = pages[:, None] * layout.nodes_per_page + np.arange(layout.nodes_per_page)
+        there = numbers < layout.n
+        vector = begin[:, None] + HEADER.itemsize + np.arange(layout.nodes_per_page) * layout.node_bytes
+        found = read[there]
+        counts = found["n_neighbours"].astype(np.int64)
+        valid = np.arange(layout.max_degree) < counts[:, None]
+        return Nodes(
+            numbers=numbers[there],
+            vector_offset_bytes=vector[there],
+            neighbours=found["neighbours"][valid].astype(np.int64),
+            first=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]),
+            codes=found["codes"][valid] if layout.inline_codes else None,
+            ids=found["row"].astype(np.int64),
+        )
+
+    def estimator(self, query: torch.Tensor) -> Estimate:
+        """By the codes of product quantisation."""
+        table = self._table(query)
+
+        def estimate(nodes: np.ndarray, codes: np.ndarray | None) -> np.ndarray:
+            own = self._codes[nodes] if self._codes is not None else codes
+            assert own is not None, "codes lie in the nodes or in memory"
+            return self._estimates(table, own)
+
+        return estimate
+
+    def _table(self, query: torch.Tensor) -> np.ndarray:
+        """float32 [code_bytes, 256]: a query's part of the distance to each centroid."""
+        book, values = self.facts.codebook, query.numpy().astype(np.float32)
+        each = -values * book.centroids if self.metric == "ip" else np.square(values - book.centroids)
+        return np.add.reduceat(each, book.begin[:-1], axis=1).T
+
+    def _estimates(self, table: np.ndarray, codes: np.ndarray) -> np.ndarray:
+        found: np.ndarray = table[np.arange(codes.shape[1]), codes].sum(axis=1, dtype=np.float32)
+        return found
