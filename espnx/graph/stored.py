@@ -70,7 +70,8 @@ class StoredGraph:
 
     def plan(self, nodes: np.ndarray) -> Plan:
         """The page of each node."""
-        assert self._file is not None, "a device opens the graph first"
+        if self._file is None:
+            raise errors.StateError("plan of a graph", got="a graph that no device has opened", fix="device.open_graph(graph)")
         layout = self.facts.layout
         begin = nodes // layout.nodes_per_page * layout.page_bytes
         return Plan.of(self._file, begin.tolist(), [layout.page_bytes] * len(nodes))
@@ -101,9 +102,7 @@ class StoredGraph:
         table = self._table(query)
 
         def estimate(nodes: np.ndarray, codes: np.ndarray | None) -> np.ndarray:
-            own = self._codes[nodes] if self._codes is not None else codes
-            assert own is not None, "codes lie in the nodes or in memory"
-            return self._estimates(table, own)
+            return self._estimates(table, np.asarray(codes) if self._codes is None else self._codes[nodes])
 
         return estimate
 
