@@ -80,8 +80,7 @@ class GraphSearcher::Worker {
       slot.job->fail(failure);
       release(slot);
     }
-    [[maybe_unused]] auto* reads = new std::deque<Read>(std::move(reads_));
-    [[maybe_unused]] auto* queue = queue_.release();
+    leave_behind();
   }
 
  private:
@@ -325,10 +324,15 @@ class GraphSearcher::Worker {
       queue_->wait(completions_, 1, kLongestWaitNs);
       in_flight_ -= completions_.size();
     }
-    if (in_flight_ > 0) {
-      [[maybe_unused]] auto* reads = new std::deque<Read>(std::move(reads_));
-      [[maybe_unused]] auto* queue = queue_.release();
-    }
+    if (in_flight_ > 0) leave_behind();
+  }
+
+  // Memory that a device may still write to. Reachable for ever, on purpose.
+  void leave_behind() {
+    static std::mutex mutex;
+    static auto* left = new std::vector<std::pair<std::deque<Read>, std::unique_ptr<io::Queue>>>();
+    std::lock_guard lock(mutex);
+    left->emplace_back(std::move(reads_), std::move(queue_));
   }
 
   GraphSearcher& searcher_;

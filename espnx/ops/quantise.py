@@ -67,6 +67,7 @@ def fit_product_quantizer(sample: np.ndarray, parts: int) -> np.ndarray:
     faiss = load_faiss()
     rows = np.linspace(0, len(sample) - 1, min(len(sample), _PRODUCT_SAMPLE)).round().astype(np.int64)
     quantizer = faiss.ProductQuantizer(sample.shape[1], parts, 8)
+    quantizer.cp.min_points_per_centroid = 1  # small samples are no mistake
     quantizer.train(np.ascontiguousarray(sample[rows], dtype=np.float32))
     return faiss.vector_to_array(quantizer.centroids).reshape(parts, PRODUCT_CENTROIDS, -1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def peer(tmp_path: Path) -> str:
     """A Python that has diskannpy."""
     (tmp_path / "diskannpy.py").write_text(STAND_IN)
     program = tmp_path / "python"
-    program.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    program.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(tmp_path))} exec {shlex.quote(sys.executable)} "$@"\n')
     program.chmod(0o755)
     return str(program)
 

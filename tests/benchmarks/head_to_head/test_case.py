@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
 import sys
 import time
 from argparse import Namespace
@@ -169,7 +170,7 @@ def test_a_program_whose_time_is_up_says_so_and_the_next_one_runs(tmp_path: Path
     pids, none = tmp_path / "pids", tmp_path / "none"
     stub(none, "fast-plaid", f"sleep 60 & echo $! $$ > {pids}\nwait")
     slow_search = "job = json.load(sys.stdin); job['do'] == 'build' or time.sleep(60); open(job['out'], 'w').write('{}')"
-    stub(none, "pylate", f'exec {sys.executable} -ISc "import json, sys, time; {slow_search}"')
+    stub(none, "pylate", f'exec {shlex.quote(sys.executable)} -ISc "import json, sys, time; {slow_search}"')
     begun = time.monotonic()
     rows = bench(tmp_path, "search", "--system", "exact,fast-plaid,pylate-plaid", "--time-limit", "1.5")
     assert time.monotonic() - begun < 45

@@ -260,7 +260,7 @@ def test_time_that_somebody_waited() -> None:
 def test_who_waits_for_several_is_late_for_the_last_alone() -> None:
     """One that ended while another was still waited for was not late."""
     on = clock(0.0)
-    slow, fast = send(on, [(0, 10.0)], 1), send(on, [(0, 2.0)], 1)
+    slow, fast = send(on, [(0, 1.0)], 10), send(on, [(0, 1.0)], 2)
     assert on.wait([slow, fast], 0.0, FOREVER) == on.wait([fast, slow], 0.0, FOREVER) == 12.0
     assert on.times() == (12.0, 12.0, 0.0)
     on.advance(20.0)
