@@ -26,7 +26,7 @@ from ..ops.distances import DIM_MAX, VECTOR_FORMATS
 from ..storage import NativeEngine
 from ..storage.files import crc32c, read_file
 from ..storage.manifest import NAME, read_manifest
-from ..storage.parse import Fields, check_plain_file
+from ..storage.parse import Fields, check_file_size
 from .codebook import Codebook
 from .layout import CODE_PAGE_BYTES, HEADER, MAX_DEGREE_MAX, PAGE_BYTES_MAX, PAGE_UNIT_BYTES, PageLayout, code_salt
 
@@ -139,7 +139,7 @@ def read_graph(engine: NativeEngine, directory: str | os.PathLike[str]) -> Graph
         fields.inner("options").values(), _read_recall(fields),
     )  # fmt: skip
     for name, size_bytes in facts.file_sizes.items():
-        check_size(facts.path(name), size_bytes)
+        check_file_size(facts.path(name), size_bytes, "file of a graph", _REBUILD)
     return facts
 
 
@@ -149,7 +149,7 @@ def read_codes(engine: NativeEngine, facts: GraphFacts) -> np.ndarray:
     if not layout.paged_codes:
         data = _read_whole(engine, facts.directory, CODES, layout.n * layout.code_bytes, facts.sums)
         return np.frombuffer(data, np.uint8).reshape(layout.n, layout.code_bytes)
-    check_size(facts.path(CODES), layout.codes_bytes)
+    check_file_size(facts.path(CODES), layout.codes_bytes, "file of a graph", _REBUILD)
     memory = torch.frombuffer(bytearray(read_file(engine, facts.path(CODES))) or bytearray(1), dtype=torch.uint8)
     pages = np.arange(layout.codes_bytes // CODE_PAGE_BYTES)
     return parse_code_pages(facts, pages, memory, pages * CODE_PAGE_BYTES).reshape(-1, layout.code_bytes)[: layout.n]
@@ -210,19 +210,6 @@ def parse_pages(facts: GraphFacts, pages: np.ndarray, memory: torch.Tensor, posi
     return nodes
 
 
-def check_size(path: str, expected_bytes: int) -> None:
-    """Raises FileMissingError, TruncatedFileError, FormatError unless a file of that size is there."""
-    try:
-        size_bytes = check_plain_file(path)
-    except FileNotFoundError:
-        raise errors.FileMissingError("a file of a graph is missing", path=path, fix=_REBUILD) from None
-    except PermissionError as error:
-        raise errors.ReadError("cannot read a file of a graph", path=path, errno=error.errno) from error
-    if size_bytes != expected_bytes:
-        kind = errors.TruncatedFileError if size_bytes < expected_bytes else errors.FormatError
-        raise kind("file of a graph", path=path, got=f"{size_bytes} bytes", expected=f"{expected_bytes}", fix=_REBUILD)
-
-
 def _read_layout(fields: Fields) -> PageLayout:
     layout = PageLayout(
         fields.whole("n", 0, N_MAX), fields.whole("dim", 1, DIM_MAX), fields.choice("format", VECTOR_FORMATS),
@@ -248,7 +235,7 @@ def _read_recall(fields: Fields) -> list[RecallPoint]:
 
 def _read_whole(engine: NativeEngine, directory: str, name: str, size_bytes: int, sums: Mapping[str, int]) -> bytes:
     path = os.path.join(directory, name)
-    check_size(path, size_bytes)  # before memory is taken for it
+    check_file_size(path, size_bytes, "file of a graph", _REBUILD)  # before memory is taken for it
     data = read_file(engine, path)
     if crc32c(data) != sums[name]:
         raise errors.ChecksumError(

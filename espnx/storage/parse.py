@@ -40,6 +40,20 @@ def check_plain_file(path: str | os.PathLike[str]) -> int:
     return found.st_size
 
 
+def check_file_size(path: str | os.PathLike[str], expected_bytes: int, what: str, fix: str) -> None:
+    """Before memory is taken for it. Raises FileMissingError, ReadError, TruncatedFileError, FormatError unless a file of that size is
+    there; `what`: it is, for messages."""
+    try:
+        size_bytes = check_plain_file(path)
+    except FileNotFoundError:
+        raise errors.FileMissingError(f"a {what} is missing", path=path, fix=fix) from None
+    except PermissionError as error:
+        raise errors.ReadError(f"cannot read a {what}", path=path, errno=error.errno) from error
+    if size_bytes != expected_bytes:
+        kind = errors.TruncatedFileError if size_bytes < expected_bytes else errors.FormatError
+        raise kind(what, path=path, got=f"{size_bytes} bytes", expected=f"{expected_bytes}", fix=fix)
+
+
 class Fields:
     """An object of a JSON file, read field by field.
 

@@ -21,7 +21,7 @@ from ...ops.distances import DIM_MAX, VECTOR_FORMATS, vector_bytes
 from ...storage import NativeEngine
 from ...storage.files import crc32c, read_file
 from ...storage.manifest import read_manifest
-from ...storage.parse import Fields, check_plain_file
+from ...storage.parse import Fields, check_file_size
 from ..vectors.interface import PAGE_BYTES
 
 MAGIC, VERSION = "espnx-clusters", 1
@@ -145,28 +145,15 @@ def read_clusters(engine: NativeEngine, directory: str | os.PathLike[str]) -> Cl
     if fields.whole("data_bytes", 0, PAGES_MAX * PAGE_BYTES) != first_page[-1] * PAGE_BYTES:
         fields.refuse("data_bytes", f"{first_page[-1] * PAGE_BYTES}, as the table has")
     found = ClusterFile(os.path.join(directory, DATA_NAME), format, dim, n_vectors, table["crc32c"].copy(), first_page)
-    _check_size(found.path, found.size_bytes)
+    check_file_size(found.path, found.size_bytes, "file of clusters", _REBUILD)
     return found
 
 
 def _read_table(engine: NativeEngine, path: str, n_clusters: int, expected_crc: int) -> np.ndarray:
-    _check_size(path, n_clusters * TABLE.itemsize)
+    check_file_size(path, n_clusters * TABLE.itemsize, "file of clusters", _REBUILD)
     data = read_file(engine, path)
     if crc32c(data) != expected_crc:
         raise errors.ChecksumError(
             "table of clusters", path=path, got=f"CRC32C {crc32c(data):08x}", expected=f"{expected_crc:08x}", fix=_REBUILD
         )
     return np.frombuffer(data, TABLE)
-
-
-def _check_size(path: str, expected_bytes: int) -> None:
-    """Before memory is taken for it."""
-    try:
-        size_bytes = check_plain_file(path)
-    except FileNotFoundError:
-        raise errors.FileMissingError("a file of clusters is missing", path=path, fix=_REBUILD) from None
-    except PermissionError as error:
-        raise errors.ReadError("cannot read a file of clusters", path=path, errno=error.errno) from error
-    if size_bytes != expected_bytes:
-        kind = errors.TruncatedFileError if size_bytes < expected_bytes else errors.FormatError
-        raise kind("file of clusters", path=path, got=f"{size_bytes} bytes", expected=f"{expected_bytes}", fix=_REBUILD)
