@@ -218,6 +218,14 @@ class Extension:
         """As `espnx.ops.distances`, of tensors that are contiguous; an int8 query as the uint8 it is in memory."""
 
     @staticmethod
+    def fit_product(vectors: Tensor, begin: Tensor, rounds: int, seed: int, threads: int, /) -> Tensor:
+        """As `espnx.ops.quantise.fit_product_quantizer`, of all the vectors."""
+
+    @staticmethod
+    def encode_product(vectors: Tensor, begin: Tensor, centroids: Tensor, threads: int, /) -> Tensor:
+        """As `espnx.ops.quantise.encode_product`."""
+
+    @staticmethod
     def attention(
         query: Tensor, buffer: Tensor, block_offset_bytes: Tensor, n_rows: Tensor, block_rows: int, fmt: str, scale: float,
         dv: int, visible: Tensor | None, last_position: Tensor | None, threads: int, /,

@@ -200,7 +200,7 @@ class PyGraphSearcher {
     }
     view.book.begin = parts;
     const auto* values = contiguous<const float>(centroids, Dtype::float32, "centroids", "float32");
-    if (centroids.dim() != 2 || centroids.size(0) != graph::kCentroids || centroids.size(1) != dim) {
+    if (centroids.dim() != 2 || centroids.size(0) != kCentroids || centroids.size(1) != dim) {
       invalid("centroids must be [256, dim]");
     }
     view.book.centroids.assign(values, values + centroids.numel());

@@ -16,6 +16,7 @@
 #include "cpu/crc32c.hpp"
 #include "cpu/distances/distances.hpp"
 #include "cpu/maxsim/maxsim.hpp"
+#include "cpu/product/product.hpp"
 
 namespace espnx::python {
 namespace {
@@ -362,12 +363,53 @@ int64_t set_cpu_level(int64_t level) {
   return cpu_level();
 }
 
+ProductParts to_parts(const Tensor& begin, int64_t dim) {
+  const auto* at = indices(begin, "begin");
+  ProductParts parts{dim, {at, at + begin.numel()}};
+  check(parts.count() >= 1 && at[0] == 0 && at[parts.count()] == dim, "begin must go from 0 to ", dim, ", got ", begin);
+  for (int64_t part = 0; part < parts.count(); ++part) {
+    check(at[part] < at[part + 1], "part ", part, " is empty");
+  }
+  return parts;
+}
+
+NewTensor fit_product(const Tensor& vectors, const Tensor& begin, int64_t rounds, uint64_t seed, int64_t threads) {
+  const auto* values = memory<const float>(vectors, 2, Dtype::float32, "vectors", "float32 [n, dim]");
+  const ProductParts parts = to_parts(begin, vectors.size(1));
+  check(vectors.size(0) >= 1, "centroids need vectors, got ", vectors);
+  check(rounds >= 1 && rounds <= 1000, "rounds must be 1 to 1000, got ", rounds);
+  const int max_threads = thread_count(threads);
+  NewFloats centroids({kCentroids, parts.dim});
+  {
+    py::gil_scoped_release unlocked;
+    espnx::fit_product(parts, values, vectors.size(0), static_cast<int>(rounds), seed, max_threads, centroids.data());
+  }
+  return centroids.tensor();
+}
+
+NewTensor encode_product(const Tensor& vectors, const Tensor& begin, const Tensor& centroids, int64_t threads) {
+  const auto* values = memory<const float>(vectors, 2, Dtype::float32, "vectors", "float32 [n, dim]");
+  const ProductParts parts = to_parts(begin, vectors.size(1));
+  const auto* means = memory<const float>(centroids, 2, Dtype::float32, "centroids", "float32 [256, dim]");
+  check(centroids.size(0) == kCentroids && centroids.size(1) == parts.dim, "centroids must be [256, ", parts.dim,
+        "], got ", centroids);
+  const int max_threads = thread_count(threads);
+  auto codes = std::make_shared<std::vector<uint8_t>>(vectors.size(0) * parts.count());
+  {
+    py::gil_scoped_release unlocked;
+    espnx::encode_product(parts, means, values, vectors.size(0), max_threads, codes->data());
+  }
+  return {codes->data(), Dtype::uint8, {vectors.size(0), parts.count()}, codes};
+}
+
 }  // namespace
 
 void bind_ops(py::module_& m) {
   m.def("maxsim", &maxsim);
   m.def("crc32c_ranges", &crc32c_ranges);
   m.def("distances", &distances);
+  m.def("fit_product", &fit_product);
+  m.def("encode_product", &encode_product);
   m.def("attention", &attention);
   m.def("accelerator", &accelerator);
   m.def("accelerator_scores", &accelerator_scores);

@@ -6,10 +6,9 @@
 #include <vector>
 
 #include "cpu/distances/distances.hpp"
+#include "cpu/product/product.hpp"
 
 namespace espnx::graph {
-
-constexpr int64_t kCentroids = 256;
 
 // Centroids of the parts of a vector. Part p has the dimensions [begin[p], begin[p + 1]).
 struct Codebook {

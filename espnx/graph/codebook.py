@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..ops.quantise import PRODUCT_CENTROIDS, encode_product, fit_product_quantizer
+from ..ops.quantise import encode_product, fit_product_quantizer
 
 _SAMPLE = 65_536
 
@@ -29,12 +29,7 @@ class Codebook:
 
     def encode(self, vectors: np.ndarray) -> np.ndarray:
         """uint8 [n, code_bytes] of vectors [n, dim] of any dtype."""
-        codes = np.empty((len(vectors), self.code_bytes), np.uint8)
-        for parts in _of_equal_width(self.begin):
-            first, last = self.begin[parts.start], self.begin[parts.stop]
-            centroids = self.centroids[:, first:last].reshape(PRODUCT_CENTROIDS, len(parts), -1).transpose(1, 0, 2)
-            codes[:, parts.start : parts.stop] = encode_product(vectors[:, first:last], centroids)
-        return codes
+        return encode_product(vectors, self.begin, self.centroids)
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
         """float32 [n, dim]: what codes stand for."""
@@ -48,19 +43,5 @@ def train_codebook(vectors: np.ndarray, code_bytes: int, *, seed: int = 0) -> Co
     n, dim = vectors.shape
     chosen = np.sort(np.random.default_rng(seed).permutation(n)[:_SAMPLE])
     sample = np.asarray(vectors[chosen], dtype=np.float32)
-    if len(sample) < PRODUCT_CENTROIDS:
-        sample = sample[np.arange(PRODUCT_CENTROIDS) % len(sample)]
     begin = np.concatenate([np.zeros(1, np.int64), np.cumsum(dim // code_bytes + (np.arange(code_bytes) < dim % code_bytes))])
-    centroids = np.empty((PRODUCT_CENTROIDS, dim), np.float32)
-    for parts in _of_equal_width(begin):
-        first, last = begin[parts.start], begin[parts.stop]
-        found = fit_product_quantizer(np.ascontiguousarray(sample[:, first:last]), len(parts))
-        centroids[:, first:last] = found.transpose(1, 0, 2).reshape(PRODUCT_CENTROIDS, -1)
-    return Codebook(begin, centroids)
-
-
-def _of_equal_width(begin: np.ndarray) -> list[range]:
-    """Runs of parts that are equally wide."""
-    width = np.diff(begin)
-    ends = [*(np.flatnonzero(np.diff(width)) + 1).tolist(), len(width)]
-    return [range(first, last) for first, last in zip([0, *ends], ends, strict=False)]
+    return Codebook(begin, fit_product_quantizer(sample, begin, seed=seed))

@@ -60,7 +60,9 @@ def train_arrays(sample: np.ndarray, nlist: int, code: str) -> dict[str, np.ndar
     index = empty_index(arrays, code, dim)
     if code.startswith("pq"):  # codes are of what the centroid leaves of a vector
         lists = index.quantizer.search(sample, 1)[1].reshape(-1)
-        arrays[PARAMETERS] = fit_product_quantizer(sample - arrays[CENTROIDS][lists], int(code[2:])).reshape(-1)
+        begin = np.arange(0, dim + 1, dim // int(code[2:]))
+        centroids = fit_product_quantizer(sample - arrays[CENTROIDS][lists], begin)
+        arrays[PARAMETERS] = centroids.reshape(PRODUCT_CENTROIDS, len(begin) - 1, -1).transpose(1, 0, 2).reshape(-1)  # FAISS's order
     elif _VALUES[code]:
         index.is_trained = False
         index.train(sample)  # of the code alone: the lists have their centroids
