@@ -2,9 +2,6 @@
 #include "pack.hpp"
 
 #include <algorithm>
-#include <optional>
-
-#include "cpu/formats/half.hpp"
 
 namespace espnx::graph {
 namespace {
@@ -54,24 +51,19 @@ std::vector<uint32_t> breadth_first(const Vamana& graph, int64_t n) {
 class GrowingPage {
  public:
   GrowingPage(const Vamana& graph, const VectorTable& vectors, const EdgesIn& in)
-      : graph_(graph), vectors_(vectors), in_(in), place_(vectors.n, -1), taken_(vectors.n) {}
+      : graph_(graph),
+        vectors_(vectors),
+        in_(in),
+        place_(vectors.n, -1),
+        taken_(vectors.n),
+        query_(vectors.dim, vectors.format, Metric::kL2) {}
 
   bool is_taken(uint32_t node) const { return taken_[node]; }
 
   void begin(uint32_t seed) {
     for (const Candidate& each : candidates_) place_[each.node] = -1;
     candidates_.clear();
-    const uint8_t* row = vectors_.row(seed);
-    if (vectors_.format == VectorFormat::kFp16) {
-      wide_.resize(vectors_.dim);
-      for (int64_t k = 0; k < vectors_.dim; ++k) {
-        uint16_t half;
-        std::memcpy(&half, row + 2 * k, sizeof(half));
-        wide_[k] = half_to_float(half);
-      }
-      row = reinterpret_cast<const uint8_t*>(wide_.data());
-    }
-    query_.emplace(row, vectors_.dim, vectors_.format, Metric::kL2);
+    query_.assign(vectors_.row(seed));
     take(seed);
   }
 
@@ -82,7 +74,7 @@ class GrowingPage {
       if (taken_[each.node] || (best != nullptr && each.edges < best->edges)) continue;
       if (each.distance < 0) {
         const uint8_t* row = vectors_.row(each.node);
-        query_->measure(&row, 1, &each.distance);
+        query_.measure(&row, 1, &each.distance);
       }
       if (best == nullptr || each.edges > best->edges || each.distance < best->distance) best = &each;
     }
@@ -121,8 +113,7 @@ class GrowingPage {
   std::vector<int32_t> place_;  // among the candidates
   std::vector<char> taken_;
   std::vector<Candidate> candidates_;
-  std::vector<float> wide_;
-  std::optional<DistanceQuery> query_;
+  DistanceQuery query_;  // the page's first node
 };
 
 }  // namespace

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <numeric>
 #include <random>
@@ -12,7 +11,6 @@
 #include <string>
 #include <thread>
 
-#include "cpu/formats/half.hpp"
 #include "cpu/parallel.hpp"
 
 namespace espnx::graph {
@@ -23,26 +21,13 @@ constexpr float kAlphaStep = 1.2f;
 constexpr auto kProgressEvery = std::chrono::milliseconds(100);
 constexpr int64_t kGrain = 64;  // nodes that a thread takes at a time
 
-float value_of(const uint8_t* row, int64_t k, VectorFormat format) {
-  switch (format) {
-    case VectorFormat::kUint8: return row[k];
-    case VectorFormat::kInt8: return static_cast<int8_t>(row[k]);
-    case VectorFormat::kFp16: {
-      uint16_t half;
-      std::memcpy(&half, row + 2 * k, sizeof(half));
-      return half_to_float(half);
-    }
-    case VectorFormat::kFp32: break;
-  }
-  float value;
-  std::memcpy(&value, row + 4 * k, sizeof(value));
-  return value;
-}
-
 }  // namespace
 
 struct Vamana::Scratch {
-  explicit Scratch(int64_t n) : seen(n) {}
+  explicit Scratch(const VectorTable& vectors)
+      : seen(vectors.n),
+        target(vectors.dim, vectors.format, Metric::kL2),
+        block(vectors.dim, vectors.format, Metric::kL2) {}
 
   // Forgets what was seen, in no time but once in 2^32 walks.
   void next_walk() {
@@ -56,11 +41,13 @@ struct Vamana::Scratch {
 
   std::vector<uint32_t> seen;
   uint32_t turn = 0;
-  std::vector<Near> list, passed, pool;
+  std::vector<Near> list, passed, pool, chosen, linked;
   std::vector<char> expanded;  // beside `list`
-  std::vector<uint32_t> around, fresh, chosen;
+  std::vector<uint32_t> around, fresh;
   std::vector<float> distance, occlusion;
   std::vector<const uint8_t*> rows;
+  DistanceQuery target;
+  DistanceBlock block;  // of the pool
 };
 
 Vamana::Vamana(VectorTable vectors, VamanaOptions options)
@@ -73,41 +60,36 @@ Vamana::Vamana(VectorTable vectors, VamanaOptions options)
   for (int64_t i = 0; i < vectors.n; ++i) locks_[i].clear();
 }
 
-DistanceQuery Vamana::query_of(uint32_t node) const {
-  const uint8_t* row = vectors_.row(node);
-  if (vectors_.format != VectorFormat::kFp16) return {row, vectors_.dim, vectors_.format, Metric::kL2};
-  std::vector<float> wide(vectors_.dim);
-  for (int64_t k = 0; k < vectors_.dim; ++k) wide[k] = value_of(row, k, vectors_.format);
-  return {wide.data(), vectors_.dim, vectors_.format, Metric::kL2};
-}
-
 uint32_t Vamana::find_medoid() const {
-  std::vector<double> mean(vectors_.dim);
+  const int64_t dim = vectors_.dim;
+  std::vector<double> mean(dim);
+  std::vector<float> values(dim);
   for (int64_t i = 0; i < vectors_.n; ++i) {
-    const uint8_t* row = vectors_.row(i);
-    for (int64_t k = 0; k < vectors_.dim; ++k) mean[k] += value_of(row, k, vectors_.format);
+    widen(vectors_.row(i), dim, vectors_.format, values.data());
+    for (int64_t k = 0; k < dim; ++k) mean[k] += values[k];
   }
   for (double& value : mean) value /= static_cast<double>(vectors_.n);
   uint32_t nearest = 0;
   double least = std::numeric_limits<double>::infinity();
   for (int64_t i = 0; i < vectors_.n; ++i) {
-    const uint8_t* row = vectors_.row(i);
+    widen(vectors_.row(i), dim, vectors_.format, values.data());
     double distance = 0;
-    for (int64_t k = 0; k < vectors_.dim && distance < least; ++k) {
-      const double difference = value_of(row, k, vectors_.format) - mean[k];
-      distance += difference * difference;
-    }
+    for (int64_t k = 0; k < dim; ++k) distance += (values[k] - mean[k]) * (values[k] - mean[k]);
     if (distance < least) least = distance, nearest = static_cast<uint32_t>(i);
   }
   return nearest;
 }
 
-void Vamana::measure(const DistanceQuery& query, const std::vector<uint32_t>& nodes, std::vector<float>& out,
-                     Scratch& scratch) const {
+void Vamana::measure(const std::vector<uint32_t>& nodes, Scratch& scratch) const {
   scratch.rows.resize(nodes.size());
   for (size_t i = 0; i < nodes.size(); ++i) scratch.rows[i] = vectors_.row(nodes[i]);
-  out.resize(nodes.size());
-  query.measure(scratch.rows.data(), static_cast<int64_t>(nodes.size()), out.data());
+  scratch.distance.resize(nodes.size());
+  scratch.target.measure(scratch.rows.data(), static_cast<int64_t>(nodes.size()), scratch.distance.data());
+}
+
+void Vamana::add_to_pool(const std::vector<uint32_t>& nodes, Scratch& scratch) const {
+  measure(nodes, scratch);
+  for (size_t i = 0; i < nodes.size(); ++i) scratch.pool.push_back({scratch.distance[i], nodes[i]});
 }
 
 void Vamana::copy_neighbours(uint32_t node, std::vector<uint32_t>& out) {
@@ -116,7 +98,7 @@ void Vamana::copy_neighbours(uint32_t node, std::vector<uint32_t>& out) {
   unlock(node);
 }
 
-void Vamana::walk(const DistanceQuery& target, uint32_t begin, Scratch& scratch) {
+void Vamana::walk(uint32_t begin, Scratch& scratch) {
   scratch.next_walk();
   scratch.passed.clear();
   scratch.list.clear();
@@ -124,7 +106,7 @@ void Vamana::walk(const DistanceQuery& target, uint32_t begin, Scratch& scratch)
   const auto list_size = static_cast<size_t>(options_.list_size);
   size_t first = 0;  // nothing before it waits for its expansion
   const auto add = [&](const std::vector<uint32_t>& nodes) {
-    measure(target, nodes, scratch.distance, scratch);
+    measure(nodes, scratch);
     for (size_t i = 0; i < nodes.size(); ++i) {
       const Near near{scratch.distance[i], nodes[i]};
       if (scratch.list.size() == list_size && !(near < scratch.list.back())) continue;
@@ -167,24 +149,25 @@ void Vamana::prune(uint32_t node, float alpha, Scratch& scratch) const {
   constexpr float kChosen = std::numeric_limits<float>::infinity();
   scratch.chosen.clear();
   scratch.occlusion.assign(pool.size(), 0);
-  auto& left = scratch.fresh;  // nodes behind the chosen one, whose occlusion it may raise
+  scratch.rows.resize(pool.size());
+  for (size_t i = 0; i < pool.size(); ++i) scratch.rows[i] = vectors_.row(pool[i].node);
+  scratch.block.assign(scratch.rows.data(), static_cast<int64_t>(pool.size()));
+  auto& left = scratch.around;  // places in the pool behind the chosen one, whose occlusion it may raise
   for (float now = 1;; now = std::min(now * kAlphaStep, alpha)) {
     for (size_t i = 0; i < pool.size() && scratch.chosen.size() < degree; ++i) {
       if (scratch.occlusion[i] > now) continue;
       scratch.occlusion[i] = kChosen;
-      scratch.chosen.push_back(pool[i].node);
+      scratch.chosen.push_back(pool[i]);
       if (scratch.chosen.size() == degree) break;
       left.clear();
-      scratch.around.clear();  // their places in the pool
       for (size_t j = i + 1; j < pool.size(); ++j) {
-        if (scratch.occlusion[j] > alpha) continue;
-        left.push_back(pool[j].node);
-        scratch.around.push_back(static_cast<uint32_t>(j));
+        if (scratch.occlusion[j] <= alpha) left.push_back(static_cast<uint32_t>(j));
       }
-      measure(query_of(pool[i].node), left, scratch.distance, scratch);
+      scratch.distance.resize(left.size());
+      scratch.block.measure(i, left.data(), static_cast<int64_t>(left.size()), scratch.distance.data());
       for (size_t j = 0; j < left.size(); ++j) {
-        float& occlusion = scratch.occlusion[scratch.around[j]];
-        const float between = scratch.distance[j], far = pool[scratch.around[j]].distance;
+        float& occlusion = scratch.occlusion[left[j]];
+        const float between = scratch.distance[j], far = pool[left[j]].distance;
         // A copy of the chosen one is reached by way of it.
         occlusion = std::max(occlusion, between > 0 ? far / between : std::numeric_limits<float>::max());
       }
@@ -193,28 +176,28 @@ void Vamana::prune(uint32_t node, float alpha, Scratch& scratch) const {
   }
   if (!options_.saturate || alpha <= 1) return;
   for (size_t i = 0; i < pool.size() && scratch.chosen.size() < degree; ++i) {
-    if (scratch.occlusion[i] == kChosen) continue;
-    scratch.chosen.push_back(pool[i].node);
+    if (scratch.occlusion[i] != kChosen) scratch.chosen.push_back(pool[i]);
   }
 }
 
+void Vamana::set_neighbours(uint32_t node, const std::vector<Near>& chosen) {
+  uint32_t* edges = edges_.data() + node * capacity_;
+  for (size_t i = 0; i < chosen.size(); ++i) edges[i] = chosen[i].node;
+  degree_[node] = static_cast<uint16_t>(chosen.size());
+}
+
 void Vamana::insert(uint32_t node, float alpha, Scratch& scratch) {
-  const DistanceQuery target = query_of(node);
-  walk(target, medoid_, scratch);
+  scratch.target.assign(vectors_.row(node));
+  walk(medoid_, scratch);
   scratch.pool = scratch.passed;
-  copy_neighbours(node, scratch.around);  // of an earlier pass
-  scratch.fresh = scratch.around;
-  measure(target, scratch.fresh, scratch.distance, scratch);
-  for (size_t i = 0; i < scratch.fresh.size(); ++i) scratch.pool.push_back({scratch.distance[i], scratch.fresh[i]});
+  copy_neighbours(node, scratch.fresh);  // of an earlier pass
+  add_to_pool(scratch.fresh, scratch);
   prune(node, alpha, scratch);
-  std::vector<Near> chosen;
-  measure(target, scratch.chosen, scratch.distance, scratch);
-  for (size_t i = 0; i < scratch.chosen.size(); ++i) chosen.push_back({scratch.distance[i], scratch.chosen[i]});
   lock(node);
-  std::copy(scratch.chosen.begin(), scratch.chosen.end(), edges_.begin() + node * capacity_);
-  degree_[node] = static_cast<uint16_t>(scratch.chosen.size());
+  set_neighbours(node, scratch.chosen);
   unlock(node);
-  for (const Near& each : chosen) link_back(each.node, node, each.distance, alpha, scratch);
+  scratch.linked = scratch.chosen;
+  for (const Near& each : scratch.linked) link_back(each.node, node, each.distance, alpha, scratch);
 }
 
 void Vamana::link_back(uint32_t from, uint32_t to, float distance, float alpha, Scratch& scratch) {
@@ -229,25 +212,23 @@ void Vamana::link_back(uint32_t from, uint32_t to, float distance, float alpha, 
   }
   scratch.fresh.assign(begin, begin + degree);
   unlock(from);
-  measure(query_of(from), scratch.fresh, scratch.distance, scratch);
   scratch.pool.assign(1, {distance, to});
-  for (size_t i = 0; i < scratch.fresh.size(); ++i) scratch.pool.push_back({scratch.distance[i], scratch.fresh[i]});
+  scratch.target.assign(vectors_.row(from));
+  add_to_pool(scratch.fresh, scratch);
   prune(from, alpha, scratch);
   lock(from);  // what others have added meanwhile is lost, as a few edges of many
-  std::copy(scratch.chosen.begin(), scratch.chosen.end(), begin);
-  degree_[from] = static_cast<uint16_t>(scratch.chosen.size());
+  set_neighbours(from, scratch.chosen);
   unlock(from);
 }
 
 void Vamana::trim(uint32_t node, Scratch& scratch) {
   if (degree_[node] <= options_.degree) return;
   scratch.fresh.assign(neighbours_of(node), neighbours_of(node) + degree_[node]);
-  measure(query_of(node), scratch.fresh, scratch.distance, scratch);
   scratch.pool.clear();
-  for (size_t i = 0; i < scratch.fresh.size(); ++i) scratch.pool.push_back({scratch.distance[i], scratch.fresh[i]});
+  scratch.target.assign(vectors_.row(node));
+  add_to_pool(scratch.fresh, scratch);
   prune(node, options_.alpha, scratch);
-  std::copy(scratch.chosen.begin(), scratch.chosen.end(), edges_.begin() + node * capacity_);
-  degree_[node] = static_cast<uint16_t>(scratch.chosen.size());
+  set_neighbours(node, scratch.chosen);
 }
 
 bool Vamana::build(const std::function<bool(int64_t, int64_t)>& progress) {
@@ -268,7 +249,7 @@ bool Vamana::build(const std::function<bool(int64_t, int64_t)>& progress) {
     parallel_for(n, kGrain, options_.threads, [&](int thread, int64_t begin, int64_t end) {
       if (ends) return;
       auto& own = scratch[thread];
-      if (!own) own = std::make_unique<Scratch>(n);
+      if (!own) own = std::make_unique<Scratch>(vectors_);
       for (int64_t i = begin; i < end; ++i) {
         if (pass == options_.passes) {
           trim(order[i], *own);
@@ -347,16 +328,16 @@ int64_t Vamana::connect(const std::vector<uint32_t>& entries) {
     }
   };
   for (const uint32_t entry : entries) reach(entry);
-  Scratch scratch(vectors_.n);
+  Scratch scratch(vectors_);
   std::unordered_set<uint64_t> made;
   std::vector<uint32_t> last;  // that was repaired: of many vectors in one place each leads to the next
   int64_t repaired = 0;
   for (int64_t i = 0; i < vectors_.n; ++i) {
     if (reached[i]) continue;
     const auto lost = static_cast<uint32_t>(i);
-    const DistanceQuery query = query_of(lost);
-    walk(query, entries[0], scratch);
-    measure(query, last, scratch.distance, scratch);
+    scratch.target.assign(vectors_.row(lost));
+    walk(entries[0], scratch);
+    measure(last, scratch);
     for (size_t j = 0; j < last.size(); ++j) scratch.list.push_back({scratch.distance[j], last[j]});
     std::stable_sort(scratch.list.begin(), scratch.list.end(),
                      [](const Near& a, const Near& b) { return a.distance < b.distance; });

@@ -75,15 +75,16 @@ class Vamana {
   struct Scratch;  // of a thread
 
   uint32_t find_medoid() const;
-  DistanceQuery query_of(uint32_t node) const;
-  void measure(const DistanceQuery& query, const std::vector<uint32_t>& nodes, std::vector<float>& out,
-               Scratch& scratch) const;
-  // What a walk to `target` expands, in scratch.passed; `scratch.list` holds the L nearest.
-  void walk(const DistanceQuery& target, uint32_t begin, Scratch& scratch);
+  // The distances of scratch.target to nodes, in scratch.distance.
+  void measure(const std::vector<uint32_t>& nodes, Scratch& scratch) const;
+  void add_to_pool(const std::vector<uint32_t>& nodes, Scratch& scratch) const;
+  // What a walk to scratch.target expands, in scratch.passed; `scratch.list` holds the L nearest.
+  void walk(uint32_t begin, Scratch& scratch);
   // Of the pool, nearest first, those that remain: at most R, in scratch.chosen.
   void prune(uint32_t node, float alpha, Scratch& scratch) const;
   void insert(uint32_t node, float alpha, Scratch& scratch);
   void link_back(uint32_t from, uint32_t to, float distance, float alpha, Scratch& scratch);
+  void set_neighbours(uint32_t node, const std::vector<Near>& chosen);
   void copy_neighbours(uint32_t node, std::vector<uint32_t>& out);
   void trim(uint32_t node, Scratch& scratch);
   bool splice(uint32_t from, uint32_t lost, bool any, std::unordered_set<uint64_t>& made);

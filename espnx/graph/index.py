@@ -339,9 +339,7 @@ class GraphIndex:
         for first in range(0, len(vectors), 1 << 16):
             far = _measure(wide, np.ascontiguousarray(vectors[first : first + (1 << 16)]), self.facts.metric)
             ids = np.broadcast_to(np.arange(first, first + far.shape[1]), far.shape)
-            far, ids = np.concatenate([best_far, far], axis=1), np.concatenate([best, ids], axis=1)
-            order = np.argsort(far, axis=1, kind="stable")[:, :k]
-            best_far, best = np.take_along_axis(far, order, axis=1), np.take_along_axis(ids, order, axis=1)
+            best_far, best = _nearest(np.concatenate([best_far, far], axis=1), np.concatenate([best, ids], axis=1), k)
         return best
 
     def verify(self) -> int:
@@ -397,6 +395,18 @@ class GraphIndex:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _nearest(far: np.ndarray, ids: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The k nearest of each row, [q, at most k], of equally far ones the first: only those that may be among them are sorted."""
+    if far.shape[1] > k:
+        limit = np.partition(far, k - 1, axis=1)[:, k - 1]
+        chosen = [np.flatnonzero(row <= most) for row, most in zip(far, limit, strict=True)]
+    else:
+        chosen = [np.arange(far.shape[1])] * len(far)
+    order = [these[np.argsort(row[these], kind="stable")[:k]] for row, these in zip(far, chosen, strict=True)]
+    places = np.array(order, np.int64).reshape(len(far), min(k, far.shape[1]))
+    return np.take_along_axis(far, places, axis=1), np.take_along_axis(ids, places, axis=1)
 
 
 def _measure(queries: torch.Tensor, vectors: np.ndarray, metric: str) -> np.ndarray:

@@ -255,6 +255,30 @@ def test_the_lock_of_a_build(tmp_path: Path) -> None:
     assert not os.path.exists(path / "LOCK") or (path / NAME).exists()
 
 
+@pytest.mark.parametrize("level", range(4))
+def test_formats_that_hold_the_same_numbers_give_the_same_edges(level: int) -> None:
+    extension = load_extension()
+    if extension.set_cpu_level(-1) < level:
+        pytest.skip("this processor cannot")
+    vectors = np.clip(np.round(3 * clustered(400, 21)), -40, 40)  # sums of such are exact in every format
+    found = []
+    try:
+        extension.set_cpu_level(level)
+        for format_name, values in {
+            "fp32": vectors.astype(np.float32), "fp16": vectors.astype(np.float16), "int8": vectors.astype(np.int8).view(np.uint8),
+            "uint8": (vectors + 40).astype(np.uint8),
+        }.items():  # fmt: skip
+            graph = extension.Vamana(
+                vectors=torch.from_numpy(values), format=format_name, degree=8, list_size=20, alpha=1.2, passes=1, saturate=True,
+                threads=1, seed=0,
+            )  # fmt: skip
+            graph.build(lambda done, total: None)
+            found.append(graph.edges()[0])
+    finally:
+        extension.set_cpu_level(-1)
+    assert all(torch.equal(found[0], each) for each in found[1:])
+
+
 def test_a_graph_of_given_edges() -> None:
     vectors = torch.from_numpy(clustered(40, 5))
     neighbours, counts = torch.zeros(40, 3, dtype=torch.uint32), torch.ones(40, dtype=torch.int64)

@@ -40,6 +40,10 @@ class DistanceQuery {
   // `values`: d of them, 1..kMaxVectorDim; uint8 or int8 for such vectors, fp32 for fp16 and fp32 ones.
   DistanceQuery(const void* values, int64_t d, VectorFormat format, Metric metric);
 
+  // Zeros, until assign() makes it a vector as it is stored, of that format, and then another one.
+  DistanceQuery(int64_t d, VectorFormat format, Metric metric);
+  void assign(const uint8_t* row);
+
   int64_t vector_bytes() const { return d_ * value_bytes(format_); }
 
   // out[i] = the distance to the vector at rows[i], at any address; nothing beyond a vector is read. Any thread.
@@ -52,6 +56,30 @@ class DistanceQuery {
   std::vector<int16_t> whole_;
   std::vector<float> real_;
 };
+
+// Some vectors beside each other, those of fp16 widened once: of the distances among them none costs more than its
+// sums.
+class DistanceBlock {
+ public:
+  DistanceBlock(int64_t d, VectorFormat format, Metric metric);
+
+  // Takes n vectors in place of those before; `rows` must stay where they are while it is used.
+  void assign(const uint8_t* const* rows, int64_t n);
+
+  // out[i] = the distance of vector `from` to vector others[i]. One thread at a time.
+  void measure(int64_t from, const uint32_t* others, int64_t n, float* out);
+
+ private:
+  DistanceQuery query_;
+  bool is_real_;
+  int64_t d_;
+  VectorFormat format_;
+  std::vector<float> wide_;  // [n, d]
+  std::vector<const uint8_t*> rows_, wanted_;
+};
+
+// out[k] = a vector's values, widened to fp32.
+void widen(const uint8_t* row, int64_t d, VectorFormat format, float* out);
 
 struct DistanceVectors {
   const uint8_t* buffer;
