@@ -159,6 +159,7 @@ class Extension:
     ClusterTicket: type[ClusterTicket]
     Engine: type[Engine]
     Future: type[Future]
+    GraphSearch: type[GraphSearch]
     GraphSearcher: type[GraphSearcher]
     KeptRecords: type[KeptRecords]
     LinkClock: type[LinkClock]
@@ -271,11 +272,17 @@ class Vamana:
     def edges(self) -> tuple[Tensor, Tensor]: ...
     def pack(self, nodes_per_page: int, /) -> Tensor: ...
 
+class GraphSearch:
+    """A search under way; see csrc/graph/search.hpp."""
+
+    def partial(self, pages: int) -> tuple[Tensor, Tensor]: ...
+    def finish(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]: ...
+
 class GraphSearcher:
     """csrc/graph/search.hpp."""
 
     def __init__(
-        self, *, path: str, codes_path: str, direct: bool | None, n: int, dim: int, format: str, metric: str,  # noqa: A002
+        self, *, path: str, begin: int, codes_path: str, codes_begin: int, direct: bool | None, n: int, dim: int, format: str, metric: str,  # noqa: A002
         degree: int, code_bytes: int,
         codes_in: str, page_bytes: int, nodes_per_page: int, salt: int, parts: Sequence[int], centroids: Tensor,
         codes: Tensor | None, entries: Tensor, entry_codes: Tensor, engine: str, threads: int, walks: int, code_cache_bytes: int,
@@ -283,8 +290,8 @@ class GraphSearcher:
     ) -> None: ...  # fmt: skip
     @property
     def path(self) -> tuple[str, str, bool]: ...
-    def search(
+    def start(
         self, *, queries: Tensor, queries_f32: Tensor, k: int, list_size: int, beam: int, stop_beyond: float, allowed: Tensor | None,
         deadline_s: float,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]: ...  # fmt: skip
+    ) -> GraphSearch: ...  # fmt: skip
     def close(self) -> None: ...

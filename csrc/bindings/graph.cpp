@@ -167,15 +167,117 @@ class PyVamana {
   std::unique_ptr<Vamana> graph_;
 };
 
+bool interrupted() {
+  py::gil_scoped_acquire locked;
+  return PyErr_CheckSignals() != 0;
+}
+
+// Runs what may fail because a signal's handler raised: that exception goes on then.
+template <class Function>
+void run_interruptible(const Function& run) {
+  try {
+    py::gil_scoped_release unlocked;
+    run();
+  } catch (const io::FailureError&) {
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+    throw;
+  }
+}
+
+// A search under way, and the memory that it reads from and writes to.
+class PyGraphSearch {
+ public:
+  PyGraphSearch(std::shared_ptr<GraphSearcher> searcher, const Tensor& queries, const Tensor& queries_f32, int64_t k,
+                int64_t list_size, int64_t beam, float stop_beyond, const std::optional<Tensor>& allowed,
+                double deadline_s)
+      : searcher_(std::move(searcher)) {
+    const graph::PageLayout& layout = searcher_->view().layout;
+    request_.queries = rows_of(queries, layout.format == VectorFormat::kFp16 ? VectorFormat::kFp32 : layout.format,
+                               layout.dim, "queries");
+    request_.n_queries = queries.size(0);
+    request_.queries_f32 = contiguous<const float>(queries_f32, Dtype::float32, "queries_f32", "float32");
+    if (queries_f32.numel() != queries.numel()) invalid("queries_f32 must be the same queries");
+    request_.query_bytes = layout.dim * (layout.format == VectorFormat::kFp16 ? 4 : value_bytes(layout.format));
+    if (k < 1 || list_size < k || beam < 1 || !(stop_beyond >= 0) || !(deadline_s > 0)) {
+      invalid("k must be 1 or more, list_size k or more, beam 1 or more");
+    }
+    request_.walk.k = k, request_.walk.list_size = list_size, request_.walk.beam = beam;
+    request_.walk.stop_beyond = stop_beyond;
+    request_.deadline_s = deadline_s;
+    keeps_ = {queries.keep(), queries_f32.keep()};
+    if (allowed) {
+      request_.allowed = contiguous<const uint8_t>(*allowed, Dtype::uint8, "allowed", "uint8");
+      if (allowed->numel() < (layout.n + 7) / 8) invalid("allowed must have a bit for each row");
+      keeps_.push_back(allowed->keep());
+    }
+    const int64_t n = request_.n_queries;
+    rows_.resize(n * k), distances_.resize(n * k), seconds_.resize(n);
+    for (auto* each : {&pages_, &code_pages_, &measured_, &estimated_}) each->resize(n);
+    request_.rows = rows_.data(), request_.distances = distances_.data(), request_.seconds = seconds_.data();
+    request_.pages = pages_.data(), request_.code_pages = code_pages_.data();
+    request_.measured = measured_.data(), request_.estimated = estimated_.data();
+    job_ = searcher_->start(request_);
+  }
+  ~PyGraphSearch() {
+    if (process_ != getpid()) {
+      [[maybe_unused]] auto* left = new std::pair(std::move(job_), std::move(searcher_));  // the parent's
+      return;
+    }
+    {
+      py::gil_scoped_release unlocked;
+      if (!over_) searcher_->cancel(job_);
+      job_.reset();
+      searcher_.reset();
+    }
+    keeps_.clear();
+    free_kept();
+  }
+
+  // (rows int64, distances float32), [n_queries * k]: the nearest so far, once each walk has read so many pages or
+  // ended.
+  std::pair<NewTensor, NewTensor> partial(int64_t pages) {
+    check();
+    early_rows_.resize(rows_.size()), early_distances_.resize(rows_.size());
+    request_.early_rows = early_rows_.data(), request_.early_distances = early_distances_.data();
+    run_interruptible([&] { searcher_->partial(job_, pages, interrupted); });
+    return {to_tensor(std::vector<int64_t>(early_rows_)), to_tensor(std::vector<float>(early_distances_))};
+  }
+
+  py::tuple finish() {
+    check();
+    over_ = true;
+    run_interruptible([&] { searcher_->finish(job_, interrupted); });
+    return py::make_tuple(to_tensor(std::move(rows_)), to_tensor(std::move(distances_)), to_tensor(std::move(pages_)),
+                          to_tensor(std::move(code_pages_)), to_tensor(std::move(measured_)),
+                          to_tensor(std::move(estimated_)), to_tensor(std::move(seconds_)));
+  }
+
+ private:
+  void check() const {
+    if (process_ != getpid()) invalid("the search belongs to the parent process");
+    if (over_) invalid("the search is over");
+  }
+
+  std::shared_ptr<GraphSearcher> searcher_;
+  std::vector<std::shared_ptr<void>> keeps_;
+  graph::SearchRequest request_;
+  std::vector<int64_t> rows_, early_rows_, pages_, code_pages_, measured_, estimated_;
+  std::vector<float> distances_, early_distances_, seconds_;
+  std::shared_ptr<GraphSearcher::Job> job_;
+  bool over_ = false;
+  pid_t process_ = getpid();
+};
+
 // A searcher in the process that opened it: its threads are not in a child's.
 class PyGraphSearcher {
  public:
-  PyGraphSearcher(const std::string& path, const std::string& codes_path, std::optional<bool> direct, int64_t n,
-                  int64_t dim, const std::string& format, const std::string& metric, int64_t degree, int64_t code_bytes,
-                  const std::string& codes_in, int64_t page_bytes, int64_t nodes_per_page, uint64_t salt,
-                  const std::vector<int64_t>& parts, const Tensor& centroids, const std::optional<Tensor>& codes,
-                  const Tensor& entries, const Tensor& entry_codes, const std::string& engine, int threads,
-                  int64_t walks, int64_t code_cache_bytes, const std::vector<py::dict>& rules, uint64_t seed) {
+  PyGraphSearcher(const std::string& path, int64_t begin, const std::string& codes_path, int64_t codes_begin,
+                  std::optional<bool> direct, int64_t n, int64_t dim, const std::string& format,
+                  const std::string& metric, int64_t degree, int64_t code_bytes, const std::string& codes_in,
+                  int64_t page_bytes, int64_t nodes_per_page, uint64_t salt, const std::vector<int64_t>& parts,
+                  const Tensor& centroids, const std::optional<Tensor>& codes, const Tensor& entries,
+                  const Tensor& entry_codes, const std::string& engine, int threads, int64_t walks,
+                  int64_t code_cache_bytes, const std::vector<py::dict>& rules, uint64_t seed) {
     GraphView view;
     view.layout = {n,
                    dim,
@@ -225,13 +327,17 @@ class PyGraphSearcher {
     if (code_cache_bytes < 0) invalid("code_cache_bytes must be 0 or more");
     options.code_cache_bytes = code_cache_bytes;
     for (const auto& rule : rules) options.rules.push_back(to_fault_rule(rule));
+    if (begin < 0 || begin % 4096 != 0 || codes_begin < 0 || codes_begin % 4096 != 0) {
+      invalid("pages of a graph must begin at a multiple of 4096 bytes");
+    }
+    graph::PageFiles files{path, codes_path, begin, codes_begin};
     const io::Direct asked = !direct ? io::Direct::automatic : *direct ? io::Direct::yes : io::Direct::no;
     py::gil_scoped_release unlocked;
-    searcher_ = std::make_unique<GraphSearcher>(std::move(view), path, codes_path, asked, std::move(options));
+    searcher_ = std::make_shared<GraphSearcher>(std::move(view), std::move(files), asked, std::move(options));
   }
   ~PyGraphSearcher() {
     if (process_ != getpid()) {
-      [[maybe_unused]] auto* left = searcher_.release();  // its threads are the parent's
+      [[maybe_unused]] auto* left = new std::shared_ptr(std::move(searcher_));  // its threads are the parent's
       return;
     }
     {
@@ -242,46 +348,12 @@ class PyGraphSearcher {
     free_kept();
   }
 
-  py::tuple search(const Tensor& queries, const Tensor& queries_f32, int64_t k, int64_t list_size, int64_t beam,
-                   float stop_beyond, const std::optional<Tensor>& allowed, double deadline_s) {
+  std::unique_ptr<PyGraphSearch> start(const Tensor& queries, const Tensor& queries_f32, int64_t k, int64_t list_size,
+                                       int64_t beam, float stop_beyond, const std::optional<Tensor>& allowed,
+                                       double deadline_s) {
     check();
-    const graph::PageLayout& layout = searcher_->view().layout;
-    graph::SearchRequest request;
-    request.queries = rows_of(queries, layout.format == VectorFormat::kFp16 ? VectorFormat::kFp32 : layout.format,
-                              layout.dim, "queries");
-    request.n_queries = queries.size(0);
-    request.queries_f32 = contiguous<const float>(queries_f32, Dtype::float32, "queries_f32", "float32");
-    if (queries_f32.numel() != queries.numel()) invalid("queries_f32 must be the same queries");
-    request.query_bytes = layout.dim * (layout.format == VectorFormat::kFp16 ? 4 : value_bytes(layout.format));
-    if (k < 1 || list_size < k || beam < 1 || !(stop_beyond >= 0) || !(deadline_s > 0)) {
-      invalid("k must be 1 or more, list_size k or more, beam 1 or more");
-    }
-    request.walk.k = k, request.walk.list_size = list_size, request.walk.beam = beam;
-    request.walk.stop_beyond = stop_beyond;
-    request.deadline_s = deadline_s;
-    if (allowed) {
-      request.allowed = contiguous<const uint8_t>(*allowed, Dtype::uint8, "allowed", "uint8");
-      if (allowed->numel() < (layout.n + 7) / 8) invalid("allowed must have a bit for each row");
-    }
-    const int64_t n = request.n_queries;
-    std::vector<int64_t> rows(n * k), pages(n), code_pages(n), measured(n), estimated(n);
-    std::vector<float> distances(n * k), seconds(n);
-    request.rows = rows.data(), request.distances = distances.data(), request.pages = pages.data();
-    request.code_pages = code_pages.data();
-    request.measured = measured.data(), request.estimated = estimated.data(), request.seconds = seconds.data();
-    try {
-      py::gil_scoped_release unlocked;
-      searcher_->search(request, [] {
-        py::gil_scoped_acquire locked;
-        return PyErr_CheckSignals() != 0;
-      });
-    } catch (const io::FailureError&) {
-      if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-      throw;
-    }
-    return py::make_tuple(to_tensor(std::move(rows)), to_tensor(std::move(distances)), to_tensor(std::move(pages)),
-                          to_tensor(std::move(code_pages)), to_tensor(std::move(measured)),
-                          to_tensor(std::move(estimated)), to_tensor(std::move(seconds)));
+    return std::make_unique<PyGraphSearch>(searcher_, queries, queries_f32, k, list_size, beam, stop_beyond, allowed,
+                                           deadline_s);
   }
 
   void close() {
@@ -300,7 +372,7 @@ class PyGraphSearcher {
   }
 
   std::shared_ptr<void> keeps_;
-  std::unique_ptr<GraphSearcher> searcher_;
+  std::shared_ptr<GraphSearcher> searcher_;
   pid_t process_ = getpid();
 };
 
@@ -319,17 +391,21 @@ void bind_graph(py::module_& m) {
       .def("edges", &PyVamana::edges)
       .def("pack", &PyVamana::pack)
       .def_property_readonly("medoid", &PyVamana::medoid);
+  py::class_<PyGraphSearch>(m, "GraphSearch")
+      .def("partial", &PyGraphSearch::partial)
+      .def("finish", &PyGraphSearch::finish);
   py::class_<PyGraphSearcher>(m, "GraphSearcher")
-      .def(py::init<const std::string&, const std::string&, std::optional<bool>, int64_t, int64_t, const std::string&,
-                    const std::string&, int64_t, int64_t, const std::string&, int64_t, int64_t, uint64_t,
-                    const std::vector<int64_t>&, const Tensor&, const std::optional<Tensor>&, const Tensor&,
+      .def(py::init<const std::string&, int64_t, const std::string&, int64_t, std::optional<bool>, int64_t, int64_t,
+                    const std::string&, const std::string&, int64_t, int64_t, const std::string&, int64_t, int64_t,
+                    uint64_t, const std::vector<int64_t>&, const Tensor&, const std::optional<Tensor>&, const Tensor&,
                     const Tensor&, const std::string&, int, int64_t, int64_t, const std::vector<py::dict>&, uint64_t>(),
-           py::kw_only(), py::arg("path"), py::arg("codes_path"), py::arg("direct"), py::arg("n"), py::arg("dim"),
-           py::arg("format"), py::arg("metric"), py::arg("degree"), py::arg("code_bytes"), py::arg("codes_in"),
-           py::arg("page_bytes"), py::arg("nodes_per_page"), py::arg("salt"), py::arg("parts"), py::arg("centroids"),
-           py::arg("codes"), py::arg("entries"), py::arg("entry_codes"), py::arg("engine"), py::arg("threads"),
-           py::arg("walks"), py::arg("code_cache_bytes"), py::arg("rules"), py::arg("seed"))
-      .def("search", &PyGraphSearcher::search, py::kw_only(), py::arg("queries"), py::arg("queries_f32"), py::arg("k"),
+           py::kw_only(), py::arg("path"), py::arg("begin"), py::arg("codes_path"), py::arg("codes_begin"),
+           py::arg("direct"), py::arg("n"), py::arg("dim"), py::arg("format"), py::arg("metric"), py::arg("degree"),
+           py::arg("code_bytes"), py::arg("codes_in"), py::arg("page_bytes"), py::arg("nodes_per_page"),
+           py::arg("salt"), py::arg("parts"), py::arg("centroids"), py::arg("codes"), py::arg("entries"),
+           py::arg("entry_codes"), py::arg("engine"), py::arg("threads"), py::arg("walks"), py::arg("code_cache_bytes"),
+           py::arg("rules"), py::arg("seed"))
+      .def("start", &PyGraphSearcher::start, py::kw_only(), py::arg("queries"), py::arg("queries_f32"), py::arg("k"),
            py::arg("list_size"), py::arg("beam"), py::arg("stop_beyond"), py::arg("allowed"), py::arg("deadline_s"))
       .def("close", &PyGraphSearcher::close)
       .def_property_readonly("path", &PyGraphSearcher::path);

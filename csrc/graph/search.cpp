@@ -38,6 +38,10 @@ struct GraphSearcher::Job {
   int64_t under_way = 0;  // walks of workers
   int64_t left = 0;       // queries that have not ended
   std::optional<io::Failure> failure;
+  // Of `partial`: how many times it was called, after how many pages a walk shows what it has found, and for which call
+  // each query has; of one that has ended for every call.
+  std::atomic<int64_t> early_call{0}, early_pages{0};
+  std::vector<int64_t> shown;
 
   void fail(io::Failure why) {
     std::lock_guard lock(mutex);
@@ -96,6 +100,7 @@ class GraphSearcher::Worker {
     std::shared_ptr<Job> job;
     int64_t query = 0;
     int64_t reads = 0;  // with the queue
+    int64_t shown = 0;  // see Job
     bool released = false;
     Clock::time_point begun;
     GraphWalk walk;
@@ -145,6 +150,7 @@ class GraphSearcher::Worker {
     Slot& slot = slots_[i];
     const SearchRequest& request = *slot.job->request;
     slot.begun = Clock::now();
+    slot.shown = 0;
     if (slot.job->failed) return end(i);
     slot.walk.begin(searcher_.view_, request.walk, request.queries + slot.query * request.query_bytes,
                     request.queries_f32 + slot.query * layout_.dim, request.allowed);
@@ -168,6 +174,7 @@ class GraphSearcher::Worker {
         start_read(i, *want);
       }
     }
+    show_early(slot);
     if (slot.reads > 0) return;
     if (!slot.walk.done()) return starved_.push_back(i);  // other walks fill the queue
     write_result(slot);
@@ -176,6 +183,10 @@ class GraphSearcher::Worker {
 
   int64_t page_bytes(const Read& read) const { return read.is_codes ? kCodePageBytes : layout_.page_bytes; }
   const io::File& file(const Read& read) const { return read.is_codes ? *searcher_.codes_file_ : *searcher_.file_; }
+  int64_t begin_bytes(const Read& read) const {
+    const PageFiles& files = searcher_.files_;
+    return (read.is_codes ? files.codes_begin : files.pages_begin) + read.page * page_bytes(read);
+  }
 
   void start_read(size_t i, Want want) {
     size_t tag = 0;
@@ -202,7 +213,7 @@ class GraphSearcher::Worker {
   void submit(size_t tag) {
     Read& read = reads_[tag];
     const int64_t size = page_bytes(read);
-    queue_->submit({io::Op::read, &file(read), read.page * size + read.moved_bytes,
+    queue_->submit({io::Op::read, &file(read), begin_bytes(read) + read.moved_bytes,
                     read.buffer->data + read.moved_bytes, size - read.moved_bytes, tag});
   }
 
@@ -231,7 +242,7 @@ class GraphSearcher::Worker {
     io::Failure failure;
     const int64_t size = page_bytes(read);
     failure.path = file(read).path;
-    failure.offset_bytes = read.page * size;
+    failure.offset_bytes = begin_bytes(read);
     failure.size_bytes = size;
     if (read.moved_bytes < size) {
       failure.kind = result < 0 ? io::Kind::read : result == 0 ? io::Kind::truncated : io::Kind::short_read;
@@ -274,15 +285,34 @@ class GraphSearcher::Worker {
     release(slot);
   }
 
+  static void write_found(const std::vector<Found>& found, int64_t k, int64_t* rows, float* distances) {
+    for (int64_t i = 0; i < k; ++i) {
+      const bool is_there = i < static_cast<int64_t>(found.size());
+      rows[i] = is_there ? static_cast<int64_t>(found[i].row) : -1;
+      distances[i] = is_there ? found[i].distance : std::numeric_limits<float>::infinity();
+    }
+  }
+
+  // What the walk has found so far, where `partial` waits for it.
+  void show_early(Slot& slot) {
+    Job& job = *slot.job;
+    const int64_t call = job.early_call;
+    if (slot.shown == call || slot.walk.costs().pages < job.early_pages) return;
+    slot.shown = call;
+    const SearchRequest& request = *job.request;
+    const int64_t k = request.walk.k;
+    const auto found = slot.walk.nearest();
+    std::lock_guard lock(job.mutex);
+    if (job.early_call != call) return;  // the next call waits for more
+    write_found(found, k, request.early_rows + slot.query * k, request.early_distances + slot.query * k);
+    job.shown[slot.query] = call;
+    job.changed.notify_all();
+  }
+
   void write_result(Slot& slot) {
     const SearchRequest& request = *slot.job->request;
     const int64_t k = request.walk.k, at = slot.query;
-    const auto found = slot.walk.results();
-    for (int64_t i = 0; i < k; ++i) {
-      const bool is_there = i < static_cast<int64_t>(found.size());
-      request.rows[at * k + i] = is_there ? static_cast<int64_t>(found[i].row) : -1;
-      request.distances[at * k + i] = is_there ? found[i].distance : std::numeric_limits<float>::infinity();
-    }
+    write_found(slot.walk.results(), k, request.rows + at * k, request.distances + at * k);
     const WalkCosts& costs = slot.walk.costs();
     request.pages[at] = costs.pages;
     request.code_pages[at] = costs.code_pages;
@@ -298,6 +328,7 @@ class GraphSearcher::Worker {
     std::lock_guard lock(slot.job->mutex);
     --slot.job->under_way;
     --slot.job->left;
+    if (!slot.job->failed) slot.job->shown[slot.query] = std::numeric_limits<int64_t>::max();
     slot.job->changed.notify_all();
   }
 
@@ -351,18 +382,18 @@ class GraphSearcher::Worker {
   Clock::time_point next_look_{};
 };
 
-GraphSearcher::GraphSearcher(GraphView view, const std::string& pages_path, const std::string& codes_path,
-                             io::Direct direct, SearchOptions options)
+GraphSearcher::GraphSearcher(GraphView view, PageFiles files, io::Direct direct, SearchOptions options)
     : view_(std::move(view)),
       options_(std::move(options)),
+      files_(std::move(files)),
       pool_(std::make_shared<io::BufferPool>(0, false)),
       faults_(std::make_shared<io::FaultState>(options_.rules, options_.seed)) {
   const auto open = [&](const std::string& path) {
     return options_.path == "memory" ? io::open_memory_file(path, io::Mode::read)
                                      : io::open_file(path, io::Mode::read, direct);
   };
-  file_ = open(pages_path);
-  if (view_.layout.paged_codes) codes_file_ = open(codes_path);
+  file_ = open(files_.pages_path);
+  if (view_.layout.paged_codes) codes_file_ = open(files_.codes_path);
   const auto work = [this] {
     std::unique_ptr<Worker> worker;
     try {
@@ -404,24 +435,68 @@ GraphSearcher::GraphSearcher(GraphView view, const std::string& pages_path, cons
 
 GraphSearcher::~GraphSearcher() { close(); }
 
-void GraphSearcher::search(const SearchRequest& request, const std::function<bool()>& interrupted) {
-  if (request.n_queries == 0) return;
+std::shared_ptr<GraphSearcher::Job> GraphSearcher::start(const SearchRequest& request) {
   auto job = std::make_shared<Job>();
   job->request = &request;
   job->left = request.n_queries;
+  job->shown.assign(request.n_queries, 0);
   job->deadline =
       Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::min(request.deadline_s, 1e9) * 1e9));
+  std::lock_guard lock(mutex_);
+  if (broken_) std::rethrow_exception(broken_);
+  if (stopping_) throw io::FailureError(make_failure(io::Kind::closed, "searching a graph: it is closed"));
+  if (request.n_queries == 0) return job;
+  jobs_.push_back(job);
+  work_.notify_all();
+  return job;
+}
+
+void GraphSearcher::partial(const std::shared_ptr<Job>& job, int64_t pages, const std::function<bool()>& interrupted) {
+  int64_t call = 0;
   {
-    std::lock_guard lock(mutex_);
-    if (broken_) std::rethrow_exception(broken_);
-    if (stopping_) throw io::FailureError(make_failure(io::Kind::closed, "searching a graph: it is closed"));
-    jobs_.push_back(job);
-    work_.notify_all();
+    std::lock_guard lock(job->mutex);
+    job->early_pages = pages;
+    call = ++job->early_call;
+  }
+  wait(
+      job,
+      [&] {
+        return std::all_of(job->shown.begin(), job->shown.end(), [call](int64_t shown) { return shown >= call; });
+      },
+      interrupted);
+  // Walks that have ended show what they have found in the end.
+  const SearchRequest& request = *job->request;
+  const int64_t k = request.walk.k;
+  std::lock_guard lock(job->mutex);
+  for (int64_t q = 0; q < request.n_queries; ++q) {
+    if (job->shown[q] != std::numeric_limits<int64_t>::max()) continue;
+    std::copy_n(request.rows + q * k, k, request.early_rows + q * k);
+    std::copy_n(request.distances + q * k, k, request.early_distances + q * k);
+  }
+}
+
+void GraphSearcher::finish(const std::shared_ptr<Job>& job, const std::function<bool()>& interrupted) {
+  wait(job, [&] { return job->left == 0; }, interrupted);
+}
+
+void GraphSearcher::cancel(const std::shared_ptr<Job>& job) {
+  job->fail(make_failure(io::Kind::cancelled, "searching a graph: nobody waits for it any more"));
+  {
+    std::lock_guard all(mutex_);
+    jobs_.erase(std::remove(jobs_.begin(), jobs_.end(), job), jobs_.end());
   }
   std::unique_lock lock(job->mutex);
-  while (job->left > 0 && !job->failed) {
+  // Nobody writes to the caller's memory once all walks have ended; reads that never do are left behind.
+  job->changed.wait(lock, [&] { return job->under_way == 0; });
+}
+
+// `is_over` is asked while the job's mutex is held.
+void GraphSearcher::wait(const std::shared_ptr<Job>& job, const std::function<bool()>& is_over,
+                         const std::function<bool()>& interrupted) {
+  std::unique_lock lock(job->mutex);
+  while (!is_over() && !job->failed) {
     job->changed.wait_for(lock, std::chrono::nanoseconds(kSignalCheckNs));
-    if (job->left == 0 || job->failed) break;
+    if (is_over() || job->failed) break;
     lock.unlock();
     const bool ends = interrupted();
     lock.lock();
@@ -431,13 +506,7 @@ void GraphSearcher::search(const SearchRequest& request, const std::function<boo
   }
   if (!job->failed) return;
   lock.unlock();
-  {
-    std::lock_guard all(mutex_);
-    jobs_.erase(std::remove(jobs_.begin(), jobs_.end(), job), jobs_.end());
-  }
-  lock.lock();
-  // Nobody writes to the caller's memory once all walks have ended; reads that never do are left behind.
-  job->changed.wait(lock, [&] { return job->under_way == 0; });
+  cancel(job);
   throw io::FailureError(*job->failure);
 }
 

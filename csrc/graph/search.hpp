@@ -47,20 +47,42 @@ struct SearchRequest {
   int64_t* measured = nullptr;
   int64_t* estimated = nullptr;
   float* seconds = nullptr;
+  // Written by `partial`: [n_queries, k], as `rows` and `distances`.
+  int64_t* early_rows = nullptr;
+  float* early_distances = nullptr;
+};
+
+// Where the pages of a graph lie, and those of its codes where they are paged: in files of their own, or inside others.
+struct PageFiles {
+  std::string pages_path, codes_path;
+  int64_t pages_begin = 0, codes_begin = 0;  // in bytes
 };
 
 class GraphSearcher {
  public:
-  // Opens the file of pages, and that of codes where they are paged, and starts the threads. Throws FailureError.
-  GraphSearcher(GraphView view, const std::string& pages_path, const std::string& codes_path, io::Direct direct,
-                SearchOptions options);
+  // A search under way. It writes to what the request points to until `finish` or `cancel` has returned.
+  struct Job;
+
+  // Opens the files, and starts the threads. Throws FailureError.
+  GraphSearcher(GraphView view, PageFiles files, io::Direct direct, SearchOptions options);
   ~GraphSearcher();
   GraphSearcher(const GraphSearcher&) = delete;
   GraphSearcher& operator=(const GraphSearcher&) = delete;
 
-  // Fills in what the request points to. Any thread. `interrupted` is asked about twenty times a second. Throws
-  // FailureError: the first failure of a read, a damaged page, the deadline, close(); then no result is whole.
-  void search(const SearchRequest& request, const std::function<bool()>& interrupted);
+  // Begins a search. Any thread. The request stays the caller's, and where it is.
+  std::shared_ptr<Job> start(const SearchRequest& request);
+
+  // What follows asks `interrupted` about twenty times a second, and throws FailureError: the first failure of a read,
+  // a damaged page, the deadline, close(); then no result is whole, and nothing writes to the request's memory.
+
+  // Waits until every walk has read so many pages or has ended, and writes down the nearest that each has found.
+  void partial(const std::shared_ptr<Job>& job, int64_t pages, const std::function<bool()>& interrupted);
+
+  // Waits for the end of all walks.
+  void finish(const std::shared_ptr<Job>& job, const std::function<bool()>& interrupted);
+
+  // Ends a search that nobody waits for any more. A second call does nothing, as one after the end.
+  void cancel(const std::shared_ptr<Job>& job);
 
   // Walks under way end with FailureError (closed). Waits for the threads.
   void close();
@@ -71,12 +93,14 @@ class GraphSearcher {
   bool direct() const { return file_->direct; }
 
  private:
-  struct Job;
   class Worker;
+  void wait(const std::shared_ptr<Job>& job, const std::function<bool()>& is_over,
+            const std::function<bool()>& interrupted);
   void break_down(const io::Failure& failure);  // a queue has failed: no search goes on
 
   GraphView view_;
   SearchOptions options_;
+  PageFiles files_;
   std::shared_ptr<io::File> file_, codes_file_;
   std::shared_ptr<io::BufferPool> pool_;
   std::shared_ptr<io::FaultState> faults_;

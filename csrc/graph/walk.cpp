@@ -201,6 +201,12 @@ void GraphWalk::keep(float distance, uint32_t row) {
   }
 }
 
+std::vector<Found> GraphWalk::nearest() const {
+  std::vector<Found> found = nearest_;
+  std::sort_heap(found.begin(), found.end());
+  return found;
+}
+
 std::vector<Found> GraphWalk::results() {
   std::sort_heap(nearest_.begin(), nearest_.end());
   return std::move(nearest_);

@@ -84,6 +84,9 @@ class GraphWalk {
   // The k nearest of all vectors that were measured, nearest first, ties by row.
   std::vector<Found> results();
 
+  // The same, of those that were measured so far, and the walk goes on.
+  std::vector<Found> nearest() const;
+
   const WalkCosts& costs() const { return costs_; }
 
  private:

@@ -177,7 +177,7 @@ def import_diskann(
             times.append(time.perf_counter())
             facts = add_recall(own, facts, index.rows, threads=threads, seed=seed, progress=tell)
     times.append(time.perf_counter())
-    folder = sum(facts.file_sizes.values()) + os.path.getsize(facts.path(NAME))
+    folder = sum(facts.file_sizes.values()) + os.path.getsize(os.path.join(facts.where, NAME))
     return ImportReport(
         os.fspath(path), n, dim, layout.format, index.metric, layout.max_degree, layout.page_bytes, layout.nodes_per_page,
         layout.code_bytes, repaired, folder, index.size_bytes, facts.memory_bytes, *np.diff(times).tolist(),
@@ -387,7 +387,8 @@ def _read_rows(engine: NativeEngine, facts: GraphFacts) -> tuple[theirs.DiskannN
     try:
         for first in range(0, layout.n_pages, _PAGES_AT_ONCE):
             pages = np.arange(first, min(first + _PAGES_AT_ONCE, layout.n_pages))
-            future = engine.read(Plan.of(file, [first * layout.page_bytes], [len(pages) * layout.page_bytes]))
+            at_bytes = facts.begin_bytes(NODES) + first * layout.page_bytes
+            future = engine.read(Plan.of(file, [at_bytes], [len(pages) * layout.page_bytes]))
             memory = future.wait()
             found = parse_pages(facts, pages, memory, int(future.position_bytes[0]) + (pages - first) * layout.page_bytes)
             begin = first * layout.nodes_per_page

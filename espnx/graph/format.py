@@ -24,7 +24,7 @@ from .. import errors
 from ..ops.crc32c import crc32c_ranges
 from ..ops.distances import DIM_MAX, VECTOR_FORMATS
 from ..storage import NativeEngine
-from ..storage.files import crc32c, read_file
+from ..storage.files import Region, crc32c, read_region
 from ..storage.manifest import NAME, read_manifest
 from ..storage.parse import Fields, check_file_size
 from .codebook import Codebook
@@ -61,7 +61,8 @@ class GraphFacts:
     """What a graph's manifest says, and what stays in memory while it is open.
 
     Attributes:
-        directory: of its files.
+        where: its directory, or the file whose sections it is.
+        regions: where each of its files lies.
         layout: of its pages.
         metric: of `METRICS`.
         salt: in every page, so that no page of another graph is taken for one of this.
@@ -73,7 +74,8 @@ class GraphFacts:
         recall: measured at build; may be empty.
     """
 
-    directory: str
+    where: str
+    regions: Mapping[str, Region]
     layout: PageLayout
     metric: str
     salt: int
@@ -93,14 +95,15 @@ class GraphFacts:
     @property
     def file_sizes(self) -> dict[str, int]:
         """Bytes of each file."""
-        layout = self.layout
-        codes = {} if layout.inline_codes else {CODES: layout.codes_bytes}
-        entries = len(self.entries) * (4 + layout.code_bytes)
-        return {NODES: layout.size_bytes, ROWS: 4 * layout.n, CODEBOOK: 256 * layout.dim * 4, ENTRIES: entries, **codes}
+        return file_sizes(self.layout, len(self.entries))
 
     def path(self, name: str) -> str:
-        """Of one of its files."""
-        return os.path.join(self.directory, name)
+        """Of one of its files, or of that which it lies in."""
+        return self.regions[name].path
+
+    def begin_bytes(self, name: str) -> int:
+        """Where it begins there."""
+        return self.regions[name].offset_bytes
 
     def manifest(self) -> dict[str, Any]:
         """For `write_manifest`."""
@@ -111,15 +114,48 @@ class GraphFacts:
         }  # fmt: skip
 
 
-def read_graph(engine: NativeEngine, directory: str | os.PathLike[str]) -> GraphFacts:
-    """What a directory says of its graph. Its pages are checked when they are read.
+def file_sizes(layout: PageLayout, n_entries: int) -> dict[str, int]:
+    """Bytes of each file of a graph."""
+    codes = {} if layout.inline_codes else {CODES: layout.codes_bytes}
+    entries = n_entries * (4 + layout.code_bytes)
+    return {NODES: layout.size_bytes, ROWS: 4 * layout.n, CODEBOOK: 256 * layout.dim * 4, ENTRIES: entries, **codes}
+
+
+def in_directory(directory: str, layout: PageLayout, n_entries: int) -> dict[str, Region]:
+    """Where the files of a graph lie that has a directory of its own."""
+    return {name: Region(os.path.join(directory, name), 0, size) for name, size in file_sizes(layout, n_entries).items()}
+
+
+@dataclass(frozen=True)
+class GraphSections:
+    """A graph inside another file, as sections that are named like its files without their endings.
+
+    Attributes:
+        where: for messages. manifest: what its manifest says. regions: of the sections; pages begin at multiples of 4096 bytes.
+    """
+
+    where: str
+    manifest: Mapping[str, Any]
+    regions: Mapping[str, Region]
+
+
+def section_of(file: str) -> str:
+    """The section that holds what one of a graph's files does."""
+    return file.removesuffix(".bin")
+
+
+def read_graph(engine: NativeEngine, source: str | os.PathLike[str] | GraphSections) -> GraphFacts:
+    """What a directory, or what lies inside another file, says of its graph. Its pages are checked when they are read.
 
     Raises:
         StoreNotFoundError: no graph was published there.
         FormatError, ChecksumError, TruncatedFileError, FileMissingError: damaged, or of another kind or version.
     """
-    where = os.fspath(directory)
-    fields = Fields(read_manifest(engine, where, MAGIC, VERSION), os.path.join(where, NAME), fix=_REBUILD)
+    if isinstance(source, GraphSections):
+        where, fields = source.where, Fields(source.manifest, source.where, fix=_REBUILD)
+    else:
+        where = os.fspath(source)
+        fields = Fields(read_manifest(engine, where, MAGIC, VERSION), os.path.join(where, NAME), fix=_REBUILD)
     layout = _read_layout(fields)
     sums = fields.inner("sums")
     names = [CODEBOOK, ENTRIES, *([CODES] if layout.codes_in == "memory" else [])]
@@ -128,29 +164,44 @@ def read_graph(engine: NativeEngine, directory: str | os.PathLike[str]) -> Graph
     parts = np.array(fields.wholes("parts", 0, layout.dim, count=layout.code_bytes + 1), np.int64)
     if len(parts) != layout.code_bytes + 1 or parts[0] != 0 or parts[-1] != layout.dim or (np.diff(parts) < 1).any():
         fields.refuse("parts", f"{layout.code_bytes + 1} growing numbers from 0 to {layout.dim}")
-    centroids = np.frombuffer(_read_whole(engine, where, CODEBOOK, 256 * layout.dim * 4, expected), "<f4").reshape(256, layout.dim)
-    data = _read_whole(engine, where, ENTRIES, n_entries * (4 + layout.code_bytes), expected)
+    regions = _located(source, where, layout, n_entries)
+    centroids = np.frombuffer(_read_whole(engine, regions, CODEBOOK, expected), "<f4").reshape(256, layout.dim)
+    data = _read_whole(engine, regions, ENTRIES, expected)
     entries = np.frombuffer(data, "<u4", n_entries).astype(np.int64)
     if entries.size and entries.max() >= layout.n:
-        raise errors.FormatError("entry point of a graph", path=os.path.join(where, ENTRIES), got=int(entries.max()), fix=_REBUILD)
-    facts = GraphFacts(
-        where, layout, fields.choice("metric", METRICS), int(fields.hexadecimal("salt", 16), 16), Codebook(parts, centroids), entries,
-        np.frombuffer(data, np.uint8, offset=4 * n_entries).reshape(n_entries, layout.code_bytes), expected,
+        raise errors.FormatError("entry point of a graph", path=regions[ENTRIES].path, got=int(entries.max()), fix=_REBUILD)
+    return GraphFacts(
+        where, regions, layout, fields.choice("metric", METRICS), int(fields.hexadecimal("salt", 16), 16), Codebook(parts, centroids),
+        entries, np.frombuffer(data, np.uint8, offset=4 * n_entries).reshape(n_entries, layout.code_bytes), expected,
         fields.inner("options").values(), _read_recall(fields),
     )  # fmt: skip
-    for name, size_bytes in facts.file_sizes.items():
-        check_file_size(facts.path(name), size_bytes, "file of a graph", _REBUILD)
-    return facts
+
+
+def _located(source: str | os.PathLike[str] | GraphSections, where: str, layout: PageLayout, n_entries: int) -> dict[str, Region]:
+    """The region of each file, of the size that it must have: checked before memory is taken for anything."""
+    if not isinstance(source, GraphSections):
+        regions = in_directory(where, layout, n_entries)
+        for region in regions.values():
+            check_file_size(region.path, region.size_bytes, "file of a graph", _REBUILD)
+        return regions
+    regions = {name: source.regions[section_of(name)] for name in file_sizes(layout, n_entries) if section_of(name) in source.regions}
+    for name, size_bytes in file_sizes(layout, n_entries).items():
+        found = regions[name].size_bytes if name in regions else None
+        if found != size_bytes:
+            raise errors.FormatError(
+                f"section {section_of(name)} of a graph", path=where, got="none" if found is None else f"{found} bytes",
+                expected=f"{size_bytes} bytes", fix=_REBUILD,
+            )  # fmt: skip
+    return regions
 
 
 def read_codes(engine: NativeEngine, facts: GraphFacts) -> np.ndarray:
     """uint8 [n, code_bytes], by node, of a graph whose codes are not inline. Raises as `read_graph`."""
     layout = facts.layout
     if not layout.paged_codes:
-        data = _read_whole(engine, facts.directory, CODES, layout.n * layout.code_bytes, facts.sums)
+        data = _read_whole(engine, facts.regions, CODES, facts.sums)
         return np.frombuffer(data, np.uint8).reshape(layout.n, layout.code_bytes)
-    check_file_size(facts.path(CODES), layout.codes_bytes, "file of a graph", _REBUILD)
-    memory = torch.frombuffer(bytearray(read_file(engine, facts.path(CODES))) or bytearray(1), dtype=torch.uint8)
+    memory = torch.from_numpy(read_region(engine, facts.regions[CODES]))
     pages = np.arange(layout.codes_bytes // CODE_PAGE_BYTES)
     return parse_code_pages(facts, pages, memory, pages * CODE_PAGE_BYTES).reshape(-1, layout.code_bytes)[: layout.n]
 
@@ -158,13 +209,13 @@ def read_codes(engine: NativeEngine, facts: GraphFacts) -> np.ndarray:
 def parse_code_pages(facts: GraphFacts, pages: np.ndarray, memory: torch.Tensor, position_bytes: np.ndarray) -> np.ndarray:
     """uint8 [m, codes_per_page, code_bytes] of pages of codes that were read. See `parse_pages`."""
     layout = facts.layout
-    found = _checked_pages(facts.path(CODES), CODE_PAGE_BYTES, code_salt(facts.salt), pages, memory, position_bytes)
+    found = _checked_pages(facts.regions[CODES], CODE_PAGE_BYTES, code_salt(facts.salt), pages, memory, position_bytes)
     codes = found[:, HEADER.itemsize : HEADER.itemsize + layout.codes_per_page * layout.code_bytes]
     return codes.reshape(len(pages), layout.codes_per_page, layout.code_bytes)
 
 
 def _checked_pages(
-    path: str, page_bytes: int, salt: int, pages: np.ndarray, memory: torch.Tensor, position_bytes: np.ndarray
+    region: Region, page_bytes: int, salt: int, pages: np.ndarray, memory: torch.Tensor, position_bytes: np.ndarray
 ) -> np.ndarray:  # fmt: skip
     """uint8 [m, page_bytes], whose headers are right."""
     begin = torch.from_numpy(np.ascontiguousarray(position_bytes, dtype=np.int64))
@@ -173,12 +224,13 @@ def _checked_pages(
     sums = crc32c_ranges(memory, begin + 4, torch.full_like(begin, page_bytes - 4)).numpy()
     for i in np.flatnonzero(sums != header["crc32c"])[:1]:
         raise errors.ChecksumError(
-            f"page {pages[i]} of a graph is damaged", path=path, offset_bytes=int(pages[i]) * page_bytes,
-            got=f"CRC32C {sums[i]:08x}", expected=f"{header['crc32c'][i]:08x}", fix=_REBUILD,
+            f"page {pages[i]} of a graph is damaged", path=region.path,
+            offset_bytes=region.offset_bytes + int(pages[i]) * page_bytes, got=f"CRC32C {sums[i]:08x}",
+            expected=f"{header['crc32c'][i]:08x}", fix=_REBUILD,
         )  # fmt: skip
     for i in np.flatnonzero((header["salt"] != salt) | (header["page"] != pages))[:1]:
         raise errors.StaleDataError(
-            f"page {pages[i]} of a graph", path=path, got=f"page {header['page'][i]}, salt {header['salt'][i]:016x}",
+            f"page {pages[i]} of a graph", path=region.path, got=f"page {header['page'][i]}, salt {header['salt'][i]:016x}",
             expected=f"page {pages[i]}, salt {salt:016x}", fix=_REBUILD,
         )  # fmt: skip
     return found
@@ -199,7 +251,7 @@ def parse_pages(facts: GraphFacts, pages: np.ndarray, memory: torch.Tensor, posi
         ChecksumError: damaged. StaleDataError: of another graph, or another page of this one. FormatError: a node that cannot be.
     """
     layout, path = facts.layout, facts.path(NODES)
-    found = _checked_pages(path, layout.page_bytes, facts.salt, pages, memory, position_bytes)
+    found = _checked_pages(facts.regions[NODES], layout.page_bytes, facts.salt, pages, memory, position_bytes)
     nodes = np.ascontiguousarray(found[:, HEADER.itemsize : HEADER.itemsize + layout.nodes_per_page * layout.node_bytes])
     nodes = nodes.view(layout.node_dtype).reshape(len(pages), layout.nodes_per_page)
     wrong = (nodes["n_neighbours"] > layout.max_degree) | (nodes["row"] >= layout.n) | (nodes["neighbours"] >= layout.n).any(axis=-1)
@@ -233,12 +285,11 @@ def _read_recall(fields: Fields) -> list[RecallPoint]:
     ]
 
 
-def _read_whole(engine: NativeEngine, directory: str, name: str, size_bytes: int, sums: Mapping[str, int]) -> bytes:
-    path = os.path.join(directory, name)
-    check_file_size(path, size_bytes, "file of a graph", _REBUILD)  # before memory is taken for it
-    data = read_file(engine, path)
+def _read_whole(engine: NativeEngine, regions: Mapping[str, Region], name: str, sums: Mapping[str, int]) -> bytes:
+    data = read_region(engine, regions[name]).tobytes()
     if crc32c(data) != sums[name]:
         raise errors.ChecksumError(
-            "file of a graph", path=path, got=f"CRC32C {crc32c(data):08x}", expected=f"{sums[name]:08x}", fix=_REBUILD
-        )
+            "file of a graph", path=regions[name].path, offset_bytes=regions[name].offset_bytes, got=f"CRC32C {crc32c(data):08x}",
+            expected=f"{sums[name]:08x}", fix=_REBUILD,
+        )  # fmt: skip
     return data

@@ -16,7 +16,7 @@ from ..ops._native import load_extension
 from ..ops.distances import distances
 from ..sizes import format_size
 from ..storage import FaultRule, NativeEngine, Plan
-from .format import CODES, NODES, ROWS, GraphFacts, RecallPoint, parse_pages, read_codes, read_graph
+from .format import CODES, NODES, ROWS, GraphFacts, GraphSections, RecallPoint, parse_pages, read_codes, read_graph
 from .layout import CODE_PAGE_BYTES
 
 LIST_SIZE_MAX = 1 << 20
@@ -60,6 +60,63 @@ class Neighbours:
         return f"<Neighbours: {q} queries, k {k}, {self.pages.mean() if q else 0:.1f} pages a query>"
 
 
+@dataclass(frozen=True, eq=False)
+class RowFilter:
+    """Rows that alone a search may find, made once for many searches.
+
+    Attributes:
+        bits: uint8 tensor; bit i % 8 of byte i // 8 is set where row i may be found.
+        count: how many may.
+    """
+
+    bits: torch.Tensor
+    count: int
+
+    @classmethod
+    def of(cls, mask: np.ndarray) -> RowFilter:
+        """Of bool [n]."""
+        return cls(torch.from_numpy(np.packbits(mask, bitorder="little")), int(mask.sum()))
+
+    def mask(self, n: int) -> np.ndarray:
+        """bool [n]."""
+        return np.unpackbits(self.bits.numpy(), count=n, bitorder="little").astype(bool)
+
+    def rows(self) -> np.ndarray:
+        """Numbers of those that may be found, int64, ascending."""
+        return np.flatnonzero(np.unpackbits(self.bits.numpy(), bitorder="little"))
+
+
+class GraphSearch:
+    """A search under way in the threads of a graph; see `GraphIndex.start`. One thread at a time may ask it. Ends when nobody holds it."""
+
+    def __init__(self, index: GraphIndex, k: int, search: Any):
+        self._index, self._k, self._search = index, k, search
+
+    def partial(self, pages: int) -> tuple[np.ndarray, np.ndarray]:
+        """What each walk has found after so many pages, or at its end if it comes sooner; walks go on meanwhile.
+
+        Returns:
+            ids and distances as `Neighbours` has them.
+
+        Raises as `GraphIndex.search`.
+        """
+        if isinstance(self._search, Neighbours):
+            return self._search.ids, self._search.distances
+        rows, far = self._search.partial(pages)
+        return rows.numpy().reshape(-1, self._k), self._index.shown(far.numpy().reshape(-1, self._k))
+
+    def finish(self) -> Neighbours:
+        """Waits for the end of all walks. Raises as `GraphIndex.search`."""
+        if isinstance(self._search, Neighbours):
+            return self._search
+        rows, far, pages, code_pages, measured, estimated, seconds = self._search.finish()
+        self._search = Neighbours(
+            rows.numpy().reshape(-1, self._k), self._index.shown(far.numpy().reshape(-1, self._k)), pages.numpy(), code_pages.numpy(),
+            measured.numpy(), estimated.numpy(), seconds.numpy(), self._index.facts.layout.page_bytes,
+        )  # fmt: skip
+        return self._search
+
+
 class GraphIndex:
     """A graph that `espnx.graph.build` has made, open for searches.
 
@@ -67,7 +124,7 @@ class GraphIndex:
     of its own, each with many queries under way on one queue. Every method may be called from any thread.
 
     Args:
-        path: the graph's directory.
+        path: the graph's directory; or the sections of another file that it lies in.
         threads: that read and compute.
         walks: queries of a thread that are under way at a time.
         code_cache_bytes: of a thread, where codes are paged: pages of codes that it keeps (Knowhere's pq_read_page_cache_size).
@@ -80,7 +137,7 @@ class GraphIndex:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, threads: int = 2, walks: int = 32, engine: str = "auto",
+        self, path: str | os.PathLike[str] | GraphSections, *, threads: int = 2, walks: int = 32, engine: str = "auto",
         code_cache_bytes: int = 5 << 20, rules: Sequence[FaultRule] = (),
         fault_seed: int = 0,
     ):  # fmt: skip
@@ -92,8 +149,10 @@ class GraphIndex:
             codes = torch.from_numpy(read_codes(own, self.facts).copy()) if self.facts.layout.codes_in == "memory" else None
         self._requested, self._process = engine, os.getpid()
         layout, book = self.facts.layout, self.facts.codebook
+        codes_in = CODES if layout.paged_codes else NODES  # or none are read
         self._native = load_extension().GraphSearcher(
-            path=self.facts.path(NODES), codes_path=self.facts.path(CODES), direct=None, n=layout.n, dim=layout.dim, format=layout.format,
+            path=self.facts.path(NODES), begin=self.facts.begin_bytes(NODES), codes_path=self.facts.path(codes_in),
+            codes_begin=self.facts.begin_bytes(codes_in), direct=None, n=layout.n, dim=layout.dim, format=layout.format,
             metric="ip" if self.facts.metric == "ip" else "l2", degree=layout.max_degree, code_bytes=layout.code_bytes,
             codes_in=layout.codes_in, page_bytes=layout.page_bytes, nodes_per_page=layout.nodes_per_page, salt=self.facts.salt,
             parts=book.begin.tolist(), centroids=torch.from_numpy(book.centroids.copy()), codes=codes,
@@ -107,7 +166,7 @@ class GraphIndex:
 
     def __repr__(self) -> str:
         layout = self.facts.layout
-        return f"<GraphIndex: {layout.n:,} vectors of {layout.dim} dimensions, {self.facts.metric}, {self.facts.directory}>"
+        return f"<GraphIndex: {layout.n:,} vectors of {layout.dim} dimensions, {self.facts.metric}, {self.facts.where}>"
 
     def summary(self) -> str:
         """What it is, and what searches with it cost, in a few lines."""
@@ -180,6 +239,25 @@ class GraphIndex:
             ReadError, ChecksumError, TruncatedFileError, DeadlineExceededError, EngineClosedError: no result is returned, and the graph can
                 be searched again.
         """
+        return self.start(
+            queries, k, list_size=list_size, recall=recall, beamwidth=beamwidth, stop_beyond=stop_beyond, include=include, exclude=exclude,
+            deadline_s=deadline_s,
+        ).finish()  # fmt: skip
+
+    def start(
+        self,
+        queries: Any,
+        k: int = 10,
+        *,
+        list_size: int | None = None,
+        recall: float | None = None,
+        beamwidth: int | None = None,
+        stop_beyond: float | None = None,
+        include: Any = None,
+        exclude: Any = None,
+        deadline_s: float = 30.0,
+    ) -> GraphSearch:
+        """Begins a search, which goes on by itself: what it has found so far can be asked for. Arguments and errors: see `search`."""
         native, wide = self._queries(queries)
         check_whole("k, neighbours wanted", k, 1, LIST_SIZE_MAX)
         if list_size is not None and recall is not None:
@@ -199,24 +277,18 @@ class GraphIndex:
         self._check_open()
         allowed = self._allowed(include, exclude)
         if allowed is not None:
-            count = int(allowed.sum())
             # The walk has to come by so many vectors to find as many that are allowed; below that, measuring all of those reads less.
-            list_size = min(LIST_SIZE_MAX, -(-list_size * len(self) // max(count, 1)))
-            if count <= list_size:
-                return self._scan(wide, k, np.flatnonzero(allowed), deadline_s)
-        bits = None if allowed is None else torch.from_numpy(np.packbits(allowed, bitorder="little"))
-        rows, far, pages, code_pages, measured, estimated, seconds = self._native.search(
+            list_size = min(LIST_SIZE_MAX, -(-list_size * len(self) // max(allowed.count, 1)))
+            if allowed.count <= list_size:
+                return GraphSearch(self, k, self._scan(wide, k, allowed.rows(), deadline_s))
+        return GraphSearch(self, k, self._native.start(
             queries=native, queries_f32=wide, k=k, list_size=list_size, beam=beamwidth,
-            stop_beyond=float("inf") if stop_beyond is None else float(stop_beyond), allowed=bits, deadline_s=float(deadline_s),
-        )  # fmt: skip
-        shape = (len(native), k)
-        return Neighbours(
-            rows.numpy().reshape(shape), self._shown(far.numpy().reshape(shape)), pages.numpy(), code_pages.numpy(), measured.numpy(),
-            estimated.numpy(), seconds.numpy(), self.facts.layout.page_bytes,
-        )  # fmt: skip
+            stop_beyond=float("inf") if stop_beyond is None else float(stop_beyond), allowed=None if allowed is None else allowed.bits,
+            deadline_s=float(deadline_s),
+        ))  # fmt: skip
 
-    def _shown(self, far: np.ndarray) -> np.ndarray:
-        """Of vectors of length 1 half the squared distance is one minus the cosine."""
+    def shown(self, far: np.ndarray) -> np.ndarray:
+        """Distances as `Neighbours` has them: of vectors of length 1 half the squared distance is one minus the cosine."""
         return far / 2 if self.facts.metric == "cosine" else far
 
     def _queries(self, given: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -245,14 +317,18 @@ class GraphIndex:
         tensor = torch.from_numpy(wide)
         return tensor, tensor
 
-    def _allowed(self, include: Any, exclude: Any) -> np.ndarray | None:
-        """bool [n], or None: all."""
+    def _allowed(self, include: Any, exclude: Any) -> RowFilter | None:
+        """None: all."""
         if include is None and exclude is None:
             return None
+        if isinstance(include, RowFilter) and exclude is None:
+            return include
         allowed = np.ones(len(self), bool) if include is None else self._mask(include, "include")
-        return allowed if exclude is None else allowed & ~self._mask(exclude, "exclude")
+        return RowFilter.of(allowed if exclude is None else allowed & ~self._mask(exclude, "exclude"))
 
     def _mask(self, rows: Any, name: str) -> np.ndarray:
+        if isinstance(rows, RowFilter):
+            return rows.mask(len(self))
         found = rows.detach().cpu().numpy() if isinstance(rows, torch.Tensor) else np.asarray(rows)
         if found.dtype == bool and found.shape == (len(self),):
             return found
@@ -282,7 +358,7 @@ class GraphIndex:
         pages = np.full(len(queries), n_pages, np.int64)
         return Neighbours(
             ids,
-            self._shown(far),
+            self.shown(far),
             pages,
             np.zeros_like(whole),
             whole,
@@ -306,7 +382,7 @@ class GraphIndex:
             return found, 0
         with NativeEngine(self._requested) as engine:
             places = engine.open(self.facts.path(ROWS))
-            plan = Plan.of(places, (4 * rows).tolist(), [4] * len(rows))
+            plan = Plan.of(places, (self.facts.begin_bytes(ROWS) + 4 * rows).tolist(), [4] * len(rows))
             future = engine.read(plan, gap_bytes=4096, deadline_s=deadline_s)
             future.wait()
             at = future.position_bytes.numpy()[:, None] + np.arange(4)
@@ -319,7 +395,8 @@ class GraphIndex:
             file = engine.open(self.facts.path(NODES))
             for first in range(0, len(pages), 4096):
                 part = pages[first : first + 4096]
-                plan = Plan.of(file, (part * layout.page_bytes).tolist(), [layout.page_bytes] * len(part))
+                begin = self.facts.begin_bytes(NODES) + part * layout.page_bytes
+                plan = Plan.of(file, begin.tolist(), [layout.page_bytes] * len(part))
                 future = engine.read(plan, deadline_s=deadline_s)
                 future.wait()
                 read = parse_pages(self.facts, part, future.memory, future.position_bytes.numpy())
@@ -352,7 +429,8 @@ class GraphIndex:
             rows_file = engine.open(self.facts.path(ROWS))
             for first in range(0, layout.n_pages, 1024):
                 part = np.arange(first, min(first + 1024, layout.n_pages))
-                future = engine.read(Plan.of(file, [first * layout.page_bytes], [len(part) * layout.page_bytes]))
+                at_bytes = self.facts.begin_bytes(NODES) + first * layout.page_bytes
+                future = engine.read(Plan.of(file, [at_bytes], [len(part) * layout.page_bytes]))
                 future.wait()
                 begin = future.position_bytes.numpy()[0] + np.arange(len(part)) * layout.page_bytes
                 nodes = parse_pages(self.facts, part, future.memory, begin).reshape(-1)[: layout.n - first * layout.nodes_per_page]
@@ -369,7 +447,8 @@ class GraphIndex:
     def _verify_rows(self, engine: NativeEngine, rows_file: Any, nodes: np.ndarray, first: int) -> None:
         if not len(nodes):
             return
-        future = engine.read(Plan.of(rows_file, (4 * nodes["row"].astype(np.int64)).tolist(), [4] * len(nodes)), gap_bytes=1 << 16)
+        begin = self.facts.begin_bytes(ROWS) + 4 * nodes["row"].astype(np.int64)
+        future = engine.read(Plan.of(rows_file, begin.tolist(), [4] * len(nodes)), gap_bytes=1 << 16)
         future.wait()
         at = future.position_bytes.numpy()[:, None] + np.arange(4)
         numbers = future.memory.numpy()[at].view("<u4").ravel()

@@ -73,7 +73,7 @@ class StoredGraph:
         if self._file is None:
             raise errors.StateError("plan of a graph", got="a graph that no device has opened", fix="device.open_graph(graph)")
         layout = self.facts.layout
-        begin = nodes // layout.nodes_per_page * layout.page_bytes
+        begin = self.facts.begin_bytes(NODES) + nodes // layout.nodes_per_page * layout.page_bytes
         return Plan.of(self._file, begin.tolist(), [layout.page_bytes] * len(nodes))
 
     def parse(self, nodes: np.ndarray, memory: torch.Tensor, position_bytes: np.ndarray) -> Nodes:

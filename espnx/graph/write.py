@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,10 @@ import torch
 from .. import errors
 from ..ops.crc32c import crc32c_ranges
 from ..storage import NativeEngine
-from ..storage.files import StreamWriter, write_error, write_file
+from ..storage.files import StreamWriter, crc32c, write_error
 from ..storage.manifest import NAME, write_manifest
 from .codebook import Codebook
-from .format import CODEBOOK, CODES, ENTRIES, MAGIC, NODES, ROWS, VERSION, GraphFacts, RecallPoint
+from .format import CODEBOOK, CODES, ENTRIES, MAGIC, NODES, ROWS, VERSION, GraphFacts, RecallPoint, in_directory
 from .index import GraphIndex
 from .layout import CODE_PAGE_BYTES, HEADER, PageLayout, code_salt
 
@@ -59,37 +59,62 @@ class WholeGraph:
     options: Mapping[str, Any]
 
 
+@dataclass(frozen=True, eq=False)
+class GraphFiles:
+    """What a graph's files are to hold.
+
+    Attributes:
+        facts: for the manifest. contents: of each file, by name, in pieces; each is made when it is asked for, once.
+    """
+
+    facts: GraphFacts
+    contents: Mapping[str, Iterable[np.ndarray]]
+
+
+def graph_files(graph: WholeGraph, row_of: np.ndarray, where: str, progress: Progress) -> GraphFiles:
+    """A graph as its files.
+
+    Args:
+        row_of: int64 [n]: the row that node i is of; nodes are numbered page by page.
+        where: its directory, or for messages.
+    """
+    layout = graph.layout
+    node_of = np.empty(layout.n, np.uint32)
+    node_of[row_of] = np.arange(layout.n, dtype=np.uint32)
+    salt = secrets.randbits(64)
+    entries, entry_codes = node_of[graph.entries], graph.codes[graph.entries]
+    whole = {CODEBOOK: graph.codebook.centroids, ENTRIES: np.concatenate([entries.view(np.uint8).ravel(), entry_codes.ravel()])}
+    if layout.codes_in == "memory":
+        whole[CODES] = graph.codes[row_of]
+    contents: dict[str, Iterable[np.ndarray]] = {NODES: _node_pages(graph, row_of, node_of, salt, progress), ROWS: [node_of]}
+    contents |= {name: [values] for name, values in whole.items()}
+    if layout.paged_codes:
+        contents[CODES] = [_code_pages(graph.codes[row_of], layout, salt)]
+    facts = GraphFacts(
+        where, in_directory(where, layout, len(entries)), layout, graph.metric, salt, graph.codebook, entries.astype(np.int64), entry_codes,
+        {name: crc32c(np.ascontiguousarray(values).reshape(-1).view(np.uint8)) for name, values in whole.items()}, graph.options,
+    )  # fmt: skip
+    return GraphFiles(facts, contents)
+
+
 def write_graph(engine: NativeEngine, path: str, graph: WholeGraph, row_of: np.ndarray, progress: Progress) -> GraphFacts:
     """Writes all files of a graph, the manifest last.
 
     Args:
         path: a directory with no graph in it, that nobody else writes to.
-        row_of: int64 [n]: the row that node i is of; nodes are numbered page by page.
+        row_of: see `graph_files`.
 
     Raises WriteError, DiskFullError; there is no graph then.
     """
-    layout = graph.layout
-    progress("pages", 0, layout.n)
-    node_of = np.empty(layout.n, np.uint32)
-    node_of[row_of] = np.arange(layout.n, dtype=np.uint32)
-    salt = secrets.randbits(64)
-    _write_pages(engine, path, graph, row_of, node_of, salt, progress)
-
-    def whole(name: str, values: np.ndarray) -> int:
-        """Writes a file. Returns its CRC32C."""
-        return write_file(engine, os.path.join(path, name), np.ascontiguousarray(values).reshape(-1).view(np.uint8))[1]
-
-    whole(ROWS, node_of)
-    sums = {CODEBOOK: whole(CODEBOOK, graph.codebook.centroids)}
-    entries, entry_codes = node_of[graph.entries], graph.codes[graph.entries]
-    sums[ENTRIES] = whole(ENTRIES, np.concatenate([entries.view(np.uint8).ravel(), entry_codes.ravel()]))
-    if layout.paged_codes:
-        whole(CODES, _code_pages(graph.codes[row_of], layout, salt))
-    elif not layout.inline_codes:
-        sums[CODES] = whole(CODES, graph.codes[row_of])
-    facts = GraphFacts(path, layout, graph.metric, salt, graph.codebook, entries.astype(np.int64), entry_codes, sums, graph.options)
-    write_manifest(engine, path, MAGIC, VERSION, facts.manifest())
-    return facts
+    progress("pages", 0, graph.layout.n)
+    files = graph_files(graph, row_of, path, progress)
+    for name, pieces in files.contents.items():
+        with StreamWriter(engine, os.path.join(path, name)) as writer:
+            for piece in pieces:
+                writer.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
+            writer.sync()
+    write_manifest(engine, path, MAGIC, VERSION, files.facts.manifest())
+    return files.facts
 
 
 def add_recall(
@@ -106,8 +131,8 @@ def add_recall(
     if not len(rows):
         return facts
     progress("recall", 0, 1)
-    facts = replace(facts, recall=_recall_curve(facts.directory, rows, threads, seed))
-    write_manifest(engine, facts.directory, MAGIC, VERSION, facts.manifest())
+    facts = replace(facts, recall=_recall_curve(facts.where, rows, threads, seed))
+    write_manifest(engine, facts.where, MAGIC, VERSION, facts.manifest())
     progress("recall", 1, 1)
     return facts
 
@@ -146,26 +171,24 @@ def connect_and_choose_entries(graph: Vamana, n: int, n_entries: int, seed: int)
     return repaired, np.unique(np.append(chosen, graph.medoid))
 
 
-def _write_pages(
-    engine: NativeEngine, path: str, graph: WholeGraph, row_of: np.ndarray, node_of: np.ndarray, salt: int, progress: Progress
-) -> None:  # fmt: skip
+def _node_pages(
+    graph: WholeGraph, row_of: np.ndarray, node_of: np.ndarray, salt: int, progress: Progress
+) -> Iterator[np.ndarray]:  # fmt: skip
     layout = graph.layout
     at_once = max(1, _BLOCK_ROWS // layout.nodes_per_page)
-    with StreamWriter(engine, os.path.join(path, NODES)) as writer:
-        for first in range(0, layout.n_pages, at_once):
-            count = min(at_once, layout.n_pages - first)
-            chosen = row_of[first * layout.nodes_per_page : (first + count) * layout.nodes_per_page]
-            nodes = np.zeros(count * layout.nodes_per_page, layout.node_dtype)
-            here = nodes[: len(chosen)]
-            here["vector"], here["row"], here["n_neighbours"] = graph.rows[chosen], chosen, graph.counts[chosen]
-            there = np.arange(layout.max_degree) < graph.counts[chosen, None]
-            near = np.where(there, graph.neighbours[chosen], 0)
-            here["neighbours"] = np.where(there, node_of[near], 0)
-            if layout.inline_codes:
-                here["codes"] = np.where(there[:, :, None], graph.codes[near], 0)
-            writer.write(_pages_of(nodes, layout, first, salt))
-            progress("pages", first * layout.nodes_per_page + len(chosen), layout.n)
-        writer.sync()
+    for first in range(0, layout.n_pages, at_once):
+        count = min(at_once, layout.n_pages - first)
+        chosen = row_of[first * layout.nodes_per_page : (first + count) * layout.nodes_per_page]
+        nodes = np.zeros(count * layout.nodes_per_page, layout.node_dtype)
+        here = nodes[: len(chosen)]
+        here["vector"], here["row"], here["n_neighbours"] = graph.rows[chosen], chosen, graph.counts[chosen]
+        there = np.arange(layout.max_degree) < graph.counts[chosen, None]
+        near = np.where(there, graph.neighbours[chosen], 0)
+        here["neighbours"] = np.where(there, node_of[near], 0)
+        if layout.inline_codes:
+            here["codes"] = np.where(there[:, :, None], graph.codes[near], 0)
+        yield _pages_of(nodes, layout, first, salt)
+        progress("pages", first * layout.nodes_per_page + len(chosen), layout.n)
 
 
 def _pages_of(nodes: np.ndarray, layout: PageLayout, first: int, salt: int) -> np.ndarray:

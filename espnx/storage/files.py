@@ -10,6 +10,7 @@ import errno as codes
 import os
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
@@ -79,6 +80,15 @@ def crc32c(data: np.ndarray | bytes | memoryview, seed: int = 0) -> int:
         return seed
     found: int = load_native().crc32c(view.__array_interface__["data"][0], view.size, seed)  # `ctypes.data` takes longer than the sum
     return found
+
+
+@dataclass(frozen=True)
+class Region:
+    """Bytes of a file: a whole one, or what lies inside another."""
+
+    path: str
+    offset_bytes: int
+    size_bytes: int
 
 
 class StreamWriter:
@@ -218,6 +228,15 @@ def read_range(engine: NativeEngine, file: FileHandle, offset_bytes: int, size_b
     memory = future.wait()
     begin = int(future.position_bytes[0])
     return memory.numpy()[begin : begin + size_bytes].copy()
+
+
+def read_region(engine: NativeEngine, region: Region) -> np.ndarray:
+    """As `read_range`, of a file that is opened for it. Raises TruncatedFileError where it ends before."""
+    file = engine.open(region.path)
+    try:
+        return read_range(engine, file, region.offset_bytes, region.size_bytes)
+    finally:
+        engine.close_file(file)
 
 
 def read_windows(engine: NativeEngine, path: str | os.PathLike[str], *, sums: Sequence[int] | None = None) -> Iterator[np.ndarray]:

@@ -106,7 +106,7 @@ Results search(graph::GraphSearcher& searcher, const std::vector<uint8_t>& queri
   request.code_pages = found.code_pages.data();
   request.measured = found.measured.data(), request.estimated = found.estimated.data();
   request.seconds = found.seconds.data();
-  searcher.search(request, [] { return false; });
+  searcher.finish(searcher.start(request), [] { return false; });
   return found;
 }
 
@@ -121,7 +121,7 @@ int main(int argc, char** argv) {
   const graph::GraphView view = build(vectors, path);
   graph::SearchOptions alone;
   alone.threads = 1, alone.walks = 1;
-  graph::GraphSearcher first(view, path, "", io::Direct::automatic, alone);
+  graph::GraphSearcher first(view, {path, ""}, io::Direct::automatic, alone);
   const Results expected = search(first, queries, 1, 60);
   for (int round = 0; round < rounds; ++round) {
     graph::SearchOptions options;
@@ -134,7 +134,7 @@ int main(int argc, char** argv) {
       options.rules.push_back({"read", "*", 0, INT64_MAX, 1, -1, 0.002, io::Fault::flip, 99});
       options.rules.push_back({"read", "*", 0, INT64_MAX, 1, -1, 0.001, io::Fault::never, 0});
     }
-    graph::GraphSearcher searcher(view, path, "", io::Direct::automatic, options);
+    graph::GraphSearcher searcher(view, {path, ""}, io::Direct::automatic, options);
     std::vector<std::thread> callers;
     for (int caller = 0; caller < 4; ++caller) {
       callers.emplace_back([&, caller] {
