@@ -27,7 +27,7 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from . import device
-    from .encoders import load_encoder
+    from .encoders import load_encoder, load_sparse_encoder
     from .importers.corpus import Corpus, read_corpus
     from .integrations.streamed.load import load_streamed
     from .integrations.transformers.cache import KVCache
@@ -45,12 +45,13 @@ if TYPE_CHECKING:
     from .retrieval.search.index import Index
     from .retrieval.search.read_cost import DeviceCost
     from .retrieval.search.result import Hit, SearchResult, Timings, TokenMatch
+    from .retrieval.sparse_encoder import SparseEncoder, SparseVector
     from .storage import Engine, EngineStats, FileHandle, Future, Plan, open_engine
 
     open = Index  # noqa: A001 - espnx.open reads as it should, and a package like this is not star-imported
 
 _HOME = {
-    "encoders": ["load_encoder"],
+    "encoders": ["load_encoder", "load_sparse_encoder"],
     "importers.corpus": ["Corpus", "read_corpus"],
     "integrations.streamed.load": ["load_streamed"],
     "integrations.transformers.cache": ["KVCache"],
@@ -68,6 +69,7 @@ _HOME = {
     "retrieval.search.index": ["Index"],
     "retrieval.search.read_cost": ["DeviceCost"],
     "retrieval.search.result": ["Hit", "SearchResult", "Timings", "TokenMatch"],
+    "retrieval.sparse_encoder": ["SparseEncoder", "SparseVector"],
     "storage": ["Engine", "EngineStats", "FileHandle", "Future", "Plan", "open_engine"],
 }
 
@@ -92,6 +94,8 @@ __all__ = [
     "KVCache",
     "Plan",
     "SearchResult",
+    "SparseEncoder",
+    "SparseVector",
     "Timings",
     "TokenMatch",
     "Trained",
@@ -107,6 +111,7 @@ __all__ = [
     "evaluate",
     "load_encoder",
     "load_gguf",
+    "load_sparse_encoder",
     "load_streamed",
     "open",
     "open_engine",

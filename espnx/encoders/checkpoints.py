@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import FormatError, InvalidInputError, MissingDependencyError
+from ..errors import EspnxError, FormatError, InvalidInputError, MissingDependencyError
 from .torch_files import load_torch
 
 TOKENIZER_FILES = (
@@ -25,6 +26,7 @@ TOKENIZER_FILES = (
 )
 POSITIONS_DEFAULT = 512
 _BINARY = "pytorch_model*.bin"
+_TOKENIZE_AT_ONCE = 1024  # texts; an encoding holds some 100 bytes a token until its ids are taken
 
 
 def read_json(path: Path) -> Any:
@@ -64,8 +66,16 @@ def weight_files(folder: Path, *, pickled: bool = False) -> list[Path]:
     return weights
 
 
-def load_transformer(folder: Path, dtype: torch.dtype, *, pickled: bool = False) -> tuple[Any, Any]:
+def load_transformer(
+    folder: Path, dtype: torch.dtype, *, pickled: bool = False, kind: str = "AutoModel", whole: bool = False
+) -> tuple[Any, Any]:
     """Model and tokenizer of a folder. A weight that the files lack would be random numbers and a log line: here it is an error.
+
+    Args:
+        folder: of a transformers model.
+        dtype: of its weights in memory.
+        pickled: whether ``pytorch_model*.bin`` is read where there are no safetensors.
+        kind: the class of transformers that loads it.
 
     Raises:
         MissingDependencyError: transformers is not installed.
@@ -74,7 +84,6 @@ def load_transformer(folder: Path, dtype: torch.dtype, *, pickled: bool = False)
     """
     try:
         import transformers
-        from safetensors import SafetensorError
     except ImportError as error:
         raise MissingDependencyError(
             "Hugging Face encoder", got=str(error), expected="transformers", fix="pip install transformers"
@@ -88,14 +97,19 @@ def load_transformer(folder: Path, dtype: torch.dtype, *, pickled: bool = False)
     transformers.utils.logging.set_verbosity_error()  # it reports weights of heads that are read here, and unused poolers
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        if config.is_encoder_decoder or not hasattr(config, "hidden_size"):
+        if (config.is_encoder_decoder and kind == "AutoModel") or not hasattr(config, "hidden_size"):
             raise InvalidInputError(f"encoder folder {folder}", got=f"a model of type {config.model_type}", expected="a text encoder")
-        model, info = transformers.AutoModel.from_pretrained(
+        if safe:
+            _check_size(folder, config, files)
+        model, info = getattr(transformers, kind).from_pretrained(
             folder, config=config, local_files_only=True, use_safetensors=safe, dtype=dtype, output_loading_info=True
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise FormatError("load the encoder", path=folder, got=str(error).strip().splitlines()[0], expected="a whole model") from error
+    except EspnxError:
+        raise
+    except Exception as error:  # whatever hostile settings provoke: ValueError, KeyError, TypeError, ZeroDivisionError, Exception, ...
+        got = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise FormatError("load the encoder", path=folder, got=got, expected="a whole model") from error
     finally:
         transformers.utils.logging.set_verbosity(level)
         if bar:
@@ -106,6 +120,32 @@ def load_transformer(folder: Path, dtype: torch.dtype, *, pickled: bool = False)
             "load the encoder", path=folder, got=f"{len(missing)} weights missing, the first {missing[0]}", expected="all of them"
         )
     return model, tokenizer
+
+
+def _check_size(folder: Path, config: Any, files: Iterable[Path]) -> None:
+    """Raises FormatError where a configuration asks for more than the weights are: memory and time would go into what is not there."""
+    shapes = [shape for path in files for shape in _shapes(path)]
+    held = sum(math.prod(shape) for shape in shapes)
+    wanted = {name: getattr(config, name, 0) for name in ("vocab_size", "hidden_size", "max_position_embeddings", "num_hidden_layers")}
+    for name, value in wanted.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+            raise FormatError("settings of an encoder", path=folder / "config.json", got=f"{name} {value!r}", expected="a whole number")
+    layers, rows = wanted["num_hidden_layers"] or 0, max(wanted["vocab_size"] or 0, wanted["max_position_embeddings"] or 0)
+    if layers > len(shapes) or rows * (wanted["hidden_size"] or 0) > held:
+        raise FormatError(
+            "settings of an encoder",
+            path=folder / "config.json",
+            got=", ".join(f"{name} {value}" for name, value in wanted.items()),
+            expected=f"no more than its weights hold: {len(shapes)} tensors of {held} values",
+        )
+
+
+def _shapes(path: Path) -> list[list[int]]:
+    """Of the tensors of a safetensors file, from its head. Raises what safetensors raises."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118 - it is no mapping
 
 
 def read_weights(files: Iterable[Path], names: Iterable[str]) -> dict[str, Tensor]:
@@ -138,6 +178,29 @@ def positions(config: Any, tokenizer: Any) -> int:
     if getattr(config, "pad_token_id", None) == 1:
         limit -= 2
     return min(limit, tokenizer.model_max_length)
+
+
+def wordpieces(tokenizer: Any, texts: list[str]) -> Iterator[list[int]]:
+    """For every text its ids without special tokens, not truncated; a special token that is written in a text is text."""
+    for begin in range(0, len(texts), _TOKENIZE_AT_ONCE):
+        # verbose=False: it would warn of texts that are longer than the model, which is what windows are for
+        yield from tokenizer(
+            texts[begin : begin + _TOKENIZE_AT_ONCE],
+            add_special_tokens=False,
+            split_special_tokens=True,
+            truncation=False,
+            verbose=False,
+        )["input_ids"]
+
+
+def special_ids(tokenizer: Any, folder: Path) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and after a text."""
+    probe = tokenizer("a", return_special_tokens_mask=True)
+    ids, special = probe["input_ids"], probe["special_tokens_mask"]
+    if 0 not in special:
+        raise InvalidInputError(f"encoder folder {folder}", got='a tokenizer without a token for "a"', expected="a text tokenizer")
+    begin, end = special.index(0), len(special) - special[::-1].index(0)
+    return ids[:begin], ids[end:]
 
 
 def fingerprint(folder: Path, weights: Iterable[Path], *others: Path) -> str:

