@@ -24,8 +24,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 CSRC = Path("csrc")
-# By folder: the accelerator's results are fixed to the bit, and a fused multiply-add has one rounding less.
-FLAGS_OF = {str(CSRC / "cpu" / "accelerator"): ["-ffp-contract=off"]}
+# By folder: results of accelerator and postings are fixed to the bit, and a fused multiply-add has one rounding less.
+FLAGS_OF = {str(CSRC / "cpu" / name): ["-ffp-contract=off"] for name in ("accelerator", "postings")}
 SETUP = "setup.py"
 URING_PROBE = """
 #include <linux/io_uring.h>

@@ -148,9 +148,29 @@ class ClusterStream:
     def clear(self) -> None: ...
     def stats(self) -> dict[str, Any]: ...
 
+class ListEncoder:
+    """csrc/cpu/postings/list.hpp."""
+
+    def __init__(self, salt: int, kind: int) -> None: ...
+    def begin_list(self, term: int, name: Tensor, is_digest: bool, /) -> None: ...
+    def add(self, records: Tensor, values: Tensor, /) -> None: ...
+    def end_layer(self, is_last: bool, /) -> int: ...
+    def add_lists(
+        self, first_term: int, names: Tensor, name_begin: Tensor, digests: Tensor, counts: Tensor, first_counts: Tensor,
+        records: Tensor, values: Tensor, /,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    def take(self) -> Tensor: ...
+
+class PostingsTicket:
+    """csrc/postings/search.hpp. `query`: what `Extension.search_postings` takes, of one query."""
+
+    def __init__(self, engine: Engine, query: dict[str, Any], /) -> None: ...
+    def result(self, lists: int, /) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+
 # In `Extension` the plain names are its own attributes.
 _KeptRecords = KeptRecords
 _RowStream = RowStream
+_Engine = Engine
 
 class Extension:
     """The module itself, as `espnx.storage.native.load_native` returns it."""
@@ -164,6 +184,8 @@ class Extension:
     KeptRecords: type[KeptRecords]
     LinkClock: type[LinkClock]
     LinkTicket: type[LinkTicket]
+    ListEncoder: type[ListEncoder]
+    PostingsTicket: type[PostingsTicket]
     RecordStream: type[RecordStream]
     RecordTicket: type[RecordTicket]
     RowStream: type[RowStream]
@@ -196,6 +218,16 @@ class Extension:
         n_tokens: Tensor, group_offset_bytes: Tensor, segment_begin: Tensor, files: Tensor, rules: dict[str, Any],
         centroids: Tensor | None, bucket_weights: Tensor | None, /,
     ) -> _KeptRecords: ...  # fmt: skip
+    @staticmethod
+    def decode_list(
+        data: Tensor, salt: int, kind: int, n_records: int, term: int, name: Tensor, is_digest: bool, first_layer_bytes: int, /
+    ) -> tuple[Tensor, Tensor, int] | str | None:
+        """(records, values, postings of the first of two layers); what is wrong with it; None: it is another term's."""
+
+    @staticmethod
+    def search_postings(engine: _Engine, query: dict[str, Any], /) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(numbers [Q, k], scores [Q, k], costs [Q, 3], lists of other terms). `query`: see csrc/bindings/postings.cpp."""
+
     @staticmethod
     def attend_rows(
         stream: _RowStream | None, ticket: int, *, q: Tensor, dv: int, rows: tuple[Tensor, Tensor, int, int, int] | None = None,

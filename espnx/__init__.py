@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .integrations.transformers.enable import enable_kv_cache
     from .integrations.transformers.gguf import load_gguf
     from .kv.schedule import Decision
+    from .postings import Postings
     from .retrieval.build.builder import build, train
     from .retrieval.build.changes import add, compact, delete
     from .retrieval.build.detach import detach
@@ -58,6 +59,7 @@ _HOME = {
     "integrations.transformers.enable": ["enable_kv_cache"],
     "integrations.transformers.gguf": ["load_gguf"],
     "kv.schedule": ["Decision"],
+    "postings": ["Postings"],
     "retrieval.build.builder": ["build", "train"],
     "retrieval.build.changes": ["add", "compact", "delete"],
     "retrieval.build.detach": ["detach"],
@@ -93,6 +95,7 @@ __all__ = [
     "Index",
     "KVCache",
     "Plan",
+    "Postings",
     "SearchResult",
     "SparseEncoder",
     "SparseVector",

