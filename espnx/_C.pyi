@@ -225,6 +225,18 @@ class Extension:
         """(records, values, postings of the first of two layers); what is wrong with it; None: it is another term's."""
 
     @staticmethod
+    def write_forward(
+        salt: int, kind: int, term_bytes: int, first: int, counts: Tensor, terms: Tensor, values: Tensor, offset_bytes: Tensor,
+        size_bytes: Tensor, total: int, /,
+    ) -> Tensor: ...  # fmt: skip
+    @staticmethod
+    def score_forward(
+        buffer: Tensor, position_bytes: Tensor, size_bytes: Tensor, records: Tensor, salt: int, kind: int, term_bytes: int,
+        terms: Tensor, weights: Tensor, /,
+    ) -> tuple[Tensor, int, str]:  # fmt: skip
+        """(scores, the first damaged record or -1, what is wrong with it)."""
+
+    @staticmethod
     def search_postings(engine: _Engine, query: dict[str, Any], /) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(numbers [Q, k], scores [Q, k], costs [Q, 3], lists of other terms). `query`: see csrc/bindings/postings.cpp."""
 

@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "bindings.hpp"
+#include "cpu/postings/forward.hpp"
 #include "postings/search.hpp"
 
 namespace espnx::python {
@@ -160,6 +161,73 @@ py::object decode_list(const Tensor& list, int64_t salt, int64_t kind, int64_t n
   if (all.fault == ListFault::kDamaged) return py::str(all.why);
   return py::make_tuple(NewTensor::of(std::move(all.records), Dtype::uint32),
                         NewTensor::of(std::move(all.values), Dtype::uint32), all.first);
+}
+
+ForwardRules forward_rules(int64_t salt, int64_t kind, int64_t term_bytes) {
+  const ForwardRules rules{static_cast<uint32_t>(salt), to_kind(kind), static_cast<int>(term_bytes)};
+  if (rules.kind == ValueKind::kCount || (term_bytes != 2 && term_bytes != 4)) invalid("no such forward records");
+  return rules;
+}
+
+// uint8 [total]: forward records of `first`, first + 1, ..., each at its offset.
+NewTensor write_forward_records(int64_t salt, int64_t kind, int64_t term_bytes, int64_t first, const Tensor& counts,
+                                const Tensor& terms, const Tensor& values, const Tensor& offset_bytes,
+                                const Tensor& size_bytes, int64_t total) {
+  const ForwardRules rules = forward_rules(salt, kind, term_bytes);
+  const std::vector<int64_t> count = to_vector(counts, "counts", -1);
+  const auto n = static_cast<int64_t>(count.size());
+  const std::vector<int64_t> offset = to_vector(offset_bytes, "offset_bytes", n);
+  const std::vector<int64_t> size = to_vector(size_bytes, "size_bytes", n);
+  const uint32_t* term = whole_numbers(terms, "terms", terms.numel());
+  const uint32_t* value = whole_numbers(values, "values", terms.numel());
+  int64_t at = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t needs = static_cast<int64_t>(sizeof(ForwardHeader)) + count[i] * row_bytes(rules);
+    at += count[i];
+    if (count[i] < 0 || size[i] < needs || offset[i] < 0 || offset[i] > total - size[i])
+      invalid("a record has no room");
+  }
+  if (at != terms.numel()) invalid("terms must be those of all records");
+  std::vector<uint8_t> bytes(total);
+  {
+    py::gil_scoped_release unlocked;
+    for (int64_t i = 0; i < n; ++i) {
+      write_forward(rules, static_cast<uint32_t>(first + i), term, value, count[i], bytes.data() + offset[i], size[i]);
+      term += count[i], value += count[i];
+    }
+  }
+  return NewTensor::of(std::move(bytes), Dtype::uint8);
+}
+
+// (scores float32 [n], the first record that is not what it must be or -1, and what is wrong with it). `weights`: the
+// bits of float64.
+py::tuple score_forward_records(const Tensor& buffer, const Tensor& position_bytes, const Tensor& size_bytes,
+                                const Tensor& records, int64_t salt, int64_t kind, int64_t term_bytes,
+                                const Tensor& terms, const Tensor& weights) {
+  const ForwardRules rules = forward_rules(salt, kind, term_bytes);
+  const std::vector<int64_t> record = to_vector(records, "records", -1);
+  const auto n = static_cast<int64_t>(record.size());
+  const std::vector<int64_t> position = to_vector(position_bytes, "position_bytes", n);
+  const std::vector<int64_t> size = to_vector(size_bytes, "size_bytes", n);
+  const uint8_t* data = bytes_of(buffer, "buffer");
+  for (int64_t i = 0; i < n; ++i) {
+    if (position[i] < 0 || size[i] < 0 || position[i] > buffer.numel() - size[i])
+      invalid("a record is not in the buffer");
+  }
+  std::vector<double> weight;
+  for (const int64_t bits : to_vector(weights, "weights", terms.numel())) weight.push_back(as_double(bits));
+  ForwardQuery query(whole_numbers(terms, "terms", terms.numel()), weight.data(), terms.numel());
+  NewFloats scores({n});
+  int64_t bad = -1;
+  const char* why = "";
+  {
+    py::gil_scoped_release unlocked;
+    for (int64_t i = 0; i < n && bad < 0; ++i) {
+      const Bytes bytes{data + position[i], size[i]};
+      if (!query.score(rules, static_cast<uint32_t>(record[i]), bytes, scores.data() + i, &why)) bad = i;
+    }
+  }
+  return py::make_tuple(scores.tensor(), bad, why);
 }
 
 // A request, and what its pointers lead into.
@@ -360,6 +428,8 @@ void bind_postings(py::module_& m) {
       .def("take", &PyListEncoder::take);
   m.def("decode_list", &decode_list);
   m.def("search_postings", &search_postings);
+  m.def("write_forward", &write_forward_records);
+  m.def("score_forward", &score_forward_records);
   py::class_<PyTicket>(m, "PostingsTicket")
       .def(py::init<const std::shared_ptr<io::Engine>&, const py::dict&>())
       .def("result", &PyTicket::result);

@@ -10,7 +10,21 @@ from __future__ import annotations
 
 from .analyzer import Analyzer
 from .bm25 import BM25, VARIANTS
+from .plan import Collection, QueryTerms
+from .records import CsrArrays
 from .search import Found, PostingsSearch, PostingsState
 from .store import Postings, PostingsReport
 
-__all__ = ["BM25", "VARIANTS", "Analyzer", "Found", "Postings", "PostingsReport", "PostingsSearch", "PostingsState"]
+__all__ = [
+    "BM25",
+    "VARIANTS",
+    "Analyzer",
+    "Collection",
+    "CsrArrays",
+    "Found",
+    "Postings",
+    "PostingsReport",
+    "PostingsSearch",
+    "PostingsState",
+    "QueryTerms",
+]

@@ -6,25 +6,18 @@ from __future__ import annotations
 import os
 import secrets
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from .. import errors
 from ..storage import NativeEngine
-from ..storage.native import load_native
 from .analyzer import Analyzer
-from .dictionary import Dictionary, TermsWriter
-from .layout import COUNT, DICTIONARY, IMPACT, LENGTHS, LIST_ALIGN_BYTES, LISTS, RECORDS_MAX, TERMS, TERMS_MAX
-from .lengths import Lengths
+from .layout import COUNT, RECORDS_MAX
 from .spool import Run, TermPostings, join, merge_runs, remove_run, sort_postings
-from .terms import name_of, term_bytes
-
-#: (what is being done, how much is done, of how much or 0 where nobody knows)
-Progress = Callable[[str, int, int], None]
-Section = tuple[str, Iterable[np.ndarray]]
+from .terms import term_bytes
+from .writer import Progress, Section, SegmentWriter
 
 MEMORY_BYTES = 512 << 20
 _BYTES_A_TOKEN, _BYTES_A_TERM = 48, 600  # of memory, while a run is sorted; in Python's own dictionaries
@@ -74,7 +67,7 @@ class SegmentBuilder:
         self.salt = secrets.randbits(32)
         self._runs: list[Run] = []
         self._lengths: list[np.ndarray] = []
-        self._first_of_run, self._n_postings, self._scale = 0, 0, 0.0
+        self._first_of_run, self._n_postings, self._largest = 0, 0, 0.0
         self._begin_run()
 
     def _begin_run(self) -> None:
@@ -109,7 +102,7 @@ class SegmentBuilder:
         kept = rounded > 0
         self._tokens.extend([ids.setdefault(_text(term), len(ids) + 1) for term, keep in zip(vector, kept.tolist(), strict=True) if keep])
         self._weights.frombytes(rounded[kept].tobytes())
-        self._scale = max(self._scale, float(rounded.max(initial=0)))
+        self._largest = max(self._largest, float(rounded.max(initial=0)))
         self._end_record(int(kept.sum()))
 
     def _end_record(self, count: int) -> None:
@@ -133,7 +126,7 @@ class SegmentBuilder:
         if weights is None:
             kept = ids != _STOP
             ids, records = ids[kept], records[kept]
-            self._lengths.append(np.bincount(records, minlength=len(counts)))
+            self._lengths.append(np.bincount(records, minlength=len(counts)).astype(np.uint32))
         found = sort_postings(names, ids, records + np.uint32(self._first_of_run), weights)
         self._first_of_run += len(counts)
         self._n_postings += len(found.records)
@@ -154,76 +147,28 @@ class SegmentBuilder:
 
     def sections(self) -> Iterator[Section]:
         """Name and content of each section, as uint8 arrays one after the other. Each content must be used up before the next section is
-        asked for; all of them once. Raises what reads and writes of the spool raise."""
+        asked for; all of them once. Raises what reads and writes of the spool raise, and InvalidInputError for too many records, terms or
+        lengths."""
+        whole = None if self._runs else join([self._sorted()])
+        if self._counts:
+            self._end_run()
+        budget = max(1 << 16, self._memory_bytes // _BYTES_A_MERGED_POSTING)
+        merged = merge_runs(self._engine, self._runs, budget) if whole is None else iter([whole])
+        lengths = np.concatenate([np.zeros(0, np.int64), *self._lengths]) if self._kind == COUNT else None
+        writer = SegmentWriter(
+            self._engine, self._directory, salt=self.salt, kind=self._kind, n_records=self.n_records, n_postings=self._n_postings,
+            largest=self._largest, memory_bytes=self._memory_bytes, progress=self._progress,
+        )  # fmt: skip
         try:
-            writer = _SegmentWriter(self.salt, self._kind, self._scale, self._progress)
-            yield LISTS, writer.lists(self._merged(), lambda: self._n_postings)
-            writer.terms.end()
-            yield TERMS, writer.terms.parts()
-            sum_lengths = 0
-            if self._kind == COUNT:
-                lengths = np.concatenate([np.zeros(0, np.int64), *self._lengths])
-                sum_lengths = int(lengths.sum())
-                yield LENGTHS, [Lengths.of(lengths).section(self.salt)]
-            yield DICTIONARY, [writer.dictionary(self.n_records, sum_lengths).section()]
+            yield from writer.sections(merged, lengths)
         finally:
+            writer.close()
             self.close()
 
     def close(self) -> None:
         """Removes the spool."""
         while self._runs:
             remove_run(self._runs.pop())
-
-
-class _SegmentWriter:
-    """Turns merged postings into lists, and notes what the dictionary is to say of them."""
-
-    def __init__(self, salt: int, kind: int, largest: float, progress: Progress):
-        self._salt, self._kind, self._progress = salt, kind, progress
-        self._scale = largest / 255 if kind == IMPACT else 0.0
-        self.terms = TermsWriter(salt)
-        self._hashes, self._df = list[np.ndarray](), list[np.ndarray]()
-        self._sizes = list[np.ndarray]()
-        self._n_terms = self._n_postings = 0
-
-    def lists(self, merged: Iterator[TermPostings], total: Callable[[], int]) -> Iterator[np.ndarray]:
-        encoder = load_native().ListEncoder(self._salt, self._kind)
-        for part in merged:
-            if self._n_terms + len(part.names) > TERMS_MAX:
-                raise errors.InvalidInputError("terms of a segment", got=f"more than {TERMS_MAX}", expected="fewer; build several indexes")
-            names = [name_of(name) for name in part.names]
-            begin = np.cumsum([0, *(len(name) for name, _ in names)])
-            sizes, _ = encoder.add_lists(
-                self._n_terms,
-                torch.frombuffer(bytearray(b"".join(name for name, _ in names) + b"\0"), dtype=torch.uint8),
-                torch.from_numpy(begin),
-                torch.tensor([is_digest for _, is_digest in names], dtype=torch.uint8),
-                torch.from_numpy(part.counts),
-                torch.zeros(len(names), dtype=torch.int64),
-                torch.from_numpy(part.records),
-                torch.from_numpy(part.values),
-            )
-            self._hashes.append(part.hashes)
-            self._df.append(part.counts.astype("<u4"))
-            self._sizes.append(sizes.numpy())
-            self.terms.add(part.names)
-            self._n_terms += len(names)
-            self._n_postings += len(part.records)
-            yield encoder.take().numpy()
-            self._progress("postings", self._n_postings, total())
-
-    def dictionary(self, n_records: int, sum_lengths: int) -> Dictionary:
-        """Of all lists that were written."""
-        first = np.concatenate([np.zeros(1, np.int64), *self._sizes]).cumsum() // LIST_ALIGN_BYTES
-        if int(first[-1]) >= 2**32:
-            raise errors.InvalidInputError(
-                "lists of a segment", got=f"{int(first[-1]) * LIST_ALIGN_BYTES} bytes", expected="less than 256 GiB"
-            )
-        hashes, df = np.concatenate([np.zeros(0, "<u8"), *self._hashes]), np.concatenate([np.zeros(0, "<u4"), *self._df])
-        return Dictionary(
-            self._salt, self._kind, n_records, self._n_postings, sum_lengths, self._scale, hashes, first.astype("<u4"), df,
-            np.array(self.terms.offsets, "<u8"),
-        )  # fmt: skip
 
 
 def _text(term: str | int) -> str:

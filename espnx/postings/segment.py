@@ -13,7 +13,8 @@ from .. import errors
 from ..storage import FileHandle, NativeEngine
 from ..storage.files import read_range
 from .dictionary import Dictionary, parse_group
-from .layout import COUNT, DICTIONARY, GROUP_TERMS, LENGTHS, LISTS, TERMS, Region
+from .forward import ForwardRows, term_bytes
+from .layout import COUNT, DICTIONARY, FLOAT, FORWARD, GROUP_TERMS, LENGTHS, LISTS, ROWS, TERMS, Region
 from .lengths import Lengths
 
 
@@ -58,6 +59,7 @@ class Segment:
     Attributes:
         dictionary: its terms.
         lengths: of its records, in terms; None for impacts.
+        rows: where its forward records lie; None for counts.
 
     Raises:
         FormatError, ChecksumError, TruncatedFileError, FileMissingError, ReadError: a section that is not what was written.
@@ -92,7 +94,14 @@ class Segment:
         if held.kind == COUNT:
             self.lengths = Lengths.parse(*section(LENGTHS), held.salt, held.n_records, held.sum_lengths)
         self.lists, self.terms = self._open(regions, LISTS), self._open(regions, TERMS)
-        for name, region, expected in ((LISTS, self.lists, held.lists_bytes), (TERMS, self.terms, int(held.groups[-1]))):
+        expected_bytes = [(LISTS, self.lists, held.lists_bytes), (TERMS, self.terms, int(held.groups[-1]))]
+        self.rows = None
+        if held.kind != COUNT:
+            row_bytes = self.forward_term_bytes + (4 if held.kind == FLOAT else 1)
+            self.rows = ForwardRows.parse(*section(ROWS), held.salt, held.n_records, held.n_postings, row_bytes)
+            self.forward = self._open(regions, FORWARD)
+            expected_bytes.append((FORWARD, self.forward, self.rows.size_bytes))
+        for name, region, expected in expected_bytes:
             if region.size_bytes != expected:
                 raise errors.FormatError(
                     f"section {name} of postings", path=region.file.path, got=f"{region.size_bytes} bytes", expected=expected
@@ -114,7 +123,13 @@ class Segment:
     def memory_bytes(self) -> int:
         """Of what stays in memory."""
         of_lengths = 0 if self.lengths is None else self.lengths.codes.nbytes + self.lengths.long.nbytes
-        return self.dictionary.memory_bytes + of_lengths
+        of_rows = 0 if self.rows is None else self.rows.memory_bytes
+        return self.dictionary.memory_bytes + of_lengths + of_rows
+
+    @property
+    def forward_term_bytes(self) -> int:
+        """Of a term's number in a forward record."""
+        return term_bytes(len(self.dictionary))
 
     def term(self, number: int) -> bytes:
         """The bytes of a term: one read. Raises ChecksumError, FormatError, and what a read raises."""

@@ -19,10 +19,14 @@ from ..storage.lock import LOCK_NAME, DirectoryLock
 from ..storage.manifest import NAME as MANIFEST
 from .analyzer import Analyzer
 from .bm25 import BM25
-from .builder import MEMORY_BYTES, Progress, SegmentBuilder
+from .builder import MEMORY_BYTES, SegmentBuilder
 from .format import KINDS, Facts, SegmentFacts, read_facts, write_facts
-from .search import Found, PostingsSearch, PostingsState, QueryTerms
+from .plan import QueryTerms
+from .records import CsrArrays, add_records
+from .search import Found, PostingsSearch, PostingsState
 from .segment import Segment
+from .two_step import search_two_step
+from .writer import Progress
 
 Query = str | QueryTerms
 
@@ -101,6 +105,8 @@ class Postings:
         texts: Iterable[str] | None = None,
         *,
         terms: Iterable[Sequence[str] | Sequence[int]] | None = None,
+        vectors: Iterable[Mapping[str, float] | Mapping[int, float]] | CsrArrays | None = None,
+        exact: bool = False,
         analyzer: Analyzer | None = None,
         bm25: BM25 | None = None,
         memory_bytes: int = MEMORY_BYTES,
@@ -112,6 +118,9 @@ class Postings:
             path: made if it is not there; must hold nothing but what an interrupted build has left.
             texts: cut by the analyzer, one at a time: any iterable.
             terms: instead of texts: the terms of each record, as often as it has them.
+            vectors: instead of texts: sparse vectors (SPLADE's, or any) as mappings of terms to weights above 0; a number stands for its
+                digits. Or `CsrArrays`.
+            exact: of vectors: weights stay float32; else one byte each, in steps of a 255th of the largest.
             analyzer: None: `Analyzer()`: lower case, words of two letters or more, no stop words, no stemming.
             bm25: how counts become scores where a search does not say; any search may say otherwise.
             memory_bytes: what the build may take, beyond two bytes a record and the dictionary. A larger corpus goes by way of a spool in
@@ -123,24 +132,21 @@ class Postings:
             StoreBusyError: another process writes there.
             WriteError, DiskFullError: there are no postings then.
         """
-        if (texts is None) == (terms is None):
-            raise errors.InvalidInputError(
-                "postings", got="texts and terms" if texts is not None else "neither", expected="texts, or terms"
-            )
+        given = [name for name, value in (("texts", texts), ("terms", terms), ("vectors", vectors)) if value is not None]
+        if len(given) != 1:
+            raise errors.InvalidInputError("postings", got=" and ".join(given) or "nothing", expected="one of texts, terms and vectors")
         check_whole("memory_bytes", memory_bytes, 1 << 20)
         directory = check_path("directory of postings", path)
         make_given_directory(directory)
-        facts = Facts("bm25", analyzer or Analyzer(), bm25 or BM25())
+        kind = "bm25" if vectors is None else "float" if exact else "impact"
+        facts = Facts(kind, analyzer or Analyzer(), bm25 or BM25())
         with DirectoryLock(directory), NativeEngine("auto") as engine:
             clear_leftovers(directory)
             builder = SegmentBuilder(
                 engine, directory, kind=KINDS[facts.kind], analyzer=facts.analyzer, memory_bytes=memory_bytes, progress=progress
             )
             try:
-                for text in texts or ():
-                    builder.add_text(text)
-                for each in terms or ():
-                    builder.add_terms(each)
+                add_records(builder, texts=texts, terms=terms, vectors=vectors)
                 segment = write_segment(engine, directory, builder, "s1", 0)
             finally:
                 builder.close()
@@ -220,6 +226,35 @@ class Postings:
         return self._search.search(
             [self._terms(query) for query in _as_queries(queries)], k, bm25=self._rule(given), allowed=self._allowed(include, exclude),
             threads=threads, deadline_s=deadline_s,
+        )  # fmt: skip
+
+    def search_two_step(
+        self,
+        queries: Query | Sequence[Query],
+        k: int = 10,
+        *,
+        query_terms: int = 8,
+        candidates: int = 200,
+        include: Any = None,
+        exclude: Any = None,
+        threads: int | None = None,
+        deadline_s: float = 30.0,
+    ) -> Found:
+        """The k best by exact scores among candidates that a few lists have given: of vectors, and lossy.
+
+        Args:
+            query_terms: terms of each query that give candidates: those that can weigh most; of long lists, the first layer alone.
+            candidates: of each query, k or more; each is a read of its forward record.
+            queries, k, include, exclude, threads, deadline_s: see `search`.
+
+        Returns:
+            As `search`; scores are the same for each record, bits included. Costs are those of both steps.
+
+        Raises as `search`, and InvalidInputError for BM25.
+        """
+        return search_two_step(
+            self._search, [self._terms(query) for query in _as_queries(queries)], k, query_terms=query_terms, candidates=candidates,
+            allowed=self._allowed(include, exclude), threads=threads, deadline_s=deadline_s,
         )  # fmt: skip
 
     def begin(self, query: Query, k: int = 10, *, include: Any = None, exclude: Any = None, deadline_s: float = 30.0) -> PostingsState:

@@ -65,7 +65,6 @@ int64_t content_bytes(const uint8_t* piece, const PieceHeader& header, int64_t s
   for (int64_t i = 0; i < blocks; ++i) {
     const int64_t n = std::min<int64_t>(kBlockPostings, header.postings - i * kBlockPostings);
     if (widths[2 * i] > 32 || widths[2 * i + 1] > 32) return -1;
-    if (kind == ValueKind::kFloat && widths[2 * i + 1] != 32) return -1;
     if (kind == ValueKind::kImpact && widths[2 * i + 1] > 8) return -1;
     at += packed_bytes(widths[2 * i], n) + packed_bytes(widths[2 * i + 1], n);
   }

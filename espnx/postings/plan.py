@@ -1,0 +1,262 @@
+"""What a batch of queries reads: terms looked up in every segment, weighed, and their lists in the order in which they are summed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import errors
+from ..checks import check_finite
+from .bm25 import BM25
+from .layout import COUNT, FLOAT, LIST_ALIGN_BYTES
+from .segment import Segment
+from .terms import hashes_of, name_of, term_bytes
+
+#: A query as terms: as often as they stand in it, or each with a weight.
+QueryTerms = Sequence[str] | Sequence[int] | Mapping[str, float] | Mapping[int, float]
+#: Of a segment: numbers of terms that deleted records had, ascending, and how many of those.
+RemovedTerms = tuple[np.ndarray, np.ndarray]
+_COLUMNS = 10  # of a list that is wanted: see csrc/bindings/postings.cpp
+
+
+class Collection:
+    """Segments that are searched together: what is global (how many records have a term, how long records are) is summed over them.
+
+    Args:
+        segments: of one kind; their numbers do not overlap.
+        removed: how many records were deleted, and the sum of their lengths in terms: both are taken from the totals.
+        removed_terms: of each segment, the terms that they had.
+
+    Raises InvalidInputError for segments of several kinds.
+    """
+
+    def __init__(self, segments: Sequence[Segment], removed: tuple[int, int] = (0, 0), removed_terms: Sequence[RemovedTerms] | None = None):
+        self.segments = list(segments)
+        kinds = {segment.dictionary.kind for segment in segments}
+        if len(kinds) > 1:
+            raise errors.InvalidInputError("segments of postings", got=f"kinds {sorted(kinds)}", expected="one kind")
+        self.kind = kinds.pop() if kinds else COUNT
+        self.n_records = sum(len(segment) for segment in segments) - removed[0]
+        self.sum_lengths = sum(segment.dictionary.sum_lengths for segment in segments) - removed[1]
+        self._removed_terms = removed_terms
+        self._norms: tuple[BM25, list[torch.Tensor]] | None = None
+
+    def df(self, segment: int, terms: np.ndarray) -> np.ndarray:
+        """int64 [n]: records of a segment, without those deleted, that have these terms; -1 stands for a term that it has not."""
+        there = terms >= 0
+        found = np.zeros(len(terms), np.int64)
+        found[there] = self.segments[segment].dictionary.df[terms[there]]
+        if self._removed_terms is not None:
+            numbers, counts = self._removed_terms[segment]
+            place = np.minimum(np.searchsorted(numbers, terms), max(0, len(numbers) - 1))
+            hit = there & (numbers[place] == terms) if len(numbers) else np.zeros(len(terms), bool)
+            found[hit] -= counts[place[hit]]
+        return found
+
+    def norms(self, bm25: BM25) -> list[torch.Tensor]:
+        """For each segment, the bits of the float64 norm of each length; kept for the next search."""
+        if self._norms is None or self._norms[0] != bm25:
+            average = self.sum_lengths / max(1, self.n_records)
+            made = [bm25.norms(segment.length_table, average) for segment in self.segments]
+            self._norms = bm25, [torch.from_numpy(each.view(np.int64)) for each in made]
+        return self._norms[1]
+
+
+@dataclass(frozen=True)
+class TermWeight:
+    """A term of a query, and what it counts in the search.
+
+    Attributes:
+        term: as bytes.
+        weight: idf of BM25 (float32's value), or the query's weight times the scale of impacts.
+        absent: what a record without it gets (bm25l, bm25+).
+    """
+
+    term: bytes
+    weight: float
+    absent: float
+
+
+class QueryPlan:
+    """What a batch of queries reads: terms looked up in every segment, weighed, and their lists in the order in which they are summed."""
+
+    def __init__(self, collection: Collection, queries: Sequence[QueryTerms], bm25: BM25, allowed: Sequence[np.ndarray | None] | None):
+        self.collection, self._bm25 = collection, bm25
+        self._allowed = _checked_allowed(collection.segments, allowed)
+        known: dict[bytes, int] = {}
+        terms, weights, self._first = list[int](), list[float](), [0]
+        for query in queries:
+            for term, weight in _items(query):
+                terms.append(known.setdefault(term_bytes(term), len(known)))
+                weights.append(weight)
+            self._first.append(len(terms))
+        self._tokens, self._token_weights = np.array(terms, np.int64), np.array(weights, np.float64)
+        self.look_up(list(known))
+
+    @property
+    def n_queries(self) -> int:
+        return len(self._first) - 1
+
+    def look_up(self, terms: list[bytes]) -> None:
+        """Finds terms in every segment, and weighs them."""
+        self._terms = terms
+        hashes = hashes_of(terms)
+        segments = self.collection.segments
+        self._numbers = np.empty((len(segments), len(terms)), np.int64)
+        for i, segment in enumerate(segments):
+            self._numbers[i] = segment.look_up(terms, hashes)
+        self._weigh()
+
+    def leave_out(self, places: np.ndarray) -> None:
+        """Of lists that are of other terms than those with whose hash they were found."""
+        for segment, name in self._rows[places][:, [0, 9]].tolist():
+            self._numbers[segment, name] = -1
+        self._weigh()
+
+    def _weigh(self) -> None:
+        """Global weights of the terms, which change where a list turned out to be another term's."""
+        held = self.collection
+        self._weights, self._absent = np.zeros(len(self._terms)), np.zeros(len(self._terms), np.float32)
+        df = sum((held.df(i, numbers) for i, numbers in enumerate(self._numbers)), np.zeros(len(self._terms), np.int64))
+        self._numbers[:, df <= 0] = -1  # of deleted records alone, or of none
+        if held.kind != COUNT:
+            self._weights[:] = 1
+            return
+        for i in np.flatnonzero(df > 0).tolist():
+            idf = self._bm25.idf(min(int(df[i]), held.n_records), held.n_records)
+            self._weights[i], self._absent[i] = np.float32(idf), self._bm25.absent(idf)
+
+    def weight_of(self, i: int) -> TermWeight | None:
+        """Of a term that was looked up."""
+        if not (self._numbers[:, i] >= 0).any():
+            return None
+        return TermWeight(self._terms[i], float(self._weights[i]), float(self._absent[i]))
+
+    def request(self, common: dict[str, Any], heaviest: int | None = None) -> dict[str, Any]:
+        """What the compiled part is asked. `heaviest`: first layers alone, of so many terms of each query, those that can weigh most."""
+        n_queries = self.n_queries
+        rows = self._ordered_rows(heaviest)
+        self._rows = rows
+        names = [name_of(term) for term in self._terms]
+        rows[:, 6] = np.array([is_digest for _, is_digest in names], np.int64)[rows[:, 9]] if names else 0
+        segments = self.collection.segments
+        norms = self.collection.norms(self._bm25) if self.collection.kind == COUNT else [None] * len(segments)
+        views = [segment.view(allowed, norm) for segment, allowed, norm in zip(segments, self._allowed, norms, strict=True)]
+        begin = np.cumsum([0, *(len(name) for name, _ in names)])
+        return {
+            **common, "variant": self._bm25.number, "k1": self._bm25.k1, "delta": self._bm25.delta, "segments": views,
+            "lists": torch.from_numpy(rows[:, :_COLUMNS].copy()),
+            "first_list": torch.from_numpy(np.searchsorted(rows[:, 10], np.arange(n_queries + 1))),
+            "names": torch.frombuffer(bytearray(b"".join(name for name, _ in names) + b"\0"), dtype=torch.uint8),
+            "name_begin": torch.from_numpy(begin), "constants": torch.from_numpy(self._constants(n_queries)),
+        }  # fmt: skip
+
+    def _ordered_rows(self, heaviest: int | None) -> np.ndarray:
+        """int64 [lists, columns]: by query, segment, and the order of the query's terms."""
+        query = np.repeat(np.arange(len(self._first) - 1), np.diff(self._first))
+        parts = [self._segment_rows(number, query, heaviest is not None) for number in range(len(self.collection.segments))]
+        rows = np.concatenate(parts) if parts else np.zeros((0, _COLUMNS + 2), np.int64)
+        if len(parts) > 1:
+            rows = rows[np.lexsort((rows[:, 11], rows[:, 0], rows[:, 10]))]
+        if heaviest is not None:
+            rows = rows[_among_heaviest(self._most(rows), rows[:, 10], rows[:, 11], heaviest)]
+        return rows
+
+    def _segment_rows(self, number: int, query: np.ndarray, in_layers: bool) -> np.ndarray:
+        """Columns as the compiled part takes them, then the query and the place among all terms of the batch."""
+        held = self.collection.segments[number].dictionary
+        terms = self._numbers[number, self._tokens]
+        there = np.flatnonzero(terms >= 0)
+        wanted, tokens = terms[there], self._tokens[there]
+        rows = np.zeros((len(there), _COLUMNS + 2), np.int64)
+        rows[:, 0], rows[:, 1] = number, wanted
+        rows[:, 2], rows[:, 3] = held.place(wanted)
+        if held.first_layer is not None:
+            rows[:, 4] = held.first_layer[wanted].astype(np.int64) * LIST_ALIGN_BYTES
+            if in_layers:
+                rows[:, 5] = rows[:, 4] > 0
+                rows[:, 3] = np.where(rows[:, 5] == 1, rows[:, 4], rows[:, 3])
+        rows[:, 7] = self._token_weight(number, there).view(np.int64)
+        rows[:, 8] = (self._absent[tokens].astype(np.float64) * self._token_weights[there]).view(np.int64)
+        rows[:, 9], rows[:, 10], rows[:, 11] = tokens, query[there], there
+        return rows
+
+    def _token_weight(self, number: int, places: np.ndarray) -> np.ndarray:
+        """float64: what a count's part, an impact or a float of a segment is multiplied by, of the terms at these places."""
+        held = self.collection.segments[number].dictionary
+        scale = held.scale if held.kind not in (COUNT, FLOAT) else 1.0
+        found: np.ndarray = self._weights[self._tokens[places]] * self._token_weights[places] * scale
+        return found
+
+    def _most(self, rows: np.ndarray) -> np.ndarray:
+        """float64: the most that each list can add to a score, of impacts."""
+        found = np.zeros(len(rows))
+        for number, segment in enumerate(self.collection.segments):
+            here = rows[:, 0] == number
+            largest = segment.dictionary.largest
+            if largest is not None:
+                found[here] = self._token_weights[rows[here, 11]] * segment.dictionary.scale * largest[rows[here, 1], 0]
+        return found
+
+    def forward_terms(self, query: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """(uint32 terms, float64 weights) of a query in a segment, in the order in which they are summed."""
+        places = np.arange(self._first[query], self._first[query + 1])
+        terms = self._numbers[number, self._tokens[places]]
+        there = terms >= 0
+        return terms[there].astype(np.uint32), self._token_weight(number, places[there])
+
+    def _constants(self, n_queries: int) -> np.ndarray:
+        """float32 [q]: what every record gets, of terms that it does not have; as bm25s sums it."""
+        there = np.any(self._numbers >= 0, axis=0)
+        found = np.zeros(n_queries, np.float32)
+        if not self._absent.any():
+            return found
+        for i in range(n_queries):
+            tokens = self._tokens[self._first[i] : self._first[i + 1]]
+            weights = self._token_weights[self._first[i] : self._first[i + 1]]
+            found[i] = (self._absent[tokens] * weights.astype(np.float32))[there[tokens]].sum()
+        return found
+
+
+def _items(query: QueryTerms) -> Iterable[tuple[str | int, float]]:
+    """Terms of a query and their weights. Raises InvalidInputError."""
+    if isinstance(query, (str, bytes)):
+        raise errors.InvalidInputError("query", got=type(query).__name__, expected="its terms, or a mapping of terms to weights")
+    if not isinstance(query, Mapping):
+        return [(term, 1.0) for term in query]
+    for weight in query.values():
+        check_finite("weight of a term", weight)
+    return [(term, float(weight)) for term, weight in query.items()]
+
+
+def _checked_allowed(segments: Sequence[Segment], allowed: Sequence[np.ndarray | None] | None) -> list[torch.Tensor | None]:
+    if allowed is None:
+        return [None] * len(segments)
+    if len(allowed) != len(segments):
+        raise errors.InvalidInputError("allowed", got=f"{len(allowed)} arrays", expected=f"one for each of {len(segments)} segments")
+    found: list[torch.Tensor | None] = []
+    for segment, bits in zip(segments, allowed, strict=True):
+        if bits is not None and (bits.dtype != np.uint8 or bits.ndim != 1 or bits.size * 8 < len(segment)):
+            raise errors.InvalidInputError("allowed", got=f"{bits.dtype} {list(bits.shape)}", expected=f"uint8 [{-(-len(segment) // 8)}]")
+        found.append(None if bits is None else torch.from_numpy(np.require(bits, requirements=["C", "W"])))
+    return found
+
+
+def _among_heaviest(most: np.ndarray, query: np.ndarray, place: np.ndarray, count: int) -> np.ndarray:
+    """bool [lists]: those of the `count` terms of each query that can add most, in any segment."""
+    if not len(most):
+        return np.zeros(0, bool)
+    by_place = np.zeros(int(place.max()) + 1)
+    np.maximum.at(by_place, place, most)
+    places, first = np.unique(place, return_index=True)
+    of_query = query[first]
+    order = np.lexsort((places, -by_place[places], of_query))
+    rank = np.empty(len(order), np.int64)
+    rank[order] = np.arange(len(order)) - np.searchsorted(of_query[order], of_query[order], side="left")
+    chosen = np.zeros(len(by_place), bool)
+    chosen[places[rank < count]] = True
+    return chosen[place]

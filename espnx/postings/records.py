@@ -1,0 +1,56 @@
+"""What a caller gives to be indexed: texts, terms, or sparse vectors as mappings or as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from .. import errors
+from .builder import SegmentBuilder
+
+
+@dataclass(frozen=True, eq=False)
+class CsrArrays:
+    """Sparse vectors as SciPy's CSR matrix has them: of record i, entries ``indptr[i]`` to ``indptr[i + 1]``.
+
+    Attributes:
+        indptr: whole numbers [n + 1].
+        indices: whole numbers [entries]: terms, by number; those of a record differ.
+        data: [entries]: weights, 0 or more.
+    """
+
+    indptr: np.ndarray
+    indices: np.ndarray
+    data: np.ndarray
+
+    def __iter__(self) -> Iterator[dict[int, float]]:
+        """Each record as a mapping. Raises InvalidInputError for arrays that do not fit, and for a term that comes twice."""
+        begins = np.asarray(self.indptr, np.int64)
+        fits = begins.ndim == 1 and len(begins) > 0 and begins[0] == 0 and bool((np.diff(begins) >= 0).all())
+        if not fits or not len(self.indices) == len(self.data) == begins[-1]:
+            raise errors.InvalidInputError("CSR arrays", got="indptr that does not fit", expected="rising from 0 to the number of entries")
+        for begin, end in pairwise(begins.tolist()):
+            found = dict(zip(self.indices[begin:end].tolist(), self.data[begin:end].tolist(), strict=True))
+            if len(found) != end - begin:
+                raise errors.InvalidInputError("CSR arrays", got="a term that a record has twice", expected="each once")
+            yield found
+
+
+def add_records(
+    builder: SegmentBuilder,
+    *,
+    texts: Iterable[str] | None = None,
+    terms: Iterable[Sequence[str] | Sequence[int]] | None = None,
+    vectors: Iterable[Mapping[Any, float]] | None = None,
+) -> None:
+    """Hands all of them over, one at a time. Raises InvalidInputError."""
+    for text in () if texts is None else texts:
+        builder.add_text(text)
+    for each in () if terms is None else terms:
+        builder.add_terms(each)
+    for vector in () if vectors is None else vectors:
+        builder.add_vector(vector)

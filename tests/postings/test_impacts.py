@@ -1,0 +1,117 @@
+"""Sparse vectors: exact searches beside a product of matrices, two-step searches beside exact ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from espnx import errors
+from espnx.postings import CsrArrays, Postings
+from espnx.postings.impacts import LAYERED_FROM
+
+N, V = 12_000, 300
+
+
+def vectors(n: int, size: int, seed: int) -> CsrArrays:
+    """Gamma weights of terms whose frequencies fall off slowly: many lists are long."""
+    random = np.random.default_rng(seed)
+    share = 1 / np.arange(1, V + 1) ** 0.7
+    indices = np.concatenate([random.choice(V, size, replace=False, p=share / share.sum()) for _ in range(n)])
+    return CsrArrays(np.arange(n + 1) * size, indices, random.gamma(2, 0.4, n * size).astype(np.float32))
+
+
+def dense(given: CsrArrays) -> np.ndarray:
+    found = np.zeros((len(given.indptr) - 1, V), np.float32)
+    for row, vector in enumerate(given):
+        found[row, list(vector)] = list(vector.values())
+    return found
+
+
+@pytest.fixture(scope="module")
+def corpus() -> CsrArrays:
+    return vectors(N, 40, 0)
+
+
+@pytest.fixture(scope="module")
+def queries() -> list[dict[int, float]]:
+    return list(vectors(12, 20, 1))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["bytes", "floats"])
+def path(request: pytest.FixtureRequest, corpus: CsrArrays, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("impacts") / "small.splade"
+    report = Postings.build(made, vectors=corpus, exact=request.param)
+    assert report.n_records == N
+    return made
+
+
+def test_exact_searches_are_products(path: Path, corpus: CsrArrays, queries: list[dict[int, float]]) -> None:
+    with Postings.open(path) as postings:
+        found = postings.search(queries, k=100)
+        stored = dense(corpus).astype(np.float64)
+        if postings.facts.kind == "impact":
+            scale = corpus.data.max() / 255
+            stored = np.rint(stored / scale) * scale
+    for row, query in enumerate(queries):
+        scores = stored[:, list(query)] @ np.array(list(query.values()), np.float64)
+        assert found.scores[row] == pytest.approx(np.sort(scores)[::-1][:100], rel=1e-5)
+        assert scores[found.numbers[row]] == pytest.approx(found.scores[row], rel=1e-5)
+
+
+def test_two_steps_find_nearly_all_and_score_them_as_one(path: Path, queries: list[dict[int, float]]) -> None:
+    with Postings.open(path) as postings:
+        whole = postings.search(queries, k=N)
+        found = postings.search_two_step(queries, k=10, query_terms=8, candidates=400)
+        few = postings.search_two_step(queries, k=10, query_terms=2, candidates=10)
+    for row in range(len(queries)):
+        scores = dict(zip(whole.numbers[row].tolist(), whole.scores[row].tolist(), strict=True))
+        assert [scores[number] for number in found.numbers[row].tolist()] == found.scores[row].tolist()
+        assert [scores[number] for number in few.numbers[row].tolist()] == few.scores[row].tolist()
+    hits = [len(set(a[:10].tolist()) & set(b.tolist())) for a, b in zip(whole.numbers, found.numbers, strict=True)]
+    assert sum(hits) >= 0.95 * 10 * len(queries)
+
+
+def test_every_candidate_and_every_term_give_the_exact_result(path: Path, queries: list[dict[int, float]]) -> None:
+    with Postings.open(path) as postings:
+        whole = postings.search(queries[:2], k=50)
+        found = postings.search_two_step(queries[:2], k=50, query_terms=100, candidates=N)
+    assert found.numbers.tolist() == whole.numbers.tolist()
+    assert found.scores.tolist() == whole.scores.tolist()
+
+
+def test_long_lists_have_a_first_layer(path: Path) -> None:
+    with Postings.open(path) as postings:
+        held = postings._segments[0].dictionary
+        assert held.first_layer is not None
+        assert ((held.first_layer > 0) == (held.df >= LAYERED_FROM)).all()
+        assert 0 < (held.first_layer > 0).sum() < len(held)
+
+
+def test_filters_hold_in_both_steps(path: Path, queries: list[dict[int, float]]) -> None:
+    with Postings.open(path) as postings:
+        chosen = range(0, N, 7)
+        for search in (postings.search, postings.search_two_step):
+            found = search(queries, k=20, include=chosen)
+            assert (found.numbers % 7 == 0).all()
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), 1e39])
+def test_weights_that_cannot_be_stored_are_refused(tmp_path: Path, weight: float) -> None:
+    with pytest.raises(errors.InvalidInputError, match="weight of a term"):
+        Postings.build(tmp_path / "x", vectors=[{"a": 1.0}, {"a": weight}])
+
+
+def test_bm25_has_no_second_step(postings_path: Path) -> None:
+    with Postings.open(postings_path) as postings, pytest.raises(errors.InvalidInputError, match="two-step"):
+        postings.search_two_step([["w1"]])
+
+
+def test_zeros_and_nothing_at_all(tmp_path: Path) -> None:
+    Postings.build(tmp_path / "x", vectors=[{}, {"a": 0.0}, {"b": 1e-30, "a": 2.0}])
+    with Postings.open(tmp_path / "x") as postings:
+        found = postings.search([{"a": 1.0, "b": 1.0, "c": 1.0}, {}], k=3)
+        again = postings.search_two_step([{"a": 1.0, "b": 1.0}, {}], k=3, candidates=3)
+    assert found.numbers.tolist() == again.numbers.tolist() == [[2, -1, -1], [-1, -1, -1]]
+    assert found.scores[0, 0] == pytest.approx(2.0)
