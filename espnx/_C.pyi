@@ -225,6 +225,13 @@ class Extension:
         """(records, values, postings of the first of two layers); what is wrong with it; None: it is another term's."""
 
     @staticmethod
+    def read_lists(
+        buffer: Tensor, offset_bytes: Tensor, size_bytes: Tensor, first_layer_bytes: Tensor, names: Tensor, name_begin: Tensor,
+        digests: Tensor, first_term: int, salt: int, kind: int, n_records: int, df: Tensor, kept: Tensor | None, /,
+    ) -> tuple[Tensor, Tensor, Tensor, int, str]:  # fmt: skip
+        """(counts, records, values, the first damaged list or -1, what is wrong with it)."""
+
+    @staticmethod
     def write_forward(
         salt: int, kind: int, term_bytes: int, first: int, counts: Tensor, terms: Tensor, values: Tensor, offset_bytes: Tensor,
         size_bytes: Tensor, total: int, /,

@@ -163,6 +163,57 @@ py::object decode_list(const Tensor& list, int64_t salt, int64_t kind, int64_t n
                         NewTensor::of(std::move(all.values), Dtype::uint32), all.first);
 }
 
+// Whole lists of terms first_term, first_term + 1, ..., each where it lies in `buffer`, of which a dictionary says that
+// they have `df` postings: (counts int64 [n], records uint32, values uint32, the first list that is damaged or -1, what
+// is wrong with it). With `kept`, bit i % 8 of byte i / 8: postings of records that it says.
+py::tuple read_lists(const Tensor& buffer, const Tensor& offset_bytes, const Tensor& size_bytes,
+                     const Tensor& first_layer_bytes, const Tensor& names, const Tensor& name_begin,
+                     const Tensor& digests, int64_t first_term, int64_t salt, int64_t kind, int64_t n_records,
+                     const Tensor& df, const std::optional<Tensor>& kept) {
+  const std::vector<int64_t> offset = to_vector(offset_bytes, "offset_bytes", -1);
+  const auto n = static_cast<int64_t>(offset.size());
+  const std::vector<int64_t> size = to_vector(size_bytes, "size_bytes", n);
+  const std::vector<int64_t> first_layer = to_vector(first_layer_bytes, "first_layer_bytes", n);
+  const std::vector<int64_t> expected = to_vector(df, "df", n);
+  const Names name(names, name_begin, n);
+  const uint8_t* is_digest = bytes_of(digests, "digests");
+  const uint8_t* data = bytes_of(buffer, "buffer");
+  const uint8_t* keep = kept ? bytes_of(*kept, "kept") : nullptr;
+  if (digests.numel() != n || (kept && kept->numel() * 8 < n_records)) invalid("digests and kept must cover all");
+  for (int64_t i = 0; i < n; ++i) {
+    if (offset[i] < 0 || size[i] < 0 || offset[i] > buffer.numel() - size[i]) invalid("a list is not in the buffer");
+  }
+  const ListRules rules{static_cast<uint32_t>(salt), to_kind(kind), n_records};
+  std::vector<uint32_t> records, values;
+  std::vector<int64_t> counts(n);
+  int64_t bad = -1;
+  std::string why;
+  {
+    py::gil_scoped_release unlocked;
+    for (int64_t i = 0; i < n && bad < 0; ++i) {
+      const Decoded list = decode({static_cast<uint32_t>(first_term + i),
+                                   {data + offset[i], size[i]},
+                                   first_layer[i],
+                                   name.of(i),
+                                   is_digest[i] != 0},
+                                  rules);
+      if (list.fault == ListFault::kDamaged) bad = i, why = list.why;
+      if (list.fault == ListFault::kOtherTerm) bad = i, why = "it is another term's";
+      if (bad < 0 && static_cast<int64_t>(list.records.size()) != expected[i]) bad = i, why = "postings are missing";
+      if (bad >= 0) break;
+      const size_t before = records.size();
+      for (size_t j = 0; j < list.records.size(); ++j) {
+        const uint32_t record = list.records[j];
+        if (keep != nullptr && (keep[record / 8] >> (record % 8) & 1) == 0) continue;
+        records.push_back(record), values.push_back(list.values[j]);
+      }
+      counts[i] = static_cast<int64_t>(records.size() - before);
+    }
+  }
+  return py::make_tuple(to_tensor(std::move(counts)), NewTensor::of(std::move(records), Dtype::uint32),
+                        NewTensor::of(std::move(values), Dtype::uint32), bad, why);
+}
+
 ForwardRules forward_rules(int64_t salt, int64_t kind, int64_t term_bytes) {
   const ForwardRules rules{static_cast<uint32_t>(salt), to_kind(kind), static_cast<int>(term_bytes)};
   if (rules.kind == ValueKind::kCount || (term_bytes != 2 && term_bytes != 4)) invalid("no such forward records");
@@ -428,6 +479,7 @@ void bind_postings(py::module_& m) {
       .def("take", &PyListEncoder::take);
   m.def("decode_list", &decode_list);
   m.def("search_postings", &search_postings);
+  m.def("read_lists", &read_lists);
   m.def("write_forward", &write_forward_records);
   m.def("score_forward", &score_forward_records);
   py::class_<PyTicket>(m, "PostingsTicket")

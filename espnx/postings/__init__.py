@@ -1,22 +1,34 @@
-"""Posting lists on SSD: BM25 whose index need not fit in memory.
+"""Posting lists on SSD: BM25 and sparse vectors, whose indexes need not fit in memory.
 
 >>> import espnx                                                            # doctest: +SKIP
 >>> espnx.Postings.build("my.bm25", texts)
 >>> with espnx.Postings.open("my.bm25") as postings:
 ...     found = postings.search(["who writes to the log?"], k=10)
+
+A store that holds postings beside other things hands `Segment` the regions of its files, and takes sections from `SegmentBuilder`.
 """
 
 from __future__ import annotations
 
 from .analyzer import Analyzer
 from .bm25 import BM25, VARIANTS
-from .plan import Collection, QueryTerms
-from .records import CsrArrays
-from .search import Found, PostingsSearch, PostingsState
-from .store import Postings, PostingsReport
+from .build.builder import SegmentBuilder
+from .build.records import CsrArrays
+from .files import PostingsReport
+from .search.plan import Collection, QueryTerms
+from .search.search import Found, PostingsSearch, PostingsState
+from .search.two_step import search_two_step
+from .store import Postings
+from .stored.layout import COUNT, FLOAT, IMPACT, RESIDENT, Region
+from .stored.segment import Segment
+from .versions import add, compact, delete
 
 __all__ = [
     "BM25",
+    "COUNT",
+    "FLOAT",
+    "IMPACT",
+    "RESIDENT",
     "VARIANTS",
     "Analyzer",
     "Collection",
@@ -27,4 +39,11 @@ __all__ = [
     "PostingsSearch",
     "PostingsState",
     "QueryTerms",
+    "Region",
+    "Segment",
+    "SegmentBuilder",
+    "add",
+    "compact",
+    "delete",
+    "search_two_step",
 ]

@@ -12,7 +12,7 @@ from ..storage.manifest import read_manifest, write_manifest
 from ..storage.parse import Fields
 from .analyzer import Analyzer
 from .bm25 import BM25, VARIANTS
-from .layout import COUNT, DICTIONARY, FLOAT, FORWARD, IMPACT, LENGTHS, LISTS, RECORDS_MAX, ROWS, TERMS, Region
+from .stored.layout import COUNT, DICTIONARY, FLOAT, FORWARD, IMPACT, LENGTHS, LISTS, RECORDS_MAX, ROWS, TERMS, Region
 
 MAGIC, VERSION = "espnx-postings", 1
 KINDS = {"bm25": COUNT, "impact": IMPACT, "float": FLOAT}

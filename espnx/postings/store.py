@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,46 +14,22 @@ from .. import errors
 from ..checks import check_path, check_whole
 from ..sizes import format_size
 from ..storage import FaultRule, NativeEngine
-from ..storage.files import StreamWriter, make_given_directory
-from ..storage.lock import LOCK_NAME, DirectoryLock
-from ..storage.manifest import NAME as MANIFEST
+from ..storage.files import make_given_directory
+from ..storage.lock import DirectoryLock
 from .analyzer import Analyzer
 from .bm25 import BM25
-from .builder import MEMORY_BYTES, SegmentBuilder
+from .build.builder import MEMORY_BYTES, SegmentBuilder
+from .build.records import CsrArrays, add_records
+from .build.writer import Progress
+from .deletions import Deletions
+from .files import PostingsReport, clear_leftovers, open_all, report_of, write_sections
 from .format import KINDS, Facts, SegmentFacts, read_facts, write_facts
-from .plan import QueryTerms
-from .records import CsrArrays, add_records
-from .search import Found, PostingsSearch, PostingsState
-from .segment import Segment
-from .two_step import search_two_step
-from .writer import Progress
+from .search.plan import Collection, QueryTerms
+from .search.search import Found, PostingsSearch, PostingsState
+from .search.two_step import search_two_step
+from .stored.segment import Segment
 
 Query = str | QueryTerms
-
-
-@dataclass(frozen=True)
-class PostingsReport:
-    """What a build, an addition or a compaction has written.
-
-    Attributes:
-        n_records, n_terms, n_postings: of the new segment.
-        size_bytes: of it on storage.
-        memory_bytes: that a search keeps in memory for it.
-    """
-
-    n_records: int
-    n_terms: int
-    n_postings: int
-    size_bytes: int
-    memory_bytes: int
-
-    def summary(self) -> str:
-        """In a line."""
-        each = f"{self.size_bytes / self.n_postings:.2f} bytes each" if self.n_postings else "none"
-        return (
-            f"{self.n_records:,} records, {self.n_terms:,} terms, {self.n_postings:,} postings, {each}; {format_size(self.size_bytes)} on "
-            f"storage, {format_size(self.memory_bytes)} in memory"
-        )
 
 
 class Postings:
@@ -84,11 +60,11 @@ class Postings:
         self.directory = check_path("directory of postings", path)
         self._engine = NativeEngine(engine, rules=rules, seed=fault_seed)
         self._segments: list[Segment] = []
+        self._deletions = Deletions()
         try:
             self.facts: Facts = read_facts(self._engine, self.directory)
-            for segment in self.facts.segments:
-                self._segments.append(open_segment(self._engine, self.directory, self.facts, segment))
-            self._search = PostingsSearch(self._engine, self._segments)
+            self._segments, self._deletions = open_all(self._engine, self.directory, self.facts)
+            self._search = PostingsSearch(self._engine, self._collection())
         except BaseException:
             self.close()
             raise
@@ -147,9 +123,10 @@ class Postings:
             )
             try:
                 add_records(builder, texts=texts, terms=terms, vectors=vectors)
-                segment = write_segment(engine, directory, builder, "s1", 0)
+                sizes = write_sections(engine, directory, "s1", builder.sections())
             finally:
                 builder.close()
+            segment = SegmentFacts("s1", 0, builder.n_records, sizes)
             facts = replace(facts, segments=(segment,))
             engine.sync_directory(directory)
             write_facts(engine, directory, facts)
@@ -272,10 +249,17 @@ class Postings:
     def _terms(self, query: Query) -> QueryTerms:
         return self.facts.analyzer.terms(query) if isinstance(query, str) else query
 
+    def _collection(self) -> Collection:
+        held = self._deletions
+        removed = [held.of_segment(i) for i in range(len(self._segments))] if held.n_present else None
+        return Collection(self._segments, (len(held.numbers), held.sum_lengths), removed)
+
     def _allowed(self, include: Any, exclude: Any) -> list[np.ndarray | None] | None:
-        if include is None and exclude is None:
+        deleted = self._deletions.numbers if self._deletions.n_present else np.zeros(0, np.int64)
+        if include is None and exclude is None and not len(deleted):
             return None
         allowed = np.ones(self.facts.end_number, bool)
+        allowed[deleted] = False
         if include is not None:
             allowed &= self._marked("include", include)
         if exclude is not None:
@@ -316,71 +300,3 @@ def _as_queries(queries: Query | Sequence[Query]) -> list[Query]:
     if isinstance(queries, (str, Mapping, tuple)):
         return [queries]
     return list(queries)  # type: ignore[arg-type]
-
-
-def open_segment(engine: NativeEngine, directory: str, facts: Facts, segment: SegmentFacts) -> Segment:
-    """A segment that a manifest names. Raises as `Segment`, and FormatError where it is not the one that the manifest means."""
-    found = Segment(engine, segment.regions(directory), first_number=segment.first_number)
-    if len(found) != segment.n_records or found.dictionary.kind != KINDS[facts.kind]:
-        got = f"{len(found)} records of kind {found.dictionary.kind}"
-        expected = f"{segment.n_records} of {facts.kind}"
-        found.close()
-        raise errors.FormatError(f"segment {segment.name} of postings", path=directory, got=got, expected=expected)
-    return found
-
-
-def write_segment(engine: NativeEngine, directory: str, builder: SegmentBuilder, name: str, first_number: int) -> SegmentFacts:
-    """The files of a segment, flushed. Raises WriteError, DiskFullError."""
-    sizes: dict[str, int] = {}
-    for section, parts in builder.sections():
-        with StreamWriter(engine, os.path.join(directory, f"{name}.{section}")) as writer:
-            for part in parts:
-                writer.write(part)
-            writer.sync()
-            sizes[section] = writer.size_bytes
-    return SegmentFacts(name, first_number, builder.n_records, sizes)
-
-
-def report_of(engine: NativeEngine, directory: str, facts: Facts, segment: SegmentFacts) -> PostingsReport:
-    """Of a segment that was written."""
-    found = open_segment(engine, directory, facts, segment)
-    try:
-        held = found.dictionary
-        return PostingsReport(segment.n_records, len(held), held.n_postings, sum(segment.sizes.values()), found.memory_bytes)
-    finally:
-        found.close()
-
-
-def clear_leftovers(directory: str) -> None:
-    """Of an interrupted build. Raises InvalidInputError where postings, or anything else, are there."""
-    there = set(os.listdir(directory)) - {LOCK_NAME}
-    if MANIFEST in there:
-        raise errors.InvalidInputError(f"directory {directory}", got="postings, or another store", expected="a new directory")
-    if foreign := sorted(name for name in there if not is_own_file(name)):
-        raise errors.InvalidInputError(
-            f"directory {directory}", got=foreign[:3], expected="an empty directory, or what an interrupted build has left"
-        )
-    remove_files(directory, there)
-
-
-def is_own_file(name: str) -> bool:
-    """Whether a file's name is one that this package gives."""
-    from .format import SECTIONS
-
-    stem, _, suffix = name.rpartition(".")
-    if suffix in SECTIONS:
-        return stem[:1] == "s" and stem[1:].isdigit()
-    return name == f"{MANIFEST}.new" or (suffix == "tmp" and stem.startswith("spool-")) or (suffix == "removed" and stem[1:].isdigit())
-
-
-def remove_files(directory: str, names: Iterable[str]) -> None:
-    """Raises WriteError."""
-    from ..storage.files import write_error
-
-    for name in names:
-        try:
-            os.unlink(os.path.join(directory, name))
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise write_error("cannot remove a file of postings", os.path.join(directory, name), error) from error

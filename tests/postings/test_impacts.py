@@ -9,7 +9,7 @@ import pytest
 
 from espnx import errors
 from espnx.postings import CsrArrays, Postings
-from espnx.postings.impacts import LAYERED_FROM
+from espnx.postings.build.impacts import LAYERED_FROM
 
 N, V = 12_000, 300
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import errors
-from ..checks import check_finite
-from .bm25 import BM25
-from .layout import COUNT, FLOAT, LIST_ALIGN_BYTES
-from .segment import Segment
-from .terms import hashes_of, name_of, term_bytes
+from ... import errors
+from ...checks import check_finite
+from ..bm25 import BM25
+from ..stored.layout import COUNT, FLOAT, LIST_ALIGN_BYTES
+from ..stored.segment import Segment
+from ..stored.terms import hashes_of, name_of, term_bytes
 
 #: A query as terms: as often as they stand in it, or each with a weight.
 QueryTerms = Sequence[str] | Sequence[int] | Mapping[str, float] | Mapping[int, float]

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from ..storage import FileHandle, NativeEngine
-from ..storage.files import StreamWriter, read_range
-from ..storage.native import load_native
+from ...storage import FileHandle, NativeEngine
+from ...storage.files import StreamWriter, read_range
+from ...storage.native import load_native
 from .layout import ROWS, Sealed, seal
 
 FIXED_BYTES = 16  # of a record: its header

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from .. import errors
-from ..storage import NativeEngine
-from .analyzer import Analyzer
-from .layout import COUNT, RECORDS_MAX
+from ... import errors
+from ...storage import NativeEngine
+from ..analyzer import Analyzer
+from ..stored.layout import COUNT, RECORDS_MAX
+from ..stored.terms import term_bytes
 from .spool import Run, TermPostings, join, merge_runs, remove_run, sort_postings
-from .terms import term_bytes
 from .writer import Progress, Section, SegmentWriter
 
 MEMORY_BYTES = 512 << 20
@@ -45,7 +45,7 @@ class SegmentBuilder:
     Args:
         engine: that writes and reads the spool; stays the caller's.
         directory: for the spool, where the corpus does not fit into `memory_bytes`; must exist, and is left as it was.
-        kind: `espnx.postings.layout.COUNT`, `IMPACT` or `FLOAT`.
+        kind: `espnx.postings.stored.layout.COUNT`, `IMPACT` or `FLOAT`.
         analyzer: of texts.
         memory_bytes: about so much is used, beyond two bytes a record and what the dictionary takes.
         progress: is told how many records were read and how many postings were merged.

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .. import errors
-from ..checks import check_whole
-from ..storage import NativeEngine, Plan
-from ..storage.native import load_native
-from .bm25 import BM25
-from .layout import COUNT
+from ... import errors
+from ...checks import check_whole
+from ...storage import NativeEngine, Plan
+from ...storage.native import load_native
+from ..bm25 import BM25
+from ..stored.layout import COUNT
 from .plan import QueryPlan, QueryTerms
 from .search import Found, PostingsSearch
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import errors
-from ..storage.files import crc32c
+from ... import errors
+from ...storage.files import crc32c
 from .layout import COUNT, DICTIONARY, GROUP, GROUP_TERMS, LIST_ALIGN_BYTES, RECORDS_MAX, Sealed, seal
 
 #: Ranks of the impacts that stand in the dictionary: what the k-th best of a list is worth is a threshold before it is read.
@@ -22,7 +22,7 @@ class Dictionary:
 
     Attributes:
         salt: of the segment, in each of its lists.
-        kind: what its postings carry: `espnx.postings.layout.COUNT`, `IMPACT` or `FLOAT`.
+        kind: what its postings carry: `espnx.postings.stored.layout.COUNT`, `IMPACT` or `FLOAT`.
         n_records, n_postings, sum_lengths: of the segment.
         scale: of impacts: what one step is worth.
         hashes: uint64 [n].

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..checks import check_finite, check_whole
-from ..storage import NativeEngine
-from ..storage.native import load_native
-from .bm25 import BM25
+from ...checks import check_finite, check_whole
+from ...storage import NativeEngine
+from ...storage.native import load_native
+from ..bm25 import BM25
+from ..stored.segment import Segment
 from .plan import Collection, QueryPlan, QueryTerms, TermWeight
-from .segment import Segment
 
 K_MAX = 1 << 24
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import errors
-from ..storage.files import crc32c
+from ... import errors
+from ...storage.files import crc32c
 
 DICTIONARY, LENGTHS, TERMS, LISTS, FORWARD, ROWS = "dict", "lengths", "terms", "lists", "forward", "rows"
+REMOVED = "removed"  # of no segment: see espnx.postings.deletions
 #: Sections that searches keep in memory; the others stay on storage.
 RESIDENT = (DICTIONARY, LENGTHS, ROWS)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import errors
+from ... import errors
 from .builder import SegmentBuilder
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .. import errors
+from ... import errors
 
 #: Longer terms are in their list by a digest of 32 bytes. ``csrc/cpu/postings/list.hpp`` has the same number.
 NAME_BYTES_MAX = 256

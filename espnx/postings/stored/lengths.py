@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .. import errors
+from ... import errors
 from .layout import LENGTHS, Sealed, seal
 
 #: Codes from here on stand for the lengths in a table.

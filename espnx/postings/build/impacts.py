@@ -1,11 +1,14 @@
-"""Impacts: weights in one byte each, and lists in layers, the heaviest postings first."""
+"""Impacts: weights in one byte each, and lists in layers, the heaviest postings first.
+
+A file of its own: what is lossy about vectors is here, and nothing of how lists are written.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from .dictionary import RANKS
-from .layout import LIST_ALIGN_BYTES
+from ..stored.dictionary import RANKS
+from ..stored.layout import LIST_ALIGN_BYTES
 from .spool import TermPostings
 
 STEPS = 255
@@ -35,8 +38,8 @@ def into_layers(part: TermPostings, weights: np.ndarray, scale: float) -> tuple[
 
     Returns:
         The postings, those of each list in layers, each ascending by record; int64 [n]: postings of the first of two layers, 0 where there
-        is one; uint8 [n, 4]: the largest weight of each list and those of the ranks of `espnx.postings.dictionary.RANKS`, in steps, rounded
-        up.
+        is one; uint8 [n, 4]: the largest weight of each list and those of the ranks of `espnx.postings.stored.dictionary.RANKS`, in steps,
+        rounded up.
     """
     n = len(part.names)
     begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(part.counts)])

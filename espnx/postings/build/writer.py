@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import torch
 
-from .. import errors
-from ..storage import NativeEngine
-from ..storage.native import load_native
-from .dictionary import Dictionary, TermsWriter
-from .forward import TERMS_OF_A_RECORD_MAX, ForwardRows, ForwardSpool, term_bytes
+from ... import errors
+from ...storage import NativeEngine
+from ...storage.native import load_native
+from ..stored.dictionary import Dictionary, TermsWriter
+from ..stored.forward import TERMS_OF_A_RECORD_MAX, ForwardRows, ForwardSpool, term_bytes
+from ..stored.layout import COUNT, DICTIONARY, FLOAT, FORWARD, IMPACT, LENGTHS, LIST_ALIGN_BYTES, LISTS, ROWS, TERMS, TERMS_MAX
+from ..stored.lengths import Lengths
+from ..stored.terms import name_of
 from .impacts import STEPS, into_layers, quantise
-from .layout import COUNT, DICTIONARY, FLOAT, FORWARD, IMPACT, LENGTHS, LIST_ALIGN_BYTES, LISTS, ROWS, TERMS, TERMS_MAX
-from .lengths import Lengths
 from .spool import TermPostings
-from .terms import name_of
 
 #: (what is being done, how much is done, of how much or 0 where nobody knows)
 Progress = Callable[[str, int, int], None]
@@ -31,7 +31,7 @@ class SegmentWriter:
         engine: of the forward records' spool.
         directory: for that spool.
         salt: of the segment.
-        kind: `espnx.postings.layout.COUNT`, `IMPACT` or `FLOAT`.
+        kind: `espnx.postings.stored.layout.COUNT`, `IMPACT` or `FLOAT`.
         n_records: of the segment.
         n_postings: that will come, at most.
         largest: weight of any posting; of impacts.

@@ -13,9 +13,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..storage import FileHandle, NativeEngine
-from ..storage.files import StreamWriter, read_range
-from .terms import hashes_of
+from ...storage import FileHandle, NativeEngine
+from ...storage.files import StreamWriter, read_range
+from ..stored.terms import hashes_of
 
 _BUCKET_BITS = 10
 _BUCKETS = 1 << _BUCKET_BITS

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import errors
-from ..storage import FileHandle, NativeEngine
-from ..storage.files import read_range
+from ... import errors
+from ...storage import FileHandle, NativeEngine
+from ...storage.files import read_range
 from .dictionary import Dictionary, parse_group
 from .forward import ForwardRows, term_bytes
 from .layout import COUNT, DICTIONARY, FLOAT, FORWARD, GROUP_TERMS, LENGTHS, LISTS, ROWS, TERMS, Region

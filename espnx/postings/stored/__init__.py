@@ -1,0 +1,1 @@
+"""What lies on storage: the sections of a segment, how each is checked, and a segment that is open."""
