@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from .retrieval.search.index import Index
     from .retrieval.search.read_cost import DeviceCost
     from .retrieval.search.result import Hit, SearchResult, Timings, TokenMatch
+    from .retrieval.single_vector import text_vectors
     from .retrieval.sparse_encoder import SparseEncoder, SparseVector
     from .storage import Engine, EngineStats, FileHandle, Future, Plan, open_engine
 
@@ -71,6 +72,7 @@ _HOME = {
     "retrieval.search.index": ["Index"],
     "retrieval.search.read_cost": ["DeviceCost"],
     "retrieval.search.result": ["Hit", "SearchResult", "Timings", "TokenMatch"],
+    "retrieval.single_vector": ["text_vectors"],
     "retrieval.sparse_encoder": ["SparseEncoder", "SparseVector"],
     "storage": ["Engine", "EngineStats", "FileHandle", "Future", "Plan", "open_engine"],
 }
@@ -119,6 +121,7 @@ __all__ = [
     "open",
     "open_engine",
     "read_corpus",
+    "text_vectors",
     "train",
 ]
 

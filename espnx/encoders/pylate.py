@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import os
 import string
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, linear, relu
 
 from ..errors import FormatError, InvalidInputError
-from .checkpoints import fingerprint, read_json, read_object, read_weights, weight_files
+from .checkpoints import fingerprint, read_json, read_object, weight_files
+from .dense_layer import check_chain, dense_files, read_dense
 from .late_interaction import LateInteractionEncoder, Layout, insert_after_first, settings_hash
 
 MODULES, SETTINGS, TRANSFORMER = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
@@ -29,24 +28,6 @@ DEFAULTS: dict[str, Any] = {
     "do_query_expansion": True,
     "skiplist_words": list(string.punctuation),
 }
-ACTIVATIONS = {"Identity": lambda x: x, "Tanh": torch.tanh, "ReLU": relu, "GELU": gelu, "Sigmoid": torch.sigmoid}
-
-
-@dataclass(frozen=True)
-class Dense:
-    """``activation(x @ weight.T + bias)``, and beside it x itself, or a projection of it."""
-
-    weight: Tensor
-    bias: Tensor | None
-    activation: str
-    use_residual: bool
-    residual: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        made: Tensor = ACTIVATIONS[self.activation](linear(x, self.weight, self.bias))
-        if not self.use_residual:
-            return made
-        return made + (x if self.residual is None else linear(x, self.residual))
 
 
 def modules_of(folder: Path) -> list[tuple[str, Path]]:
@@ -115,15 +96,15 @@ class PyLateEncoder(LateInteractionEncoder):
         least = 3 + bool(self.settings["query_prefix"] or self.settings["document_prefix"])
         self.query_length = self.check_length("query_length", self.settings["query_length"], least)
         self.document_length = self.check_length("document_length", self.settings["document_length"], least)
-        self._layers = [self._dense(where) for _, where in modules[1:]]
-        self._check_chain(root)
+        self._layers = [read_dense(where, self.device, self.dtype) for _, where in modules[1:]]
+        check_chain(self._layers, self.hidden_size, root)
         self.dim = len(self._layers[-1].weight)
         self._query_marker = self._marker("query_prefix")
         self._document_marker = self._marker("document_prefix")
         self._filler = self._filling()
         ids = (self._tokenizer.convert_tokens_to_ids(word) for word in self.settings["skiplist_words"])
         self._left_out = {number for number in ids if number is not None}
-        weights = [*weight_files(self.folder, pickled=True), *(path for _, where in modules[1:] for path in _dense_files(where))]
+        weights = [*weight_files(self.folder, pickled=True), *(path for _, where in modules[1:] for path in dense_files(where))]
         contents = fingerprint(self.folder, weights, *(where / "config.json" for _, where in modules[1:]))
         self.name = f"pylate@{settings_hash(contents, sorted(self.settings.items()))}"
 
@@ -138,29 +119,6 @@ class PyLateEncoder(LateInteractionEncoder):
         if getattr(self._tokenizer, "padding_side", "right") != "right":
             raise InvalidInputError(f"PyLate folder {root}", got="a tokenizer that pads on the left", expected="one that pads on the right")
         return chosen
-
-    def _dense(self, where: Path) -> Dense:
-        config = read_object(where / "config.json")
-        activation = str(config.get("activation_function", "Identity")).rpartition(".")[2]
-        if activation not in ACTIVATIONS:
-            raise FormatError("dense layer", path=where, got=f"activation {activation}", expected=", ".join(ACTIVATIONS))
-        held = read_weights(_dense_files(where), ["linear.weight", "linear.bias", "residual.weight"])
-        use_residual = bool(config.get("use_residual"))
-        needed = ["linear.weight", *(["linear.bias"] if config.get("bias", True) else [])]
-        if use_residual and config.get("in_features") != config.get("out_features"):
-            needed.append("residual.weight")
-        missing = [name for name in needed if name not in held]
-        if missing:
-            raise FormatError("dense layer", path=where, got=f"no {missing[0]}", expected="all of its weights")
-        placed = {name: held[name].to(self.device, self.dtype) for name in needed}
-        return Dense(placed["linear.weight"], placed.get("linear.bias"), activation, use_residual, placed.get("residual.weight"))
-
-    def _check_chain(self, root: Path) -> None:
-        width = self.hidden_size
-        for layer in self._layers:
-            if layer.weight.dim() != 2 or layer.weight.shape[1] != width:
-                raise FormatError("dense layers", path=root, got=f"shape {list(layer.weight.shape)}", expected=f"[any, {width}]")
-            width = len(layer.weight)
 
     def _marker(self, which: str) -> int | None:
         prefix = self.settings[which]
@@ -196,8 +154,3 @@ class PyLateEncoder(LateInteractionEncoder):
         for layer in self._layers:
             hidden = layer(hidden)
         return hidden.to(torch.float32)
-
-
-def _dense_files(where: Path) -> list[Path]:
-    safe = where / "model.safetensors"
-    return [safe] if safe.is_file() else sorted(where.glob("pytorch_model.bin"))
