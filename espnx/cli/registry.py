@@ -169,6 +169,27 @@ COMMANDS = {
         "espnx.cli.graph:export", "write a graph as an index that DiskANN searches",
         {"graph export my.graph /data/ann": "/data/ann_disk.index and the files beside it"},
     ),
+    "postings build": Command(
+        "espnx.cli.postings:build", "build BM25, or an index of sparse vectors, from posting lists on SSD",
+        {
+            "postings build my.bm25 --corpus corpus.jsonl": "",
+            "postings build my.bm25 --corpus corpus.jsonl --stemmer english --stop-words english": "",
+            "postings build my.splade --vectors splade.jsonl": "weights in one byte each",
+        },
+    ),
+    "postings search": Command(
+        "espnx.cli.postings:search", "search postings",
+        {
+            'postings search my.bm25 "who writes to the log?" --explain': "",
+            "postings search my.bm25 --queries queries.tsv --variant bm25+ --k1 0.9 --b 0.4": "",
+            "postings search my.splade --queries queries.jsonl --two-step": "",
+        },
+    ),
+    "postings info": Command("espnx.cli.postings:info", "show what postings hold", {"postings info my.bm25": ""}),
+    "postings verify": Command("espnx.cli.postings:verify", "read all postings and check every list", {"postings verify my.bm25": ""}),
+    "postings add": Command("espnx.cli.postings:add", "append records to postings", {"postings add my.bm25 --corpus more.jsonl": ""}),
+    "postings delete": Command("espnx.cli.postings:delete", "take records out of postings", {"postings delete my.bm25 17 4": ""}),
+    "postings compact": Command("espnx.cli.postings:compact", "merge segments without what was deleted", {"postings compact my.bm25": ""}),
     "plan": Command(
         "espnx.cli.plan", "what a model, an index or a graph needs on SSD and in memory, and what it will wait for",
         {
@@ -196,6 +217,7 @@ COMMANDS = {
 GROUPS = {
     "index": "build, change, import, verify and inspect an index",
     "cache": "list, verify and remove kept KV caches",
+    "postings": "build, search, change, inspect and verify BM25 and sparse vectors on SSD",
     "graph": "build, search, inspect, verify, import and export a graph of vectors",
     "device": "list, inspect, calibrate and verify near-storage devices",
 }

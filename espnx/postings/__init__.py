@@ -15,6 +15,8 @@ from .bm25 import BM25, VARIANTS
 from .build.builder import SegmentBuilder
 from .build.records import CsrArrays
 from .files import PostingsReport
+from .imports import read_bm25s, read_vector_lines
+from .inspection import Explanation, TermScore, VerifyReport
 from .search.plan import Collection, QueryTerms
 from .search.search import Found, PostingsSearch, PostingsState
 from .search.two_step import search_two_step
@@ -33,6 +35,7 @@ __all__ = [
     "Analyzer",
     "Collection",
     "CsrArrays",
+    "Explanation",
     "Found",
     "Postings",
     "PostingsReport",
@@ -42,8 +45,12 @@ __all__ = [
     "Region",
     "Segment",
     "SegmentBuilder",
+    "TermScore",
+    "VerifyReport",
     "add",
     "compact",
     "delete",
+    "read_bm25s",
+    "read_vector_lines",
     "search_two_step",
 ]

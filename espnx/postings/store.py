@@ -24,6 +24,7 @@ from .build.writer import Progress
 from .deletions import Deletions
 from .files import PostingsReport, clear_leftovers, open_all, report_of, write_sections
 from .format import KINDS, Facts, SegmentFacts, read_facts, write_facts
+from .inspection import Explanation, VerifyReport, explain, verify
 from .search.plan import Collection, QueryTerms
 from .search.search import Found, PostingsSearch, PostingsState
 from .search.two_step import search_two_step
@@ -154,16 +155,21 @@ class Postings:
 
     def summary(self) -> str:
         """What it is, in a few lines."""
-        rule = self.facts.bm25
         sizes = f"{format_size(self.facts.size_bytes)} on storage, {format_size(self.memory_bytes)} in memory"
         reason = self._engine.fallback_reason
         return "\n".join(
             [
                 f"{len(self):,} records, {self.n_terms:,} terms, {self.n_postings:,} postings in {len(self._segments)} segments; {sizes}",
-                f"BM25 {rule.variant}, k1 {rule.k1:g}, b {rule.b:g}, where a search does not say",
+                self._what(),
                 f"reads by {self._engine.effective}{f' ({reason})' if reason else ''}",
             ]
         )
+
+    def _what(self) -> str:
+        rule = self.facts.bm25
+        if self.facts.kind == "bm25":
+            return f"BM25 {rule.variant}, k1 {rule.k1:g}, b {rule.b:g}, where a search does not say"
+        return "sparse vectors, weights in one byte" if self.facts.kind == "impact" else "sparse vectors, weights in float32"
 
     def search(
         self,
@@ -238,6 +244,28 @@ class Postings:
         """Starts one query's reads; its result, or a first one of some of its terms, is asked for later. Raises as `search`."""
         allowed = self._allowed(include, exclude)
         return self._search.begin(self._terms(query), k, bm25=self.facts.bm25, allowed=allowed, deadline_s=deadline_s)
+
+    def explain(
+        self,
+        query: Query,
+        number: int,
+        *,
+        variant: str | None = None,
+        k1: float | None = None,
+        b: float | None = None,
+        delta: float | None = None,
+    ) -> Explanation:
+        """How a record's score for a query comes about: which terms, and how much of each. Reads the lists of those terms.
+
+        Raises InvalidInputError for a number that no record has; else as `search`.
+        """
+        check_whole("number of a record", number, 0, max(0, self.facts.end_number - 1))
+        rule = self._rule({"variant": variant, "k1": k1, "b": b, "delta": delta})
+        return explain(self._engine, self._search.collection, self._terms(query), number, rule)
+
+    def verify(self) -> VerifyReport:
+        """Reads all that there is, and checks it. Raises ChecksumError, FormatError: the first thing that is not what was written."""
+        return verify(self._engine, self._segments)
 
     def _rule(self, given: Mapping[str, Any]) -> BM25:
         named = {name: value for name, value in given.items() if value is not None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,11 +57,15 @@ class Collection:
             found[hit] -= counts[place[hit]]
         return found
 
+    @property
+    def average_length(self) -> float:
+        """Of records, in terms."""
+        return self.sum_lengths / max(1, self.n_records)
+
     def norms(self, bm25: BM25) -> list[torch.Tensor]:
         """For each segment, the bits of the float64 norm of each length; kept for the next search."""
         if self._norms is None or self._norms[0] != bm25:
-            average = self.sum_lengths / max(1, self.n_records)
-            made = [bm25.norms(segment.length_table, average) for segment in self.segments]
+            made = [bm25.norms(segment.length_table, self.average_length) for segment in self.segments]
             self._norms = bm25, [torch.from_numpy(each.view(np.int64)) for each in made]
         return self._norms[1]
 
@@ -85,7 +89,7 @@ class QueryPlan:
     """What a batch of queries reads: terms looked up in every segment, weighed, and their lists in the order in which they are summed."""
 
     def __init__(self, collection: Collection, queries: Sequence[QueryTerms], bm25: BM25, allowed: Sequence[np.ndarray | None] | None):
-        self.collection, self._bm25 = collection, bm25
+        self.collection, self.bm25 = collection, bm25
         self._allowed = _checked_allowed(collection.segments, allowed)
         known: dict[bytes, int] = {}
         terms, weights, self._first = list[int](), list[float](), [0]
@@ -127,8 +131,8 @@ class QueryPlan:
             self._weights[:] = 1
             return
         for i in np.flatnonzero(df > 0).tolist():
-            idf = self._bm25.idf(min(int(df[i]), held.n_records), held.n_records)
-            self._weights[i], self._absent[i] = np.float32(idf), self._bm25.absent(idf)
+            idf = self.bm25.idf(min(int(df[i]), held.n_records), held.n_records)
+            self._weights[i], self._absent[i] = np.float32(idf), self.bm25.absent(idf)
 
     def weight_of(self, i: int) -> TermWeight | None:
         """Of a term that was looked up."""
@@ -144,11 +148,11 @@ class QueryPlan:
         names = [name_of(term) for term in self._terms]
         rows[:, 6] = np.array([is_digest for _, is_digest in names], np.int64)[rows[:, 9]] if names else 0
         segments = self.collection.segments
-        norms = self.collection.norms(self._bm25) if self.collection.kind == COUNT else [None] * len(segments)
+        norms = self.collection.norms(self.bm25) if self.collection.kind == COUNT else [None] * len(segments)
         views = [segment.view(allowed, norm) for segment, allowed, norm in zip(segments, self._allowed, norms, strict=True)]
         begin = np.cumsum([0, *(len(name) for name, _ in names)])
         return {
-            **common, "variant": self._bm25.number, "k1": self._bm25.k1, "delta": self._bm25.delta, "segments": views,
+            **common, "variant": self.bm25.number, "k1": self.bm25.k1, "delta": self.bm25.delta, "segments": views,
             "lists": torch.from_numpy(rows[:, :_COLUMNS].copy()),
             "first_list": torch.from_numpy(np.searchsorted(rows[:, 10], np.arange(n_queries + 1))),
             "names": torch.frombuffer(bytearray(b"".join(name for name, _ in names) + b"\0"), dtype=torch.uint8),
@@ -201,6 +205,19 @@ class QueryPlan:
             if largest is not None:
                 found[here] = self._token_weights[rows[here, 11]] * segment.dictionary.scale * largest[rows[here, 1], 0]
         return found
+
+    def weighted(self, query: int, number: int) -> Iterator[tuple[int, bytes, float, float]]:
+        """Of the terms of a query that any record has: number in a segment (-1: none), bytes, weight, and what records without it get."""
+        for place in range(self._first[query], self._first[query + 1]):
+            token = int(self._tokens[place])
+            if (self._numbers[:, token] >= 0).any():
+                weight = float(self._token_weight(number, np.array([place]))[0])
+                absent = float(self._absent[token]) * float(self._token_weights[place])
+                yield int(self._numbers[number, token]), self._terms[token], weight, absent
+
+    def constant(self, query: int) -> float:
+        """What every record gets of a query, float32's value."""
+        return float(self._constants(self.n_queries)[query])
 
     def forward_terms(self, query: int, number: int) -> tuple[np.ndarray, np.ndarray]:
         """(uint32 terms, float64 weights) of a query in a segment, in the order in which they are summed."""

@@ -1,0 +1,248 @@
+"""``espnx postings build|search|info|verify|add|delete|compact``: BM25 and sparse vectors on SSD."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InvalidInputError
+from ..sizes import format_size, parse_size
+from ..tables import render_table
+from .output import add_json_option, emit, json_document
+
+if TYPE_CHECKING:
+    from ..postings import Found, Postings
+
+_SHOWN = 10
+_INDEX = "that `espnx postings build` has made"
+
+
+def _add_source_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--corpus", metavar="PATH", help="texts, as for `espnx index build`: JSON lines, .csv, .tsv, .parquet, a folder; -: stdin"
+    )
+    parser.add_argument("--columns", metavar="FIELD=NAME,...", help="what the corpus calls id, text and title, such as text=body")
+    parser.add_argument(
+        "--vectors", metavar="FILE", help='instead: lines {"id": ..., "vector": {TERM: WEIGHT, ...}}, as SPLADE tools write'
+    )
+    parser.add_argument("--memory", metavar="SIZE", default="512MiB", help="what the build may take (default: %(default)s)")
+    add_json_option(parser)
+
+
+def configure_build(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("postings", help="a new directory")
+    _add_source_options(parser)
+    parser.add_argument("--bm25s", metavar="FOLDER", help="instead: a folder that bm25s has saved, with its scores as they are")
+    parser.add_argument("--exact", action="store_true", help="weights of vectors stay float32 (default: one byte each)")
+    parser.add_argument("--stemmer", metavar="LANGUAGE", help="stem words, such as: english (default: no stemming)")
+    parser.add_argument("--stop-words", metavar="LIST", help="leave words out: english, or words with commas between (default: none)")
+    parser.add_argument("--pattern", help="a regular expression of a word (default: two letters or more)")
+    parser.add_argument("--keep-case", action="store_true", help="do not make texts lower case")
+    _add_bm25_options(parser, "where a search does not say ")
+
+
+def _add_bm25_options(parser: argparse.ArgumentParser, when: str) -> None:
+    names = ("robertson", "lucene", "atire", "bm25l", "bm25+")
+    parser.add_argument("--variant", choices=names, help=f"of BM25 {when}(default: lucene)")
+    parser.add_argument("--k1", type=float, help="how soon more occurrences stop to matter (default: 1.5)")
+    parser.add_argument("--b", type=float, help="how much long records are held back, 0 to 1 (default: 0.75)")
+
+
+def _bm25_options(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name in ("variant", "k1", "b") if (value := getattr(args, name)) is not None}
+
+
+def _sources(args: argparse.Namespace) -> dict[str, Any]:
+    """What was given, as `espnx.Postings.build` takes it."""
+    bm25s = getattr(args, "bm25s", None)
+    if sum(value is not None for value in (args.corpus, args.vectors, bm25s)) != 1:
+        raise InvalidInputError("what to index", got="none, or several", expected="one of --corpus, --vectors and --bm25s")
+    from ..postings.imports import read_bm25s, read_vector_lines
+
+    if args.vectors is not None:
+        return {"vectors": (vector for _, vector in read_vector_lines(args.vectors))}
+    if bm25s is not None:
+        return {"vectors": read_bm25s(bm25s)}
+    return {"texts": _texts(args)}
+
+
+def _texts(args: argparse.Namespace) -> Iterator[str]:
+    from ..importers.corpus import read_corpus
+
+    pairs = [word.partition("=") for word in args.columns.split(",")] if args.columns else []
+    if not all(field.strip() and name.strip() for field, _, name in pairs):
+        raise InvalidInputError("--columns", got=args.columns, expected="FIELD=NAME, such as text=body,id=key")
+    for document in read_corpus(args.corpus, columns={field.strip(): name.strip() for field, _, name in pairs}):
+        title = document.get("title")
+        yield f"{title}\n{document['text']}" if title else str(document["text"])
+
+
+def run_build(args: argparse.Namespace) -> int:
+    from ..postings import BM25, Analyzer, Postings
+    from .progress import ProgressLine
+
+    options: dict[str, Any] = {"lower": not args.keep_case, "stemmer": args.stemmer}
+    if args.pattern is not None:
+        options["pattern"] = args.pattern
+    if args.stop_words is not None:
+        options["stop_words"] = args.stop_words if args.stop_words == "english" else tuple(args.stop_words.split(","))
+    given = _sources(args)
+    with ProgressLine() as line:
+        report = Postings.build(
+            args.postings, **given, analyzer=Analyzer(**options), bm25=BM25(**_bm25_options(args)), memory_bytes=parse_size(args.memory),
+            exact=args.exact or args.bm25s is not None, progress=line.update,
+        )  # fmt: skip
+    emit(args, report.summary(), json_document("postings build", **asdict(report)))
+    return 0
+
+
+def configure_add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("postings", help=_INDEX)
+    _add_source_options(parser)
+
+
+def run_add(args: argparse.Namespace) -> int:
+    from ..postings import add
+    from .progress import ProgressLine
+
+    given = _sources(args)
+    with ProgressLine() as line:
+        report = add(args.postings, **given, memory_bytes=parse_size(args.memory), progress=line.update)
+    emit(args, report.summary(), json_document("postings add", **asdict(report)))
+    return 0
+
+
+def configure_delete(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("postings", help=_INDEX)
+    parser.add_argument("numbers", type=int, nargs="+", help="of records")
+    add_json_option(parser)
+
+
+def run_delete(args: argparse.Namespace) -> int:
+    from ..postings import delete
+
+    deleted = delete(args.postings, args.numbers)
+    emit(args, f"{deleted:,} deleted", json_document("postings delete", deleted=deleted))
+    return 0
+
+
+def configure_compact(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("postings", help=_INDEX)
+    parser.add_argument("--memory", metavar="SIZE", default="512MiB", help="what it may take (default: %(default)s)")
+    add_json_option(parser)
+
+
+def run_compact(args: argparse.Namespace) -> int:
+    from ..postings import compact
+    from .progress import ProgressLine
+
+    with ProgressLine() as line:
+        report = compact(args.postings, memory_bytes=parse_size(args.memory), progress=line.update)
+    text = "nothing to do: one segment, and nothing deleted in it" if report is None else report.summary()
+    emit(args, text, json_document("postings compact", changed=report is not None, **({} if report is None else asdict(report))))
+    return 0
+
+
+def configure_search(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("postings", help=_INDEX)
+    parser.add_argument("query", nargs="?", help="a text")
+    parser.add_argument("--queries", metavar="FILE", help='instead: lines of {"id", "text"} or ID TAB TEXT; of vectors {"id", "vector"}')
+    parser.add_argument("-k", type=int, default=10, help="records of each (default: 10)")
+    _add_bm25_options(parser, "")
+    parser.add_argument("--two-step", action="store_true", help="of vectors: candidates by a few lists, then exact scores")
+    parser.add_argument("--query-terms", type=int, default=8, metavar="N", help="of a query, that give candidates (default: 8)")
+    parser.add_argument("--candidates", type=int, default=200, metavar="N", help="of a query, that are scored exactly (default: 200)")
+    parser.add_argument("--explain", action="store_true", help="which terms the best record has, and what each gives")
+    add_json_option(parser)
+
+
+def _queries(args: argparse.Namespace, kind: str) -> dict[str, Any]:
+    """Queries by id."""
+    if (args.query is None) == (args.queries is None):
+        raise InvalidInputError("query", got="none, or two", expected="a text, or --queries")
+    if args.query is not None:
+        return {"1": args.query}
+    if kind == "bm25":
+        from .queries import read_queries
+
+        return dict(read_queries(args.queries))
+    from ..postings.imports import read_vector_lines
+
+    return dict(read_vector_lines(args.queries))
+
+
+def run_search(args: argparse.Namespace) -> int:
+    from ..postings import Postings
+
+    with Postings.open(args.postings) as postings:
+        queries = _queries(args, postings.facts.kind)
+        if args.two_step:
+            found = postings.search_two_step(list(queries.values()), args.k, query_terms=args.query_terms, candidates=args.candidates)
+        else:
+            found = postings.search(list(queries.values()), args.k, **_bm25_options(args))
+        explained = _explained(args, postings, queries, found) if args.explain else ""
+    results: list[dict[str, Any]] = [
+        {"id": name, "hits": [{"number": int(n), "score": float(s)} for n, s in zip(numbers, scores, strict=True) if n >= 0]}
+        for name, numbers, scores in zip(queries, found.numbers, found.scores, strict=True)
+    ]
+    rows = [
+        (each["id"], rank + 1, hit["number"], f"{hit['score']:.4f}") for each in results[:_SHOWN] for rank, hit in enumerate(each["hits"])
+    ]
+    facts: dict[str, Any] = {
+        "queries": len(queries), "k": args.k, "requests_mean": _mean(found.requests), "bytes_asked_mean": _mean(found.bytes_asked),
+        "bytes_moved_mean": _mean(found.bytes_moved),
+    }  # fmt: skip
+    shown = f"{len(queries):,} queries, {facts['requests_mean']:.1f} requests ({format_size(round(facts['bytes_asked_mean']))}) a query"
+    left = f"\nthe first {_SHOWN} are shown" if len(queries) > _SHOWN else ""
+    text = render_table(("query", "rank", "number", "score"), rows, right=("rank", "number", "score")) + f"\n{shown}{left}{explained}"
+    emit(args, text, json_document("postings search", **facts, results=results))
+    return 0
+
+
+def _explained(args: argparse.Namespace, postings: Postings, queries: dict[str, Any], found: Found) -> str:
+    parts = []
+    for query, numbers in list(zip(queries.values(), found.numbers, strict=True))[:_SHOWN]:
+        if numbers[0] >= 0:
+            parts.append("\n\n" + postings.explain(query, int(numbers[0]), **_bm25_options(args)).summary())
+    return "".join(parts)
+
+
+def _mean(values: Any) -> float:
+    return float(values.mean()) if len(values) else 0.0
+
+
+def configure_info(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("postings", help=_INDEX)
+    add_json_option(parser)
+
+
+def run_info(args: argparse.Namespace) -> int:
+    from ..postings import Postings
+
+    with Postings.open(args.postings) as postings:
+        facts = postings.facts
+        document = {
+            "kind": facts.kind, "n_records": len(postings), "n_deleted": facts.n_deleted, "n_terms": postings.n_terms,
+            "n_postings": postings.n_postings, "segments": [asdict(segment) for segment in facts.segments],
+            "size_bytes": facts.size_bytes, "memory_bytes": postings.memory_bytes, "analyzer": facts.analyzer.fields,
+            "bm25": asdict(facts.bm25), "generation": facts.generation,
+        }  # fmt: skip
+        emit(args, postings.summary(), json_document("postings info", **document))
+    return 0
+
+
+def configure_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("postings", help=_INDEX)
+    add_json_option(parser)
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    from ..postings import Postings
+
+    with Postings.open(args.postings) as postings:
+        report = postings.verify()
+    text = f"{report.terms:,} lists, {report.postings:,} postings, {format_size(report.size_bytes)}: whole"
+    emit(args, text, json_document("postings verify", **asdict(report)))
+    return 0

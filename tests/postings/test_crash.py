@@ -1,0 +1,66 @@
+"""kill -9 in every state that the files pass through: there is the version before, or the one after, and a writer goes on from it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import espnx.postings
+from espnx import errors
+from espnx.postings import Postings
+from tests.forks import Forks
+from tests.kills import killed, moments
+from tests.postings.common import corpus
+
+QUERIES = corpus(10, seed=3, longest=8)
+
+
+@pytest.fixture
+def processes(open_forks: Callable[[str], Forks]) -> Forks:
+    return open_forks("tests.postings.zygote")
+
+
+def found_by(path: Path) -> list[list[int]]:
+    """What searches find; all of it is checked."""
+    with Postings.open(path) as postings:
+        postings.verify()
+        return [*postings.search(QUERIES, k=30).numbers.tolist(), [len(postings)]]
+
+
+def before(path: Path, what: str) -> None:
+    """The postings that a job begins with."""
+    if what == "build":
+        return
+    Postings.build(path, terms=corpus(60, seed=1))
+    if what == "compact":
+        espnx.postings.add(path, terms=corpus(30, seed=2))
+        espnx.postings.delete(path, [5, 70])
+
+
+@pytest.mark.parametrize("what", ["build", "add", "delete", "compact"])
+def test_killed_at_every_change(folder: Path, processes: Forks, what: str) -> None:
+    old, new = folder / "old", folder / "new"
+    before(old, what)
+    before(new, what)
+    states = moments(processes, folder / "note", [new], path=new, what=what)
+    after = found_by(new)
+    was = None if what == "build" else found_by(old)
+    assert len(states) > 3
+    for moment in states:
+        path = folder / f"at{moment}"
+        if old.exists():
+            shutil.copytree(old, path)
+        if not killed(processes, moment, path=path, what=what):
+            continue
+        try:
+            now = found_by(path)
+        except errors.StoreNotFoundError:
+            now = None
+        assert now in (was, after)
+        if now != after:
+            assert processes.run(path=path, what=what) == 0
+            assert found_by(path) == after
+        shutil.rmtree(path)

@@ -1,0 +1,32 @@
+"""Writers of postings in children that tests kill at any moment: the jobs of tests/forks.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy.random  # noqa: F401 - as what `load` imports: for all children
+
+import espnx.postings
+from espnx.postings import Postings
+from tests.forks import load, serve
+from tests.kills import watch
+from tests.postings.common import corpus
+
+
+def run(job: dict[str, Any]) -> int:
+    watch(job)
+    path, what = job["path"], job["what"]
+    if what == "build":  # by way of a spool
+        Postings.build(path, terms=corpus(60, seed=1), memory_bytes=1 << 20)
+    elif what == "add":
+        espnx.postings.add(path, terms=corpus(30, seed=2))
+    elif what == "delete":
+        espnx.postings.delete(path, range(0, 60, 3))
+    else:
+        espnx.postings.compact(path)
+    return 0
+
+
+if __name__ == "__main__":
+    load("espnx.postings", "espnx.storage")
+    serve(run)
