@@ -28,7 +28,9 @@ from ._version import __version__
 if TYPE_CHECKING:
     from . import device
     from .encoders import load_encoder, load_sparse_encoder
+    from .importers.beir import BeirFolder, read_beir
     from .importers.corpus import Corpus, read_corpus
+    from .importers.trec import read_run, write_run
     from .integrations.streamed.load import load_streamed
     from .integrations.transformers.cache import KVCache
     from .integrations.transformers.enable import enable_kv_cache
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
     from .retrieval.build.reports import AddReport, BuildReport, CompactReport, DetachReport
     from .retrieval.build.trained import Trained
     from .retrieval.encoder import Encoded, Encoder, FunctionEncoder
-    from .retrieval.evaluate import evaluate
+    from .retrieval.evaluate import Comparison, compare_rankings, evaluate, evaluate_each, read_qrels
     from .retrieval.search.index import Index
     from .retrieval.search.read_cost import DeviceCost
     from .retrieval.search.result import Hit, SearchResult, Timings, TokenMatch
@@ -54,7 +56,9 @@ if TYPE_CHECKING:
 
 _HOME = {
     "encoders": ["load_encoder", "load_sparse_encoder"],
+    "importers.beir": ["BeirFolder", "read_beir"],
     "importers.corpus": ["Corpus", "read_corpus"],
+    "importers.trec": ["read_run", "write_run"],
     "integrations.streamed.load": ["load_streamed"],
     "integrations.transformers.cache": ["KVCache"],
     "integrations.transformers.enable": ["enable_kv_cache"],
@@ -68,7 +72,7 @@ _HOME = {
     "retrieval.build.reports": ["AddReport", "BuildReport", "CompactReport", "DetachReport"],
     "retrieval.build.trained": ["Trained"],
     "retrieval.encoder": ["Encoded", "Encoder", "FunctionEncoder"],
-    "retrieval.evaluate": ["evaluate"],
+    "retrieval.evaluate": ["Comparison", "compare_rankings", "evaluate", "evaluate_each", "read_qrels"],
     "retrieval.search.index": ["Index"],
     "retrieval.search.read_cost": ["DeviceCost"],
     "retrieval.search.result": ["Hit", "SearchResult", "Timings", "TokenMatch"],
@@ -79,8 +83,10 @@ _HOME = {
 
 __all__ = [
     "AddReport",
+    "BeirFolder",
     "BuildReport",
     "CompactReport",
+    "Comparison",
     "Corpus",
     "Decision",
     "DetachReport",
@@ -108,21 +114,27 @@ __all__ = [
     "add",
     "build",
     "compact",
+    "compare_rankings",
     "delete",
     "detach",
     "device",
     "enable_kv_cache",
     "errors",
     "evaluate",
+    "evaluate_each",
     "load_encoder",
     "load_gguf",
     "load_sparse_encoder",
     "load_streamed",
     "open",
     "open_engine",
+    "read_beir",
     "read_corpus",
+    "read_qrels",
+    "read_run",
     "text_vectors",
     "train",
+    "write_run",
 ]
 
 if os.environ.get("ESPNX_LOG"):

@@ -165,7 +165,7 @@ def _queries(args: argparse.Namespace, kind: str) -> dict[str, Any]:
     if args.query is not None:
         return {"1": args.query}
     if kind == "bm25":
-        from .queries import read_queries
+        from ..importers.queries import read_queries
 
         return dict(read_queries(args.queries))
     from ..postings.imports import read_vector_lines

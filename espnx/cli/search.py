@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ..importers.queries import read_queries
 from .device_options import add_device_options, devices_of
 from .output import add_json_option, emit, json_document
 from .progress import ProgressLine
-from .queries import read_queries
 
 if TYPE_CHECKING:
     from ..retrieval.search.index import Index

@@ -59,3 +59,36 @@ def test_what_it_cannot_do(store: Path, tmp_path: Path, capsys: pytest.CaptureFi
         assert said.replace("line 1", "line 2") in err
     code, _, err = run(capsys, *words, "--qrels", tmp_path / "beir.tsv", "--metrics", "BLEU")
     assert (code, "metric" in err) == (2, True)
+
+
+def test_runs_saved_and_compared(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["evaluate", store, "--queries", tmp_path / "q.jsonl", "--qrels", tmp_path / "beir.tsv", "--encoder", "toy"]
+    code, out, err = run(capsys, *words, "--save-run", tmp_path / "a.run", "--json", "-")
+    assert code == 0, err
+    found = strict_json(out)
+    assert found["metrics"] == strict_json(run(capsys, *words, "--json", "-")[1])["metrics"]
+    assert {line.split()[0] for line in (tmp_path / "a.run").read_text().splitlines()} == {"q1", "q2", "q3"}
+    code, out, _ = run(capsys, "evaluate", tmp_path / "a.run", "--qrels", tmp_path / "beir.tsv", "--json", "-")
+    assert strict_json(out)["metrics"] == found["metrics"]
+    (tmp_path / "b.run").write_text("q1 Q0 a 1 1.0 other\n")
+    code, out, _ = run(capsys, *words, "--against", tmp_path / "b.run", "--metrics", "MRR@10", "--json", "-")
+    compared = strict_json(out)["against"]["comparisons"]
+    assert [each["metric"] for each in compared] == ["MRR@10"]
+    assert compared[0]["difference"] == pytest.approx(compared[0]["value"] - 0.25)
+    text = run(capsys, "evaluate", tmp_path / "a.run", "--qrels", tmp_path / "beir.tsv", "--against", tmp_path / "a.run")[1]
+    assert "+0.0000, 95% interval +0.0000 to +0.0000" in text
+
+
+def test_runs_and_stores_are_told_apart(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.run").write_text("q1 Q0 a 1 1.0 other\n")
+    qrels = ["--qrels", tmp_path / "beir.tsv"]
+    for words, said in (
+        ([store], "--queries"),
+        ([tmp_path / "a.run", "--queries", tmp_path / "q.jsonl"], "neither"),
+        ([tmp_path / "beir.tsv"], "line 1"),
+        ([tmp_path / "a.run", "--against", tmp_path / "absent"], "cannot read run"),
+        ([tmp_path / "absent", "--queries", tmp_path / "q.jsonl"], "no published store"),
+    ):
+        code, out, err = run(capsys, "evaluate", *words, *qrels)
+        assert (code != 0, out) == (True, ""), words
+        assert said in err

@@ -47,8 +47,8 @@ def test_depth_counts_only_so_far() -> None:
             ["MRR@10"],
             OTHER_KIND,
         ),
-        ({}, {"q": {"a": 1}}, ["MAP"], "nDCG@k, MRR@k or recall@k"),
-        ({}, {"q": {"a": 1}}, ["MRR@0"], "nDCG@k, MRR@k or recall@k"),
+        ({}, {"q": {"a": 1}}, ["MAP"], "nDCG@k, MRR@k, MAP@k"),
+        ({}, {"q": {"a": 1}}, ["MRR@0"], "nDCG@k, MRR@k, MAP@k"),
     ],
 )
 def test_refused(rankings: dict, qrels: dict, metrics: list[str], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Files of queries, as the commands that search take them."""
+"""Files of queries: JSON lines, or an id and a text a line."""
 
 from __future__ import annotations
 
