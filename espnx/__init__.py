@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from . import device
     from .encoders import load_encoder, load_sparse_encoder
     from .importers.beir import BeirFolder, read_beir
+    from .importers.chunks import Chunk, chunk, chunk_documents, chunk_source
     from .importers.corpus import Corpus, read_corpus
     from .importers.trec import read_run, write_run
     from .integrations.streamed.load import load_streamed
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 _HOME = {
     "encoders": ["load_encoder", "load_sparse_encoder"],
     "importers.beir": ["BeirFolder", "read_beir"],
+    "importers.chunks": ["Chunk", "chunk", "chunk_documents", "chunk_source"],
     "importers.corpus": ["Corpus", "read_corpus"],
     "importers.trec": ["read_run", "write_run"],
     "integrations.streamed.load": ["load_streamed"],
@@ -85,6 +87,7 @@ __all__ = [
     "AddReport",
     "BeirFolder",
     "BuildReport",
+    "Chunk",
     "CompactReport",
     "Comparison",
     "Corpus",
@@ -113,6 +116,9 @@ __all__ = [
     "__version__",
     "add",
     "build",
+    "chunk",
+    "chunk_documents",
+    "chunk_source",
     "compact",
     "compare_rankings",
     "delete",

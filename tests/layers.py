@@ -51,7 +51,7 @@ THIRD_PARTY = {
     "retrieval": {"torch", "numpy", "faiss", "safetensors"},
     "kv": {"torch", "numpy", "safetensors"},
     "encoders": {"torch", "numpy", "safetensors", "tokenizers", "transformers", "gensim"},
-    "importers": {"torch", "numpy", "safetensors", "pyarrow"},
+    "importers": {"torch", "numpy", "safetensors", "pyarrow", "tokenizers", "semantic_text_splitter"},
     "integrations": {"torch", "numpy", "safetensors", "tokenizers", "transformers", "flexgen", "lm_eval"},
     "cli": {"torch", "numpy", "rich"},
     "benchmarks": {"torch", "numpy", "rich", "matplotlib", "faiss", "safetensors", "transformers", "flexgen"},
