@@ -61,7 +61,7 @@ THIRD_PARTY = {
 GDS_ONLY = {"cuda", "cupy"}
 # FAISS is loaded in one place; what takes it from there beside that are the files of inverted lists, and benchmarks that compare with it.
 FAISS_LOADER = "espnx.ops.quantise"
-FAISS_USERS = ("espnx.graph.codebook", "espnx.retrieval.first_stage.ivf", "espnx.benchmarks.")
+FAISS_USERS = ("espnx.retrieval.first_stage.ivf", "espnx.benchmarks.")
 
 
 def modules() -> list[tuple[Path, str, bool]]:

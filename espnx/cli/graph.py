@@ -35,6 +35,11 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, metavar="N", help="of the build (default: as many as torch uses)")
     parser.add_argument("--seed", type=int, default=0, help="of samples and the order of insertion (default: 0)")
     parser.add_argument("--column", help="of a Parquet file (default: its only one of lists)")
+    parser.add_argument(
+        "--memory", metavar="SIZE",
+        help="that the build may take in all, such as 2GiB: it works in parts, and goes on where it was interrupted (default: as much as"
+        " it takes)",
+    )  # fmt: skip
     add_json_option(parser)
 
 
@@ -46,7 +51,8 @@ def run_build(args: argparse.Namespace) -> int:
         report = build(
             args.vectors, args.graph, metric=args.metric, max_degree=args.max_degree, search_list_size=args.search_list_size,
             alpha=args.alpha, codes=args.codes, pq_bytes=args.pq_bytes, vector_dtype=args.vector_dtype,
-            num_entry_points=args.num_entry_points, threads=args.threads, seed=args.seed, column=args.column, progress=line.update,
+            num_entry_points=args.num_entry_points, threads=args.threads, seed=args.seed, column=args.column, memory=args.memory,
+            progress=line.update,
         )  # fmt: skip
     emit(args, report.summary(), json_document("graph build", **asdict(report)))
     return 0

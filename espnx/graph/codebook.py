@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..ops.quantise import encode_product, fit_product_quantizer
+from ..ops.centroids import encode_product, fit_product_quantizer
 
 _SAMPLE = 65_536
 

@@ -28,7 +28,7 @@ from .codebook import Codebook
 from .format import N_ENTRIES_MAX, NODES, GraphFacts, parse_pages, read_codes, read_graph
 from .layout import CODES_IN, PageLayout, choose_layout
 from .vectors import read_vectors
-from .write import Progress, WholeGraph, add_recall, clear_leftovers, connect_and_choose_entries, write_graph
+from .write import Progress, WholeGraph, add_recall, clear_leftovers, connect_and_choose_entries, row_blocks, write_graph
 
 #: How an imported graph's nodes are numbered: packed into pages as `espnx.graph.build` does it, or as they were.
 ORDERS = ("packed", "given")
@@ -175,7 +175,7 @@ def import_diskann(
             clear_leftovers(path)
             facts, repaired = _write_index(own, os.fspath(path), index, layout, options, tell)
             times.append(time.perf_counter())
-            facts = add_recall(own, facts, index.rows, threads=threads, seed=seed, progress=tell)
+            facts = add_recall(own, facts, row_blocks(index.rows), threads=threads, seed=seed, progress=tell)
     times.append(time.perf_counter())
     folder = sum(facts.file_sizes.values()) + os.path.getsize(os.path.join(facts.where, NAME))
     return ImportReport(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -408,14 +408,18 @@ class GraphIndex:
                 found[wanted] = here["vector"]
         return found, len(pages)
 
-    def exact(self, queries: Any, k: int, vectors: np.ndarray) -> np.ndarray:
-        """int64 [q, k]: the rows of `vectors` [n, dim] that are nearest, by a search of all of them: what recall is measured against."""
+    def exact(self, queries: Any, k: int, blocks: Iterable[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+        """int64 [q, k]: what is nearest, by a search of all: what recall is measured against.
+
+        Args:
+            blocks: of all vectors, as they are stored: rows, int64 [m], and vectors, [m, dim].
+        """
         _, wide = self._queries(queries)
         best_far = np.full((len(wide), 0), np.inf, np.float32)
         best = np.empty((len(wide), 0), np.int64)
-        for first in range(0, len(vectors), 1 << 16):
-            far = _measure(wide, np.ascontiguousarray(vectors[first : first + (1 << 16)]), self.facts.metric)
-            ids = np.broadcast_to(np.arange(first, first + far.shape[1]), far.shape)
+        for rows, vectors in blocks:
+            far = _measure(wide, np.ascontiguousarray(vectors), self.facts.metric)
+            ids = np.broadcast_to(rows, far.shape)
             best_far, best = _nearest(np.concatenate([best_far, far], axis=1), np.concatenate([best, ids], axis=1), k)
         return best
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from .. import errors
 
 #: What `read_vectors` knows by a file's ending.
 SUFFIXES = (".npy", ".fvecs", ".bvecs", ".fbin", ".u8bin", ".i8bin", ".parquet")
-_BLOCK_BYTES = 16 << 20
+_BLOCK_BYTES = 4 << 20
 _BIN_TYPES = {".fbin": np.float32, ".u8bin": np.uint8, ".i8bin": np.int8}
 _VECS_TYPES = {".fvecs": np.float32, ".bvecs": np.uint8}
 
@@ -29,6 +29,7 @@ class Vectors:
         dtype: of the values as they come: uint8, int8, float16 or float32.
         blocks: begins anew each time it is called: arrays [m, dim], in order.
         name: for messages.
+        path: of the file, where they come from one.
     """
 
     n: int
@@ -36,6 +37,7 @@ class Vectors:
     dtype: np.dtype
     blocks: Callable[[], Iterator[np.ndarray]]
     name: str
+    path: Path | None = None
 
 
 def read_vectors(source: Any, *, column: str | None = None) -> Vectors:
@@ -84,13 +86,35 @@ def _of_array(array: np.ndarray, name: str) -> Vectors:
     return Vectors(len(array), array.shape[1], array.dtype, blocks, name)
 
 
+def _of_table(path: Path, table: np.memmap, field: str | None = None) -> Vectors:
+    """A table in a file, whose blocks are read, not mapped: mapped pages that were looked at would count as this process's memory."""
+    known = _of_array(table[:0] if field is None else table[field][:0], str(path))
+    row_bytes = table.dtype.itemsize * (table.shape[1] if field is None else 1)
+    rows = max(1, _BLOCK_BYTES // max(1, row_bytes))
+
+    def blocks() -> Iterator[np.ndarray]:
+        with path.open("rb") as file:
+            file.seek(table.offset)
+            for first in range(0, len(table), rows):
+                count = min(rows, len(table) - first)
+                block = np.fromfile(file, table.dtype, count * row_bytes // table.dtype.itemsize).reshape(-1, *table.shape[1:])
+                if len(block) < count:
+                    raise errors.TruncatedFileError("file of vectors", path=path, got=f"{first + len(block)} vectors", expected=len(table))
+                yield block if field is not None else block.astype(known.dtype, copy=False)
+
+    return Vectors(len(table), known.dim, known.dtype, blocks, str(path), path)
+
+
 def _of_file(path: Path, column: str | None) -> Vectors:
     if not path.is_file():
         raise errors.FileMissingError("a file of vectors is missing", path=path)
     suffix = path.suffix.lower()
     if suffix == ".npy":
         try:
-            return _of_array(np.load(path, mmap_mode="r", allow_pickle=False), str(path))
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+            if array.ndim == 2 and array.size and array.flags.c_contiguous:
+                return _of_table(path, array)
+            return replace(_of_array(array, str(path)), path=path)
         except (ValueError, EOFError) as error:
             if isinstance(error, errors.EspnxError):
                 raise
@@ -119,7 +143,7 @@ def _of_bin(path: Path, dtype: np.dtype) -> Vectors:
         )
     if n == 0:
         return _of_array(np.empty((0, dim), dtype), str(path))
-    return _of_array(np.memmap(path, dtype.newbyteorder("<"), "r", offset=8, shape=(n, dim)), str(path))
+    return _of_table(path, np.memmap(path, dtype.newbyteorder("<"), "r", offset=8, shape=(n, dim)))
 
 
 def _of_vecs(path: Path, dtype: np.dtype) -> Vectors:
@@ -134,20 +158,20 @@ def _of_vecs(path: Path, dtype: np.dtype) -> Vectors:
             "file of vectors", path=path, got=f"{size_bytes} bytes, dimension {dim}", expected="entries of one dimension, 1 or more"
         )
     table = np.memmap(path, np.dtype([("dim", "<i4"), ("values", dtype.newbyteorder("<"), (dim,))]), "r")
-    whole = _of_array(table["values"], str(path))
+    whole = _of_table(path, table, "values")
 
     def blocks() -> Iterator[np.ndarray]:
-        rows = max(1, _BLOCK_BYTES // entry)
-        for first in range(0, len(table), rows):
-            part = table[first : first + rows]
+        first = 0
+        for part in whole.blocks():
             wrong = np.flatnonzero(part["dim"] != dim)
             if wrong.size:
                 raise errors.FormatError(
                     f"vector {first + int(wrong[0])} of a file", path=path, got=f"dimension {part['dim'][wrong[0]]}", expected=dim
                 )
+            first += len(part)
             yield part["values"]
 
-    return Vectors(whole.n, dim, dtype, blocks, str(path))
+    return replace(whole, blocks=blocks)
 
 
 def _of_parquet(path: Path, column: str | None) -> Vectors:
@@ -191,4 +215,4 @@ def _of_parquet(path: Path, column: str | None) -> Vectors:
                 raise errors.FormatError(f"column {name}", path=path, got=f"a vector of {block.shape[1]} values", expected=known.dim)
             yield block.astype(known.dtype, copy=False)
 
-    return Vectors(n, known.dim, known.dtype, checked, str(path))
+    return Vectors(n, known.dim, known.dtype, checked, str(path), path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,12 @@ if TYPE_CHECKING:
 #: (what is being done, how much is done, of how much)
 Progress = Callable[[str, int, int], None]
 
-_BLOCK_ROWS = 16_384
+#: Folder of a build in bounded memory, in the directory of the graph, until that is whole.
+WORK = "work"
+# Of pages that are filled at a time: such a block stays in the cache while it is gathered, summed and copied.
+_BLOCK_BYTES = 8 << 20
+# Beside 200 queries, of which each has a distance to each row.
+RECALL_BLOCK_ROWS = 8192
 _CURVE_QUERIES, _CURVE_K = 200, 10
 _CURVE_LISTS = (10, 14, 20, 28, 40, 56, 80, 112, 160, 224, 320)
 
@@ -89,7 +95,7 @@ def graph_files(graph: WholeGraph, row_of: np.ndarray, where: str, progress: Pro
     contents: dict[str, Iterable[np.ndarray]] = {NODES: _node_pages(graph, row_of, node_of, salt, progress), ROWS: [node_of]}
     contents |= {name: [values] for name, values in whole.items()}
     if layout.paged_codes:
-        contents[CODES] = [_code_pages(graph.codes[row_of], layout, salt)]
+        contents[CODES] = [code_pages(graph.codes[row_of], layout, salt)]
     facts = GraphFacts(
         where, in_directory(where, layout, len(entries)), layout, graph.metric, salt, graph.codebook, entries.astype(np.int64), entry_codes,
         {name: crc32c(np.ascontiguousarray(values).reshape(-1).view(np.uint8)) for name, values in whole.items()}, graph.options,
@@ -107,7 +113,11 @@ def write_graph(engine: NativeEngine, path: str, graph: WholeGraph, row_of: np.n
     Raises WriteError, DiskFullError; there is no graph then.
     """
     progress("pages", 0, graph.layout.n)
-    files = graph_files(graph, row_of, path, progress)
+    return publish(engine, path, graph_files(graph, row_of, path, progress))
+
+
+def publish(engine: NativeEngine, path: str, files: GraphFiles) -> GraphFacts:
+    """Writes the files of a graph, the manifest last. Raises WriteError, DiskFullError; there is no graph then."""
     for name, pieces in files.contents.items():
         with StreamWriter(engine, os.path.join(path, name)) as writer:
             for piece in pieces:
@@ -118,40 +128,56 @@ def write_graph(engine: NativeEngine, path: str, graph: WholeGraph, row_of: np.n
 
 
 def add_recall(
-    engine: NativeEngine, facts: GraphFacts, rows: np.ndarray, *, threads: int, seed: int, progress: Progress
+    engine: NativeEngine, facts: GraphFacts, blocks: Iterable[tuple[np.ndarray, np.ndarray]], *, threads: int, seed: int, progress: Progress
 ) -> GraphFacts:  # fmt: skip
     """Measures what searches of a written graph find, for lists of several sizes, and writes it into its manifest.
 
     Args:
-        rows: the graph's vectors, by row.
+        blocks: the graph's vectors, see `GraphIndex.exact`.
         seed: of the choice of the vectors that are searched for: some of the graph itself, each but itself.
 
     Raises WriteError, DiskFullError, and what a search raises; the graph stays as it was.
     """
-    if not len(rows):
+    if not facts.layout.n:
         return facts
     progress("recall", 0, 1)
-    facts = replace(facts, recall=_recall_curve(facts.where, rows, threads, seed))
+    facts = replace(facts, recall=_recall_curve(facts, blocks, threads, seed))
     write_manifest(engine, facts.where, MAGIC, VERSION, facts.manifest())
     progress("recall", 1, 1)
     return facts
 
 
-def clear_leftovers(path: str | os.PathLike[str]) -> None:
-    """Of an interrupted build. Raises InvalidInputError where a graph, or anything else, is there."""
+def row_blocks(rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """For `add_recall`, of vectors in memory."""
+    for first in range(0, len(rows), RECALL_BLOCK_ROWS):
+        part = rows[first : first + RECALL_BLOCK_ROWS]
+        yield np.arange(first, first + len(part)), part
+
+
+def clear_leftovers(path: str | os.PathLike[str], *, keep_work: bool = False) -> None:
+    """Of an interrupted build. Raises InvalidInputError where a graph, or anything else, is there.
+
+    Args:
+        keep_work: not the work folder of a build in bounded memory, which may go on.
+    """
     there = set(os.listdir(path)) - {"LOCK"}
     if NAME in there:
+        shutil.rmtree(os.path.join(path, WORK), ignore_errors=True)  # of a build that ended right after it was done
         raise errors.InvalidInputError(f"directory {os.fspath(path)}", got="a graph, or another store", expected="a new directory")
-    ours = {NODES, ROWS, CODES, CODEBOOK, ENTRIES, f"{NAME}.new"}
+    ours = {NODES, ROWS, CODES, CODEBOOK, ENTRIES, f"{NAME}.new", WORK}
     if foreign := sorted(there - ours):
         raise errors.InvalidInputError(
             f"directory {os.fspath(path)}", got=foreign[:3], expected="an empty directory, or what an interrupted build has left"
         )
-    for name in there:
+    for name in there - ({WORK} if keep_work else set()):
+        where = os.path.join(path, name)
         try:
-            os.unlink(os.path.join(path, name))
+            if name == WORK:
+                shutil.rmtree(where)
+            else:
+                os.unlink(where)
         except OSError as error:
-            raise write_error("cannot remove what an interrupted build has left", os.path.join(path, name), error) from error
+            raise write_error("cannot remove what an interrupted build has left", where, error) from error
 
 
 def connect_and_choose_entries(graph: Vamana, n: int, n_entries: int, seed: int) -> tuple[int, np.ndarray]:
@@ -175,7 +201,7 @@ def _node_pages(
     graph: WholeGraph, row_of: np.ndarray, node_of: np.ndarray, salt: int, progress: Progress
 ) -> Iterator[np.ndarray]:  # fmt: skip
     layout = graph.layout
-    at_once = max(1, _BLOCK_ROWS // layout.nodes_per_page)
+    at_once = max(1, _BLOCK_BYTES // layout.page_bytes)
     for first in range(0, layout.n_pages, at_once):
         count = min(at_once, layout.n_pages - first)
         chosen = row_of[first * layout.nodes_per_page : (first + count) * layout.nodes_per_page]
@@ -187,22 +213,22 @@ def _node_pages(
         here["neighbours"] = np.where(there, node_of[near], 0)
         if layout.inline_codes:
             here["codes"] = np.where(there[:, :, None], graph.codes[near], 0)
-        yield _pages_of(nodes, layout, first, salt)
+        yield pages_of(nodes, layout, first, salt)
         progress("pages", first * layout.nodes_per_page + len(chosen), layout.n)
 
 
-def _pages_of(nodes: np.ndarray, layout: PageLayout, first: int, salt: int) -> np.ndarray:
+def pages_of(nodes: np.ndarray, layout: PageLayout, first: int, salt: int) -> np.ndarray:
     """uint8: whole pages of these nodes, the first of them page `first`."""
     count = len(nodes) // layout.nodes_per_page
     return _with_headers(nodes.view(np.uint8).reshape(count, layout.nodes_per_page * layout.node_bytes), layout.page_bytes, first, salt)
 
 
-def _code_pages(codes: np.ndarray, layout: PageLayout, salt: int) -> np.ndarray:
-    """uint8: pages of the codes of all nodes."""
+def code_pages(codes: np.ndarray, layout: PageLayout, salt: int, first: int = 0) -> np.ndarray:
+    """uint8: pages of the codes of successive nodes, of which the first begins page `first`."""
     count = -(-len(codes) // layout.codes_per_page)
     whole = np.zeros((count * layout.codes_per_page, layout.code_bytes), np.uint8)
     whole[: len(codes)] = codes
-    return _with_headers(whole.reshape(count, layout.codes_per_page * layout.code_bytes), CODE_PAGE_BYTES, 0, code_salt(salt))
+    return _with_headers(whole.reshape(count, layout.codes_per_page * layout.code_bytes), CODE_PAGE_BYTES, first, code_salt(salt))
 
 
 def _with_headers(content: np.ndarray, page_bytes: int, first: int, salt: int) -> np.ndarray:
@@ -219,16 +245,19 @@ def _with_headers(content: np.ndarray, page_bytes: int, first: int, salt: int) -
     return pages.reshape(-1)
 
 
-def _recall_curve(path: str, rows: np.ndarray, threads: int, seed: int) -> list[RecallPoint]:
+def _recall_curve(
+    facts: GraphFacts, blocks: Iterable[tuple[np.ndarray, np.ndarray]], threads: int, seed: int
+) -> list[RecallPoint]:  # fmt: skip
     """Of searches for vectors of the graph itself, each but itself, beside an exact search."""
-    chosen = np.sort(np.random.default_rng(seed + 1).permutation(len(rows))[:_CURVE_QUERIES])
-    queries = rows[chosen]
-    k = min(_CURVE_K + 1, len(rows))
+    n = facts.layout.n
+    chosen = np.sort(np.random.default_rng(seed + 1).permutation(n)[:_CURVE_QUERIES])
+    k = min(_CURVE_K + 1, n)
     if k < 2:
         return []
     points: list[RecallPoint] = []
-    with GraphIndex(path, threads=threads) as index:
-        exact = index.exact(queries, k, rows)
+    with GraphIndex(facts.where, threads=threads) as index:
+        queries = index.vectors(chosen)
+        exact = index.exact(queries, k, blocks)
         for list_size in _CURVE_LISTS:
             found = index.search(queries, k, list_size=max(k, list_size), beamwidth=1)
             hits = sum(

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from ... import errors
-from ...ops.quantise import PRODUCT_CENTROIDS, fit_clusters, fit_product_quantizer, load_faiss
+from ...ops.centroids import PRODUCT_CENTROIDS, fit_product_quantizer
+from ...ops.quantise import fit_clusters, load_faiss
 from .cells import CELL_RECORDS, cell_order
 
 CENTROIDS, PARAMETERS = "centroids", "parameters"

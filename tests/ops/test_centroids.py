@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from espnx.ops._native import load_extension
-from espnx.ops.quantise import encode_product, fit_product_quantizer
+from espnx.ops.centroids import encode_product, fit_product_quantizer
 from tests.graph.conftest import clustered
 
 # Widths that the compiler knows, one that it does not, and a wide one.

@@ -1,0 +1,114 @@
+"""Options of a build, and what they make of the vectors that come in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .. import errors
+from ..checks import check_finite, check_whole
+from ..ops.distances import DIM_MAX, VECTOR_FORMATS, vector_bytes
+from .format import METRICS, N_MAX
+from .layout import CODES_IN, MAX_DEGREE_MAX
+from .vectors import Vectors
+
+_ALPHA_MAX = 4.0
+_FP16_MAX = 65504.0
+# Of a vector: the squared distance of two such is at most four times as large, and float32 still holds it.
+_SQUARES_MAX = 2.0**125
+
+
+@dataclass(frozen=True)
+class GraphOptions:
+    """Of a build, as `espnx.graph.build` describes them."""
+
+    metric: str
+    max_degree: int
+    search_list_size: int
+    alpha: float
+    codes: str
+    pq_bytes: int | None
+    vector_dtype: str
+    num_entry_points: int
+    threads: int
+    seed: int
+
+
+def check_options(options: GraphOptions, source: Vectors) -> str:
+    """The format that vectors are stored in, a key of `espnx.ops.distances.VECTOR_FORMATS`. Raises InvalidInputError."""
+    if options.metric not in METRICS:
+        raise errors.InvalidInputError("metric of a graph", got=repr(options.metric), expected=" or ".join(METRICS))
+    if options.codes not in CODES_IN:
+        raise errors.InvalidInputError("codes of a graph", got=repr(options.codes), expected=", ".join(CODES_IN))
+    check_whole("max_degree", options.max_degree, 1, MAX_DEGREE_MAX)
+    check_whole("search_list_size", options.search_list_size, 1, 1 << 16)
+    check_finite("alpha", options.alpha)
+    if not 1 <= options.alpha <= _ALPHA_MAX:
+        raise errors.InvalidInputError("alpha", got=options.alpha, expected=f"1 to {_ALPHA_MAX:g}")
+    check_whole("num_entry_points", options.num_entry_points, 1, 65536)
+    check_whole("threads", options.threads, 1, 1024)
+    check_whole("seed", options.seed, 0, 2**63 - 1)
+    if source.dim > DIM_MAX:
+        raise errors.InvalidInputError("dimensions of vectors", got=source.dim, expected=f"at most {DIM_MAX}")
+    if source.n > N_MAX:
+        raise errors.InvalidInputError("vectors of a graph", got=source.n, expected=f"at most {N_MAX}", fix="build several graphs")
+    if options.pq_bytes is not None:
+        check_whole("pq_bytes", options.pq_bytes, 1, source.dim)
+    formats = {str(dtype).removeprefix("torch."): name for name, dtype in VECTOR_FORMATS.items()}
+    is_whole = source.dtype.kind in "iu"
+    wanted = options.vector_dtype
+    if wanted == "auto":
+        wanted = source.dtype.name if is_whole and options.metric != "cosine" else "float16"
+    if wanted not in formats or (wanted in ("uint8", "int8") and (wanted != source.dtype.name or options.metric == "cosine")):
+        raise errors.InvalidInputError(
+            "vector_dtype", got=f"{options.vector_dtype!r} of {source.dtype} vectors, metric {options.metric}",
+            expected="float16 or float32, or the vectors' own where they are whole numbers and the metric is not cosine",
+        )  # fmt: skip
+    if vector_bytes(formats[wanted], source.dim) > 1 << 16:
+        raise errors.InvalidInputError("a vector", got=f"{vector_bytes(formats[wanted], source.dim)} bytes", expected="at most 64 KiB")
+    return formats[wanted]
+
+
+def stored_rows(block: np.ndarray, first: int, metric: str, format: str) -> np.ndarray:  # noqa: A002
+    """Vectors [m, dim] of the input, the first of them number `first`, as they will be stored, but for the rounding to float16.
+
+    Raises InvalidInputError for one that cannot be.
+    """
+    if block.dtype.kind in "iu" and metric != "cosine":
+        return block
+    values = np.asarray(block, dtype=np.float32)
+    if not np.isfinite(values).all():
+        row, dim = (int(each[0]) for each in np.nonzero(~np.isfinite(values)))
+        raise errors.InvalidInputError(f"vector {first + row}, value {dim}", got=float(values[row, dim]), expected="a finite number")
+    squares = np.square(values.astype(np.float64)).sum(axis=1)
+    if squares.size and squares.max() > _SQUARES_MAX:
+        row = int(np.argmax(squares))
+        raise errors.InvalidInputError(
+            f"vector {first + row}", got=f"length {np.sqrt(squares[row]):.3g}", expected=f"at most {np.sqrt(_SQUARES_MAX):.3g}",
+            fix="scale the vectors: distances between such overflow float32",
+        )  # fmt: skip
+    if metric == "cosine":
+        length = np.linalg.norm(values.astype(np.float64), axis=1, keepdims=True)
+        values = (values / np.where(length > 0, length, 1)).astype(np.float32)
+    if format == "fp16" and values.size and (most := float(np.abs(values).max())) > _FP16_MAX:
+        raise errors.InvalidInputError(
+            "a vector's value", got=most, expected=f"at most {_FP16_MAX:g} as float16", fix='vector_dtype="float32"'
+        )
+    return values
+
+
+def measured_rows(rows: np.ndarray, metric: str, format: str, most: float | None = None) -> tuple[np.ndarray, str]:  # noqa: A002
+    """What the graph is built of, and its format. By inner product: with a dimension more, in which all vectors have one length, so that
+    the nearest by distance has the largest product with any query (Bachrach et al., Speeding up the Xbox recommender system).
+
+    Args:
+        rows: [m, dim], as they are stored.
+        most: the largest squared length of all vectors; None: of these.
+    """
+    if metric != "ip":
+        return rows, format
+    squares = np.square(rows.astype(np.float32)).sum(axis=1)
+    most = max(most or 0.0, float(squares.max())) if len(rows) else 0.0
+    rest = np.sqrt(np.maximum(np.float32(most) - squares, 0))
+    return np.concatenate([rows.astype(np.float32), rest[:, None]], axis=1), "fp32"
