@@ -232,6 +232,14 @@ class Extension:
         """(counts, records, values, the first damaged list or -1, what is wrong with it)."""
 
     @staticmethod
+    def scan_postings(
+        buffer: Tensor, offset_bytes: Tensor, size_bytes: Tensor, first_layer_bytes: Tensor, terms: Tensor, weights: Tensor, absent: Tensor,
+        salt: int, kind: int, n_records: int, k: int, lengths: Tensor | None, norms: Tensor | None, variant: int, k1: float, delta: float,
+        constant: float, allowed: Tensor | None, /,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """As `espnx.ops.postings`, of tensors that are contiguous; float64 as the int64 of the same bits."""
+
+    @staticmethod
     def write_forward(
         salt: int, kind: int, term_bytes: int, first: int, counts: Tensor, terms: Tensor, values: Tensor, offset_bytes: Tensor,
         size_bytes: Tensor, total: int, /,

@@ -281,6 +281,88 @@ py::tuple score_forward_records(const Tensor& buffer, const Tensor& position_byt
   return py::make_tuple(scores.tensor(), bad, why);
 }
 
+// (numbers int64 [Q, k], -1 where there are fewer; scores float32 [Q, k]; costs int64 [Q, 3]: requests, bytes asked,
+// bytes moved; places in `lists` of lists of other terms)
+py::tuple to_results(const std::vector<QueryResult>& results, int64_t k) {
+  const auto n = static_cast<int64_t>(results.size());
+  auto numbers = std::make_shared<std::vector<int64_t>>(n * k, -1);
+  NewFloats scores({n, k});
+  scores.fill(-std::numeric_limits<float>::infinity());
+  auto costs = std::make_shared<std::vector<int64_t>>();
+  std::vector<int64_t> others;
+  for (int64_t q = 0; q < n; ++q) {
+    const QueryResult& result = results[q];
+    for (size_t i = 0; i < result.hits.size(); ++i) {
+      (*numbers)[q * k + i] = result.hits[i].number;
+      scores.data()[q * k + i] = result.hits[i].score;
+    }
+    for (const int64_t each : {result.costs.requests, result.costs.bytes_asked, result.costs.bytes_moved}) {
+      costs->push_back(each);
+    }
+    others.insert(others.end(), result.other_terms.begin(), result.other_terms.end());
+  }
+  return py::make_tuple(NewTensor(numbers->data(), Dtype::int64, {n, k}, numbers), scores.tensor(),
+                        NewTensor(costs->data(), Dtype::int64, {n, 3}, costs), to_tensor(std::move(others)));
+}
+
+// Checked lists of one query, wherever they lie in `buffer`: (numbers int64 [k], -1 where there are fewer; scores
+// float32 [k]). `weights`, `absent`, `norms`: the bits of float64. A damaged list is an IndexError that names it.
+py::tuple scan_postings(const Tensor& buffer, const Tensor& offset_bytes, const Tensor& size_bytes,
+                        const Tensor& first_layer_bytes, const Tensor& terms, const Tensor& weights,
+                        const Tensor& absent, int64_t salt, int64_t kind, int64_t n_records, int64_t k,
+                        const std::optional<Tensor>& lengths, const std::optional<Tensor>& norms, int variant,
+                        double k1, double delta, double constant, const std::optional<Tensor>& allowed) {
+  const std::vector<int64_t> offset = to_vector(offset_bytes, "offset_bytes", -1);
+  const auto n = static_cast<int64_t>(offset.size());
+  const std::vector<int64_t> size = to_vector(size_bytes, "size_bytes", n);
+  const std::vector<int64_t> first_layer = to_vector(first_layer_bytes, "first_layer_bytes", n);
+  const std::vector<int64_t> term = to_vector(terms, "terms", n);
+  const std::vector<int64_t> weight = to_vector(weights, "weights", n), less = to_vector(absent, "absent", n);
+  const uint8_t* data = bytes_of(buffer, "buffer");
+  if (n_records < 0 || n_records > kMaxRecords || k < 1) invalid("n_records or k is out of range");
+  if (variant < 0 || variant >= kVariants) invalid("unknown variant of BM25");
+  SegmentView segment;
+  segment.rules = {static_cast<uint32_t>(salt), to_kind(kind), n_records};
+  Bm25 rule{static_cast<Variant>(variant), k1, delta, nullptr, nullptr};
+  if (segment.rules.kind == ValueKind::kCount) {
+    if (!lengths || !norms || lengths->numel() != n_records) invalid("counts need lengths and norms");
+    rule.lengths = contiguous<const uint16_t>(*lengths, Dtype::uint16, "lengths", "uint16");
+    rule.norms = reinterpret_cast<const double*>(contiguous<const int64_t>(*norms, Dtype::int64, "norms", "int64"));
+    for (int64_t i = 0; i < n_records; ++i) {
+      if (rule.lengths[i] >= norms->numel()) invalid("lengths have codes beyond norms");
+    }
+    segment.bm25 = &rule;
+  }
+  if (allowed) {
+    segment.allowed = bytes_of(*allowed, "allowed");
+    if (allowed->numel() * 8 < n_records) invalid("allowed must have a bit for every record");
+  }
+  std::vector<WeightedList> lists;
+  std::string bad;
+  TopK best(k);
+  {
+    py::gil_scoped_release unlocked;
+    for (int64_t i = 0; i < n && bad.empty(); ++i) {
+      const bool is_inside = offset[i] >= 0 && size[i] > 0 && offset[i] <= buffer.numel() - size[i];
+      const StoredList list{static_cast<uint32_t>(term[i]), {data + offset[i], size[i]}, first_layer[i], {}, false};
+      const char* why = "it does not lie in the buffer";
+      if (!is_inside || check_list(list, segment.rules, false, &why) != ListFault::kNone) {
+        bad = "list " + std::to_string(i) + ": " + why;
+      }
+      lists.push_back({list, as_double(weight[i]), as_double(less[i])});
+    }
+    size_t out_of_order = 0;
+    if (bad.empty() && !Scanner().scan(segment, lists, static_cast<float>(constant), best, &out_of_order)) {
+      bad = "list " + std::to_string(out_of_order) + ": its record numbers are out of order";
+    }
+  }
+  if (!bad.empty()) throw py::index_error(bad);
+  QueryResult result;
+  result.hits = best.take();
+  const py::tuple found = to_results({result}, k);
+  return py::make_tuple(found[0], found[1]);
+}
+
 // A request, and what its pointers lead into.
 struct PyRequest {
   SearchRequest request;
@@ -393,30 +475,6 @@ const std::function<bool()> kInterrupted = [] {
   return PyErr_CheckSignals() != 0;
 };
 
-// (numbers int64 [Q, k], -1 where there are fewer; scores float32 [Q, k]; costs int64 [Q, 3]: requests, bytes asked,
-// bytes moved; places in `lists` of lists of other terms)
-py::tuple to_results(const std::vector<QueryResult>& results, int64_t k) {
-  const auto n = static_cast<int64_t>(results.size());
-  auto numbers = std::make_shared<std::vector<int64_t>>(n * k, -1);
-  NewFloats scores({n, k});
-  scores.fill(-std::numeric_limits<float>::infinity());
-  auto costs = std::make_shared<std::vector<int64_t>>();
-  std::vector<int64_t> others;
-  for (int64_t q = 0; q < n; ++q) {
-    const QueryResult& result = results[q];
-    for (size_t i = 0; i < result.hits.size(); ++i) {
-      (*numbers)[q * k + i] = result.hits[i].number;
-      scores.data()[q * k + i] = result.hits[i].score;
-    }
-    for (const int64_t each : {result.costs.requests, result.costs.bytes_asked, result.costs.bytes_moved}) {
-      costs->push_back(each);
-    }
-    others.insert(others.end(), result.other_terms.begin(), result.other_terms.end());
-  }
-  return py::make_tuple(NewTensor(numbers->data(), Dtype::int64, {n, k}, numbers), scores.tensor(),
-                        NewTensor(costs->data(), Dtype::int64, {n, 3}, costs), to_tensor(std::move(others)));
-}
-
 // Rethrows what a signal handler raised in place of the failure that its interruption became.
 template <typename Work>
 auto interruptible(const Work& work) {
@@ -480,6 +538,7 @@ void bind_postings(py::module_& m) {
   m.def("decode_list", &decode_list);
   m.def("search_postings", &search_postings);
   m.def("read_lists", &read_lists);
+  m.def("scan_postings", &scan_postings);
   m.def("write_forward", &write_forward_records);
   m.def("score_forward", &score_forward_records);
   py::class_<PyTicket>(m, "PostingsTicket")

@@ -10,6 +10,7 @@ from .attention import attention, attention_reference, merge
 from .crc32c import crc32c, crc32c_ranges, crc32c_ranges_reference, crc32c_reference
 from .distances import distances, distances_reference
 from .maxsim import maxsim, maxsim_reference, token_format, token_row_bytes
+from .postings import postings, postings_reference
 
 __all__ = [
     "attention",
@@ -23,6 +24,8 @@ __all__ = [
     "maxsim",
     "maxsim_reference",
     "merge",
+    "postings",
+    "postings_reference",
     "token_format",
     "token_row_bytes",
 ]

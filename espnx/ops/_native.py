@@ -26,6 +26,7 @@ _BUILD = "run `make setup` (or `pip install -e .`) in the source tree"
 # And the functions that the CPU versions call.
 _OPS = {
     "maxsim": "maxsim", "crc32c": "crc32c_ranges", "attention": "attention", "accelerator": "accelerator", "distances": "distances",
+    "postings": "scan_postings",
 }  # fmt: skip
 
 

@@ -83,6 +83,7 @@ const char* piece_fault(const uint8_t* piece, int64_t size, const StoredList& li
 }
 
 bool is_named(const uint8_t* piece, const PieceHeader& header, const StoredList& list) {
+  if (list.name.data == nullptr) return true;
   return ((header.flags & kTermDigest) != 0) == list.is_digest && header.term_bytes == list.name.size &&
          (list.name.size == 0 || std::memcmp(piece + kHeaderBytes, list.name.data, list.name.size) == 0);
 }

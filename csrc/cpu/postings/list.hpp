@@ -66,7 +66,7 @@ struct StoredList {
   uint32_t term;
   Bytes bytes;
   int64_t first_layer_bytes;  // 0: the list has one layer
-  Bytes name;                 // the term, or its digest
+  Bytes name;                 // the term, or its digest; null: whichever it is
   bool is_digest;             // where the term is longer than kMaxTermBytes
 };
 
