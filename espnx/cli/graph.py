@@ -34,6 +34,7 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-entry-points", type=int, default=1000, metavar="N", help="where searches may begin (default: 1000)")
     parser.add_argument("--threads", type=int, metavar="N", help="of the build (default: as many as torch uses)")
     parser.add_argument("--seed", type=int, default=0, help="of samples and the order of insertion (default: 0)")
+    parser.add_argument("--device", default="cpu", help="that builds edges and codes: cpu, or cuda, where cuVS does (default: cpu)")
     parser.add_argument("--column", help="of a Parquet file (default: its only one of lists)")
     parser.add_argument(
         "--memory", metavar="SIZE",
@@ -51,8 +52,8 @@ def run_build(args: argparse.Namespace) -> int:
         report = build(
             args.vectors, args.graph, metric=args.metric, max_degree=args.max_degree, search_list_size=args.search_list_size,
             alpha=args.alpha, codes=args.codes, pq_bytes=args.pq_bytes, vector_dtype=args.vector_dtype,
-            num_entry_points=args.num_entry_points, threads=args.threads, seed=args.seed, column=args.column, memory=args.memory,
-            progress=line.update,
+            num_entry_points=args.num_entry_points, threads=args.threads, seed=args.seed, device=args.device, column=args.column,
+            memory=args.memory, progress=line.update,
         )  # fmt: skip
     emit(args, report.summary(), json_document("graph build", **asdict(report)))
     return 0

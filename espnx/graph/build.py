@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from .. import errors
-from ..ops._native import load_extension
 from ..sizes import format_size, parse_size
 from ..storage import NativeEngine
 from ..storage.files import make_given_directory
@@ -21,6 +20,7 @@ from ..storage.native import given_engine
 from .bounded import Seconds, build_bounded
 from .bounded.budget import available_bytes, member_bytes, plan_parts, resident_bytes
 from .codebook import Codebook, train_codebook
+from .edges import build_edges, check_device
 from .format import GraphFacts
 from .layout import PageLayout, choose_layout
 from .options import GraphOptions, check_options, measured_rows, stored_rows
@@ -88,6 +88,7 @@ def build(
     num_entry_points: int = 1000,
     threads: int | None = None,
     seed: int = 0,
+    device: str = "cpu",
     column: str | None = None,
     memory: int | str | None = None,
     progress: Progress | None = None,
@@ -115,6 +116,7 @@ def build(
         num_entry_points: where searches may begin; they take the nearest by its code.
         threads: of the build; None: as many as torch uses. With one the same input gives the same graph.
         seed: of samples and of the order of insertion.
+        device: that builds the edges and trains the codes: ``cpu``, or ``cuda`` (``cuda:1``), where cuVS does.
         column: of a Parquet file.
         memory: that this process may hold in all, as ``"2GiB"`` or in bytes. None: as much as the build takes.
         progress: called now and then, from this thread; an exception that it raises ends the build.
@@ -124,13 +126,25 @@ def build(
         InvalidInputError: an option, a shape, a value that is not finite, or that float16 does not hold; a directory with a graph in it;
             a limit of memory below what the smallest part takes.
         OutOfMemoryError: no limit was given, and the build takes more than there is.
+        MissingDependencyError, PathUnavailableError: no cuVS, or no GPU.
         WriteError, DiskFullError, StoreBusyError: the directory cannot be written, is full, or somebody else builds there.
         What `read_vectors` raises.
     """
     threads = torch.get_num_threads() if threads is None else threads
-    options = GraphOptions(metric, max_degree, search_list_size, alpha, codes, pq_bytes, vector_dtype, num_entry_points, threads, seed)
-    source = read_vectors(vectors, column=column)
-    layout = choose_layout(source.n, source.dim, check_options(options, source), max_degree=max_degree, codes=codes, code_bytes=pq_bytes)
+    options = GraphOptions(
+        metric, max_degree, search_list_size, alpha, codes, pq_bytes, vector_dtype, num_entry_points, threads, seed, device
+    )  # fmt: skip
+    return _build(read_vectors(vectors, column=column), os.fspath(path), options, memory, progress or _no_progress, engine)
+
+
+def _build(
+    source: Vectors, path: str, options: GraphOptions, memory: int | str | None, progress: Progress, engine: NativeEngine | None
+) -> GraphReport:  # fmt: skip
+    format_name = check_options(options, source)
+    check_device(options)
+    layout = choose_layout(
+        source.n, source.dim, format_name, max_degree=options.max_degree, codes=options.codes, code_bytes=options.pq_bytes
+    )  # fmt: skip
     limit_bytes = None if memory is None or source.n == 0 else parse_size(memory)
     if limit_bytes is None:
         _check_memory(layout, options)
@@ -140,8 +154,8 @@ def build(
     with given_engine(engine) as own, DirectoryLock(path):
         clear_leftovers(path, keep_work=limit_bytes is not None)
         if limit_bytes is None:
-            return _Builder(own, os.fspath(path), source, layout, options, progress or _no_progress).run()
-        built = build_bounded(own, os.fspath(path), source, layout, options, limit_bytes, progress or _no_progress)
+            return _Builder(own, path, source, layout, options, progress).run()
+        built = build_bounded(own, path, source, layout, options, limit_bytes, progress)
         return _report(built.facts, built.repaired, built.seconds, built.n_parts)
 
 
@@ -181,7 +195,11 @@ class _Builder:
     def run(self) -> GraphReport:
         rows = self._read()
         self._lap()
-        book = train_codebook(rows, self._layout.code_bytes, seed=self._options.seed) if len(rows) else self._no_codebook()
+        book = (
+            train_codebook(rows, self._layout.code_bytes, seed=self._options.seed, device=self._options.device)
+            if len(rows)
+            else self._no_codebook()
+        )
         row_codes = self._encode(book, rows)
         self._lap()
         graph, repaired, entries = self._edges(rows)
@@ -233,10 +251,5 @@ class _Builder:
         """(the graph; how many nodes were repaired; rows of the entry points)"""
         options = self._options
         measured, format_name = measured_rows(rows, options.metric, self._layout.format)
-        view = torch.from_numpy(measured.view(np.uint8) if measured.dtype == np.int8 else measured)
-        graph = load_extension().Vamana(
-            vectors=view, format=format_name, degree=options.max_degree, list_size=options.search_list_size, alpha=options.alpha, passes=1,
-            saturate=True, threads=options.threads, seed=options.seed,
-        )  # fmt: skip
-        graph.build(lambda done, total: self._progress("edges", done, total))
+        graph = build_edges(measured, format_name, options, options.seed, lambda done, total: self._progress("edges", done, total))
         return graph, *connect_and_choose_entries(graph, len(rows), options.num_entry_points, options.seed)

@@ -37,11 +37,11 @@ class Codebook:
         return self.centroids[codes[:, part], np.arange(self.centroids.shape[1])]
 
 
-def train_codebook(vectors: np.ndarray, code_bytes: int, *, seed: int = 0) -> Codebook:
+def train_codebook(vectors: np.ndarray, code_bytes: int, *, seed: int = 0, device: str = "cpu") -> Codebook:
     """k-means of each part over a sample of the vectors, [n, dim], n at least 1. The first parts are a dimension longer where code_bytes
     does not divide dim."""
     n, dim = vectors.shape
     chosen = np.sort(np.random.default_rng(seed).permutation(n)[:_SAMPLE])
     sample = np.asarray(vectors[chosen], dtype=np.float32)
     begin = np.concatenate([np.zeros(1, np.int64), np.cumsum(dim // code_bytes + (np.arange(code_bytes) < dim % code_bytes))])
-    return Codebook(begin, fit_product_quantizer(sample, begin, seed=seed))
+    return Codebook(begin, fit_product_quantizer(sample, begin, seed=seed, device=device))

@@ -33,6 +33,7 @@ class GraphOptions:
     num_entry_points: int
     threads: int
     seed: int
+    device: str = "cpu"
 
 
 def check_options(options: GraphOptions, source: Vectors) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 
 from .. import errors
 from ._native import load_extension
+from .cuvs import fit_means_on
 
 #: Centroids of one part of a vector: what a byte can name.
 PRODUCT_CENTROIDS = 256
@@ -19,8 +22,13 @@ _PRODUCT_SAMPLE = 256 * PRODUCT_CENTROIDS
 _PRODUCT_ROUNDS = 16
 
 
-def fit_means(sample: np.ndarray, n_means: int, *, rounds: int = _MEANS_ROUNDS, seed: int = 0) -> np.ndarray:
-    """k-means by the smallest distance: float32 [n_means, d] of a sample [m, d], m at least n_means."""
+def fit_means(sample: np.ndarray, n_means: int, *, rounds: int = _MEANS_ROUNDS, seed: int = 0, device: str = "cpu") -> np.ndarray:
+    """k-means by the smallest distance: float32 [n_means, d] of a sample [m, d], m at least n_means.
+
+    `device`: ``cpu``, or a GPU, where cuVS does it (and no seed counts). Raises MissingDependencyError, PathUnavailableError.
+    """
+    if device != "cpu":
+        return fit_means_on(device, sample, n_means, rounds)
     values = _tensor(sample, np.float32)
     chosen = np.random.default_rng(seed).permutation(len(sample))[:n_means]
     means = values[torch.from_numpy(np.sort(chosen))].clone()
@@ -39,7 +47,7 @@ def distances_to_means(vectors: np.ndarray, means: np.ndarray) -> np.ndarray:
     return torch.addmm(centres.square().sum(dim=1)[None], values, centres.T, alpha=-2).numpy()
 
 
-def fit_product_quantizer(sample: np.ndarray, begin: np.ndarray, *, seed: int = 0) -> np.ndarray:
+def fit_product_quantizer(sample: np.ndarray, begin: np.ndarray, *, seed: int = 0, device: str = "cpu") -> np.ndarray:
     """The centroids of each part of a vector, each named by a byte: k-means of each part by itself.
 
     FAISS's does the same, but takes 13 times as long for parts of one or two values as for wider ones.
@@ -47,6 +55,8 @@ def fit_product_quantizer(sample: np.ndarray, begin: np.ndarray, *, seed: int = 
     Args:
         sample: float32 [m, d], m >= 1; of more than 65,536 rows so many are taken, evenly spread.
         begin: int64 [parts + 1], from 0 to d: part p has the values ``begin[p]`` to ``begin[p + 1] - 1``.
+
+        device: see `fit_means`.
 
     Returns:
         float32 [256, d]: row c has each part's centroid of number c.
@@ -57,6 +67,10 @@ def fit_product_quantizer(sample: np.ndarray, begin: np.ndarray, *, seed: int = 
     # Around their mean: squares of numbers that are all large and much alike would leave little of their differences.
     values = np.ascontiguousarray(sample[rows], dtype=np.float32)
     mean = values.mean(axis=0, dtype=np.float64).astype(np.float32)
+    if device != "cpu" and len(values) >= PRODUCT_CENTROIDS:
+        around = [values[:, a:b] - mean[a:b] for a, b in itertools.pairwise(begin)]
+        means = [fit_means(part, PRODUCT_CENTROIDS, rounds=_PRODUCT_ROUNDS, device=device) for part in around]
+        return np.concatenate(means, axis=1) + mean
     found = load_extension().fit_product(
         torch.from_numpy(values - mean), _tensor(begin, np.int64), _PRODUCT_ROUNDS, seed, torch.get_num_threads()
     )  # fmt: skip

@@ -137,8 +137,9 @@ class _Bounded:
             sample[begin:end] = rows[chosen[begin:end] - first]
             if self._options.metric == "ip" and len(rows):
                 longest = max(longest, float(np.square(rows.astype(np.float32)).sum(axis=1).max()))
-        book = train_codebook(sample, layout.code_bytes, seed=seed)
-        centres = fit_means(sample, min(self._budget.n_parts, count), seed=seed)
+        device = self._options.device
+        book = train_codebook(sample, layout.code_bytes, seed=seed, device=device)
+        centres = fit_means(sample, min(self._budget.n_parts, count), seed=seed, device=device)
         with self._work.step(_SAMPLED) as folder:
             book.begin.tofile(folder / "begin")
             book.centroids.tofile(folder / "centroids")

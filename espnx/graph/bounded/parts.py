@@ -10,6 +10,7 @@ import torch
 
 from ...ops._native import load_extension
 from ..codebook import Codebook
+from ..edges import build_edges
 from ..layout import PageLayout
 from ..options import GraphOptions, measured_rows
 from .work import WorkFolder, read_array
@@ -37,18 +38,15 @@ def build_part(
     homes = read_array(work.file("parts", f"{part}.guest.homes"), np.uint32)
     vectors = _read_vectors(work, part, layout, len(own), len(guests))
     measured, format_name = measured_rows(vectors, options.metric, layout.format, longest)
-    view = torch.from_numpy(measured.view(np.uint8) if measured.dtype == np.int8 else measured)
-    graph = load_extension().Vamana(
-        vectors=view, format=format_name, degree=options.max_degree, list_size=options.search_list_size, alpha=options.alpha, passes=1,
-        saturate=True, threads=options.threads, seed=options.seed + part,
-    )  # fmt: skip
-    graph.build(lambda done, total: progress(len(vectors) * done // max(1, total)))
+    graph = build_edges(
+        measured, format_name, options, options.seed + part, lambda done, total: progress(len(vectors) * done // max(1, total))
+    )
     if len(vectors):
         graph.connect(torch.tensor([graph.medoid]))
     medoid = graph.medoid
     neighbours, counts = (each.numpy() for each in graph.edges())
     del graph
-    order = _packed(view[: len(own)], format_name, neighbours, counts, medoid, layout)
+    order = _packed(measured[: len(own)], format_name, neighbours, counts, medoid, layout)
     rows = np.concatenate([own, guests])
     by_home = len(own) + np.argsort(homes, kind="stable")
     with work.step(f"built_{part}") as folder:
@@ -90,7 +88,7 @@ def _write_edges(folder: Path, name: str, rows: np.ndarray, neighbours: np.ndarr
 
 
 def _packed(
-    own: torch.Tensor, format_name: str, neighbours: np.ndarray, counts: np.ndarray, medoid: int, layout: PageLayout
+    own: np.ndarray, format_name: str, neighbours: np.ndarray, counts: np.ndarray, medoid: int, layout: PageLayout
 ) -> np.ndarray:  # fmt: skip
     """The order of those that are at home: that of pages of their own, by the edges between them."""
     n = len(own)
@@ -103,8 +101,9 @@ def _packed(
         place = np.argsort(~inside, axis=1, kind="stable")
         inner_counts[part] = inside.sum(axis=1)
         inner[part] = np.take_along_axis(np.where(inside, neighbours[part], 0), place, axis=1)
+    view = torch.from_numpy(own.view(np.uint8) if own.dtype == np.int8 else own)
     graph = load_extension().Vamana.from_edges(
-        vectors=own, format=format_name, neighbours=torch.from_numpy(inner), counts=torch.from_numpy(inner_counts),
+        vectors=view, format=format_name, neighbours=torch.from_numpy(inner), counts=torch.from_numpy(inner_counts),
         medoid=medoid if medoid < n else 0, list_size=1,
     )  # fmt: skip
     order: np.ndarray = graph.pack(layout.nodes_per_page).numpy()
