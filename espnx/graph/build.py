@@ -178,6 +178,26 @@ def _report(facts: GraphFacts, repaired: int, seconds: Seconds, parts: int = 1) 
     )  # fmt: skip
 
 
+def make_graph(vectors: Any, where: str, options: GraphOptions, progress: Progress | None = None) -> tuple[WholeGraph, np.ndarray]:
+    """A graph in memory, for whoever writes it elsewhere than into a directory of its own.
+
+    Args:
+        vectors: as of `build`. where: for messages.
+
+    Returns:
+        The graph, and the row of each node, int64 [n], numbered page by page, as `graph_files` takes them.
+
+    Raises as `build`.
+    """
+    source = read_vectors(vectors)
+    layout = choose_layout(
+        source.n, source.dim, check_options(options, source), max_degree=options.max_degree, codes=options.codes, code_bytes=options.pq_bytes
+    )
+    with given_engine(None) as engine:
+        whole, row_of, _ = _Builder(engine, where, source, layout, options, progress or _no_progress).graph()
+    return whole, row_of
+
+
 def _no_progress(what: str, done: int, total: int) -> None:
     pass
 
@@ -193,6 +213,17 @@ class _Builder:
         self._times = [time.perf_counter()]
 
     def run(self) -> GraphReport:
+        whole, row_of, repaired = self.graph()
+        facts = write_graph(self._engine, self._path, whole, row_of, self._progress)
+        self._lap()
+        blocks, chosen = row_blocks(whole.rows), self._options
+        facts = add_recall(self._engine, facts, blocks, threads=chosen.threads, seed=chosen.seed, progress=self._progress)
+        self._lap()
+        read, codes, edges, pages, recall = np.diff(self._times).tolist()
+        return _report(facts, repaired, (read, codes, edges, pages, recall))
+
+    def graph(self) -> tuple[WholeGraph, np.ndarray, int]:
+        """(the graph; the row of each node, numbered page by page; how many nodes were repaired)"""
         rows = self._read()
         self._lap()
         book = (
@@ -209,13 +240,7 @@ class _Builder:
         del graph  # its edges have been copied
         chosen = self._options
         options = {name: value for name, value in vars(chosen).items() if name not in ("metric", "threads")}
-        whole = WholeGraph(self._layout, chosen.metric, rows, row_codes, book, neighbours, counts, entries, options)
-        facts = write_graph(self._engine, self._path, whole, row_of, self._progress)
-        self._lap()
-        facts = add_recall(self._engine, facts, row_blocks(rows), threads=chosen.threads, seed=chosen.seed, progress=self._progress)
-        self._lap()
-        read, codes, edges, pages, recall = np.diff(self._times).tolist()
-        return _report(facts, repaired, (read, codes, edges, pages, recall))
+        return WholeGraph(self._layout, chosen.metric, rows, row_codes, book, neighbours, counts, entries, options), row_of, repaired
 
     def _lap(self) -> None:
         self._times.append(time.perf_counter())

@@ -77,12 +77,15 @@ class GraphFiles:
     contents: Mapping[str, Iterable[np.ndarray]]
 
 
-def graph_files(graph: WholeGraph, row_of: np.ndarray, where: str, progress: Progress) -> GraphFiles:
+def graph_files(
+    graph: WholeGraph, row_of: np.ndarray, where: str, progress: Progress, labels: np.ndarray | None = None
+) -> GraphFiles:  # fmt: skip
     """A graph as its files.
 
     Args:
         row_of: int64 [n]: the row that node i is of; nodes are numbered page by page.
         where: its directory, or for messages.
+        labels: int64 [n], 0 to n - 1, each once: as what searches return each row; None: its number.
     """
     layout = graph.layout
     node_of = np.empty(layout.n, np.uint32)
@@ -92,7 +95,12 @@ def graph_files(graph: WholeGraph, row_of: np.ndarray, where: str, progress: Pro
     whole = {CODEBOOK: graph.codebook.centroids, ENTRIES: np.concatenate([entries.view(np.uint8).ravel(), entry_codes.ravel()])}
     if layout.codes_in == "memory":
         whole[CODES] = graph.codes[row_of]
-    contents: dict[str, Iterable[np.ndarray]] = {NODES: _node_pages(graph, row_of, node_of, salt, progress), ROWS: [node_of]}
+    if labels is None:
+        labels = np.arange(layout.n)
+    node_of_label = np.empty(layout.n, np.uint32)
+    node_of_label[labels] = node_of
+    pages = _node_pages(graph, row_of, node_of, labels, salt, progress)
+    contents: dict[str, Iterable[np.ndarray]] = {NODES: pages, ROWS: [node_of_label]}
     contents |= {name: [values] for name, values in whole.items()}
     if layout.paged_codes:
         contents[CODES] = [code_pages(graph.codes[row_of], layout, salt)]
@@ -198,7 +206,7 @@ def connect_and_choose_entries(graph: Vamana, n: int, n_entries: int, seed: int)
 
 
 def _node_pages(
-    graph: WholeGraph, row_of: np.ndarray, node_of: np.ndarray, salt: int, progress: Progress
+    graph: WholeGraph, row_of: np.ndarray, node_of: np.ndarray, labels: np.ndarray, salt: int, progress: Progress
 ) -> Iterator[np.ndarray]:  # fmt: skip
     layout = graph.layout
     at_once = max(1, _BLOCK_BYTES // layout.page_bytes)
@@ -207,7 +215,7 @@ def _node_pages(
         chosen = row_of[first * layout.nodes_per_page : (first + count) * layout.nodes_per_page]
         nodes = np.zeros(count * layout.nodes_per_page, layout.node_dtype)
         here = nodes[: len(chosen)]
-        here["vector"], here["row"], here["n_neighbours"] = graph.rows[chosen], chosen, graph.counts[chosen]
+        here["vector"], here["row"], here["n_neighbours"] = graph.rows[chosen], labels[chosen], graph.counts[chosen]
         there = np.arange(layout.max_degree) < graph.counts[chosen, None]
         near = np.where(there, graph.neighbours[chosen], 0)
         here["neighbours"] = np.where(there, node_of[near], 0)

@@ -70,7 +70,7 @@ def import_index(
     encoder: EncoderLike | None = None,
     coarse: str | None = None,
     pooling: str | None = None,
-    first_stage_kind: str | None = None,
+    first_stages: str | Sequence[str] | None = None,
     first_stage_code: str | None = None,
     nlist: int | None = None,
     centroids: int | None = None,
@@ -94,7 +94,7 @@ def import_index(
         ids: of the documents, in the order of the index. Default: those of a PyLate index, else those of the JSON lines, else 0, 1, 2, ...
         encoder: that the index was made with, or a description of it as `espnx.load_encoder` takes it. Recorded, so that the store
             refuses queries of another; documents are not encoded.
-        coarse, pooling, first_stage_kind, first_stage_code, nlist, centroids, memory, directories, engine, restart, replace, progress:
+        coarse, pooling, first_stages, first_stage_code, nlist, centroids, memory, directories, engine, restart, replace, progress:
             as of `espnx.build`. Format, dimensions and codebook are the index's own.
 
     Raises:
@@ -108,7 +108,7 @@ def import_index(
         raise InvalidInputError(f"import {folder} with encoder {makes.name}", got=got, expected=f"the index's {index.dim} and no CLS")
     return build(
         path, _Documents(index, texts, ids), makes, dims=(0, index.dim), format=index.format, codebook=index.codebook, coarse=coarse,
-        pooling=pooling, first_stage_kind=first_stage_kind, first_stage_code=first_stage_code, nlist=nlist, centroids=centroids,
+        pooling=pooling, first_stages=first_stages, first_stage_code=first_stage_code, nlist=nlist, centroids=centroids,
         memory=memory, directories=directories, engine=engine, restart=restart, replace=replace, progress=progress,
     )  # fmt: skip
 

@@ -131,7 +131,7 @@ class Searcher:
     ) -> list[list[tuple[DocumentId, float]]]:
         check_whole("k", k, 1)
         pids = None if pids is None else document_ids(pids, "pids")
-        candidates = max(k, self.options.get("candidates", CANDIDATES), len(pids) if pids is not None else 0)
+        candidates = max(k, self.options.get("candidates") or CANDIDATES, len(pids) if pids is not None else 0)
         options: dict[str, Any] = {**self.options, "candidates": candidates, "include": pids}
         results: list[SearchResult] = self.index.search(queries, k if filter_fn is None else candidates, **options)
         found = [[(hit.id, hit.score) for hit in result.hits] for result in results]

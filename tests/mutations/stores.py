@@ -69,16 +69,16 @@ def part_sections(sound: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
         data, name = file.read_bytes(), str(file.relative_to(sound))
         count = struct.unpack_from("<I", data, 44)[0]
         for number in range(count):
-            entry = _TABLE_BYTES + 40 * number
-            title, begin, size, _ = struct.unpack_from("<16sQQQ", data, entry)
+            entry = _TABLE_BYTES + 64 * number
+            title, begin, size, _ = struct.unpack_from("<40sQQQ", data, entry)
             words = sorted({0, 8, 16, size // 16 * 8, size // 32 * 8, max(size - 8, 0) // 8 * 8})
             for at in words if size >= 8 else ():
                 for value in (0, 1, -1, 2**31, 2**62, -(2**63)):
                     new = bytearray(data)
                     struct.pack_into("<q", new, begin + min(at, size - 8), value)
-                    struct.pack_into("<Q", new, entry + 32, crc32c(bytes(new[begin : begin + size])))
+                    struct.pack_into("<Q", new, entry + 56, crc32c(bytes(new[begin : begin + size])))
                     yield f"{name} {title.rstrip(bytes(1)).decode()}[{at}] = {value}", put(name, _sealed(new))
-            for field in (16, 24):
+            for field in (40, 48):
                 for value in (0, 1, 4096, size + 1, 2**31, 2**63, 2**64 - 1):
                     new = bytearray(data)
                     struct.pack_into("<Q", new, entry + field, value)

@@ -143,7 +143,7 @@ def section_places(path: Path) -> dict[str, SectionPlace]:
     count = struct.unpack_from("<I", header, 44)[0]
     found = {}
     for number in range(count):
-        name, offset, size, _ = struct.unpack_from("<16sQQQ", header, 72 + 40 * number)
+        name, offset, size, _ = struct.unpack_from("<40sQQQ", header, 72 + 64 * number)
         found[name.rstrip(b"\0").decode()] = SectionPlace(path, offset, size)
     return found
 
@@ -181,7 +181,7 @@ def replace_section(store: Path, file: Path, name: str, data: bytes) -> None:
     at = len(whole)
     body = bytearray(whole + data.ljust(-(-len(data) // 4096) * 4096, b"\0"))
     number = list(places).index(name)
-    struct.pack_into("<16sQQQ", body, 72 + 40 * number, name.encode(), at, len(data), crc32c(data))
+    struct.pack_into("<40sQQQ", body, 72 + 64 * number, name.encode(), at, len(data), crc32c(data))
     struct.pack_into("<Q", body, 64, len(body))
     struct.pack_into("<I", body, 4092, crc32c(bytes(body[:4092])))
     file.write_bytes(body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ import torch
 import espnx
 from espnx import errors
 from espnx.retrieval.first_stage.interface import Allowed, Candidates, Documents, Entries, LoadedStage, StoredEntries
+from espnx.storage.files import Region
 from espnx.storage.parse import Fields
 
 
@@ -20,6 +22,8 @@ class ExactStage:
     """Keeps the CLS vector of every document and looks at all of them, last document first: whatever assumes an order shows."""
 
     kind: ClassVar[str] = "exact"
+    follows: ClassVar[bool] = False
+    in_place: ClassVar[frozenset[str]] = frozenset()
     is_cls_similarity: ClassVar[bool] = True
     vector_dim: int
     mean: float | None = None
@@ -53,17 +57,17 @@ class ExactStage:
     def add_bytes(self, count: int) -> int:
         return 4 * self.vector_dim * count
 
-    def add(self, documents: Documents) -> Entries:
+    def add(self, documents: Documents, order: np.ndarray | None = None) -> Entries:
         vectors = np.concatenate(list(documents.vectors(7)))
         return Entries([np.arange(len(vectors))[::-1]], {"vectors": [vectors[::-1]]})
 
-    def merge(self, parts: Sequence[StoredEntries], gone: np.ndarray) -> Entries:
+    def merge(self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None) -> Entries:
         numbers, vectors = self._all(parts)
         dead = np.flatnonzero(np.unpackbits(gone, bitorder="little"))
         alive = np.flatnonzero(~np.isin(numbers, dead))[::-1]
         return Entries([numbers[alive]], {"vectors": [vectors[alive]]})
 
-    def compact(self, parts: Sequence[StoredEntries], gone: np.ndarray) -> tuple[ExactStage, Entries]:
+    def compact(self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None) -> tuple[ExactStage, Entries]:
         return self, self.merge(parts, gone)
 
     def check(self, parts: Sequence[StoredEntries]) -> None:
@@ -71,7 +75,7 @@ class ExactStage:
             if part.size_bytes("vectors") != 4 * self.vector_dim * part.count:
                 raise errors.FormatError("vectors do not fit the part", path=part.path, got=part.size_bytes("vectors"))
 
-    def load(self, parts: Sequence[StoredEntries], *, threads: int = 1, gpu: int | None = None) -> LoadedExact:
+    def load(self, parts: Sequence[StoredEntries], *, threads: int = 1, gpu: int | None = None, gone: Any = None) -> LoadedExact:
         self.check(parts)
         return LoadedExact(*self._all(parts))
 
@@ -98,6 +102,7 @@ class LoadedExact:
     numbers: np.ndarray
     vectors: np.ndarray
     auto_effort: int = 1
+    default_candidates: int = 1000
     hit_rates: Mapping[float, float] = field(default_factory=dict)
 
     def prepare(self, query: espnx.Encoded, text: str | None = None) -> tuple[str | None, np.ndarray]:
@@ -139,6 +144,7 @@ class InMemoryDocuments:
     """Vectors as a stage's `Documents`."""
 
     rows: np.ndarray
+    scratch: str = "."
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -149,8 +155,9 @@ class InMemoryDocuments:
     def vector_sample(self, numbers: np.ndarray) -> np.ndarray:
         return self.rows[numbers]
 
-    def texts(self) -> Iterator[str]:
-        return iter([""] * len(self.rows))
+    def texts(self, order: np.ndarray | None = None) -> Iterator[str]:
+        numbers = range(len(self.rows)) if order is None else order.tolist()
+        return (f"text of {number}" for number in numbers)
 
 
 class InMemoryEntries:
@@ -161,6 +168,7 @@ class InMemoryEntries:
     def __init__(self, entries: Entries, first_number: int = 0):
         self.order = np.concatenate(list(entries.order))
         self.first_number, self.count = first_number, len(self.order)
+        self._files: dict[str, Any] = {}
         self._sections = {
             name: np.concatenate([np.ascontiguousarray(piece).reshape(-1).view(np.uint8) for piece in pieces])
             for name, pieces in entries.sections.items()
@@ -171,6 +179,13 @@ class InMemoryEntries:
 
     def read(self, name: str) -> np.ndarray:
         return self._sections[name].copy()
+
+    def place(self, name: str) -> Region:
+        """In a file that is there as long as this is, behind a block of something else."""
+        file = self._files[name] = tempfile.NamedTemporaryFile(dir=".")  # noqa: SIM115
+        file.write(b"x" * 4096 + self._sections[name].tobytes())
+        file.flush()
+        return Region(file.name, 4096, len(self._sections[name]))
 
     def windows(self, name: str) -> Generator[np.ndarray, None, None]:
         data = self._sections[name]

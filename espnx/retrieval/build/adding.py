@@ -38,13 +38,13 @@ class Batch:
     `Documents` of a first stage.
 
     Attributes:
-        n_tokens: uint16 [m]. size_bytes: of the vectors held.
+        n_tokens: uint16 [m]. size_bytes: of the vectors held. scratch: see `Documents`.
     """
 
     codebook: Codebook | None = None
 
-    def __init__(self, schema: RecordSchema, stage: FirstStage, stored: str):
-        self.schema, self._stage = schema, stage
+    def __init__(self, schema: RecordSchema, stage: FirstStage, stored: str, scratch: str):
+        self.schema, self._stage, self.scratch = schema, stage, scratch
         self._checked = RecordSchema(stored, schema.d_cls, schema.dim)  # what the vectors have to fit in the end
         self.rows: list[tuple[DocumentId, str]] = []
         self.ids = set[tuple[type, DocumentId]]()
@@ -92,8 +92,9 @@ class Batch:
     def vector_sample(self, numbers: np.ndarray) -> np.ndarray:
         return self._vectors[0][numbers]
 
-    def texts(self) -> Iterator[str]:
-        return (text for _, text in self.rows)
+    def texts(self, order: np.ndarray | None = None) -> Iterator[str]:
+        numbers = range(len(self.rows)) if order is None else order.tolist()
+        return (self.rows[number][1] for number in numbers)
 
 
 @dataclass
@@ -156,7 +157,7 @@ class Addition:
         self.draft.delete(old)
 
     def _new_batch(self) -> Batch:
-        return Batch(self._schema, self.version.first_stage, self.version.schema_of("full").format)
+        return Batch(self._schema, self.version.first_stage, self.version.schema_of("full").format, self.version.path)
 
     def _write(self, batch: Batch) -> None:
         batch.seal()
@@ -173,7 +174,7 @@ class Addition:
             file.abandon()
             raise
         rows = (batch.rows[arrival] for arrival in order.tolist())
-        entry = finish_part(file, place, layouts, PartContents(rows, entries.sections))
+        entry = finish_part(file, place, layouts, PartContents(rows, entries.sections, self.version.first_stage.in_place))
         self.tokens += entry.tokens
         self.draft.append(entry, self._limit_bytes)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ... import errors
 from ...storage import NativeEngine
-from ...storage.files import StreamWriter, regroup
+from ...storage.files import Region, StreamWriter, regroup
 from ..first_stage.interface import Entries, FirstStage
 from ..store.part import stage_section
 from ..store.places import ORDER
@@ -25,7 +25,7 @@ _ORDER_ROWS = 1 << 16  # numbers at a time: half a MiB
 
 def section_file(name: str) -> str:
     """Where a section lies in the build's directory. Raises InvalidInputError for a name that cannot be."""
-    return f"{stage_section(name).replace('.', '-')}.bin"
+    return f"{stage_section(name).replace('stage.', 'stage-', 1)}.bin"
 
 
 def assign(engine: NativeEngine, directory: str, spool: Spool, stage: FirstStage, budget: MemoryBudget) -> dict[str, SpoolFile]:
@@ -93,6 +93,9 @@ class SpooledEntries:
 
     def windows(self, name: str) -> Generator[np.ndarray, None, None]:
         yield from spool_windows(self._engine, os.path.join(self.path, section_file(name)), self._file(name).sums or [])
+
+    def place(self, name: str) -> Region:
+        return Region(os.path.join(self.path, section_file(name)), 0, self._file(name).size_bytes)
 
     def _file(self, name: str) -> SpoolFile:
         if section_file(name) not in self._files:

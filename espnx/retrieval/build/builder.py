@@ -104,7 +104,7 @@ class Builder:
             "spool": recipe.spooled.format,
             "codebook": None if recipe.codebook is None else codebook_sum(recipe.codebook),
             "trained": None if self.given is None else self.given.id,
-            "first_stage_kind": options.pop("first_stage_kind"),
+            "first_stages": " ".join(options.pop("first_stages")),
             "pooling": options.pop("pooling"),
         }
         return BuildSettings(in_words(spooled), in_words({"kind": self.kind, **options}), list(directories))
@@ -344,6 +344,7 @@ class Builder:
             contents = PartContents(
                 rows=(row for arrivals in self._order(arranged) for row in source.rows(arrivals)),
                 sections=arrange.SpooledEntries(self.engine, self.building, arranged.files, self.state.documents).sections(),
+                in_place=self.recipe.stage.in_place,
                 model=model,
             )
             names = list(self.recipe.tiers)
@@ -426,7 +427,7 @@ def build(
     coarse: str | None = None,
     pca: int | None = None,
     pooling: str | None = None,
-    first_stage_kind: str | None = None,
+    first_stages: str | Sequence[str] | None = None,
     first_stage_code: str | None = None,
     nlist: int | None = None,
     centroids: int | None = None,
@@ -448,7 +449,7 @@ def build(
         documents: an iterable, read once: ``(id, text)`` pairs, mappings with ``id`` and ``text``, or `Document`. Only a batch is held.
         encoder: turns texts into vectors, or a description of one as `espnx.load_encoder` takes it; needed unless every document brings
             its own vectors.
-        format, coarse, pca, pooling, first_stage_kind, first_stage_code, nlist, centroids, cls_weight, memory, directories: see
+        format, coarse, pca, pooling, first_stages, first_stage_code, nlist, centroids, cls_weight, memory, directories: see
             `BuildOptions`; None: its default, or what `trained` was trained with.
         dims: (d_cls, dim) of vectors that documents bring; an encoder knows its own.
         engine: a native engine to use; default ``auto``.
@@ -466,7 +467,7 @@ def build(
             the store is there, and only the last flush failed.
     """
     given = given_options(
-        format=format, coarse=coarse, pca=pca, pooling=pooling, first_stage_kind=first_stage_kind, first_stage_code=first_stage_code,
+        format=format, coarse=coarse, pca=pca, pooling=pooling, first_stages=first_stages, first_stage_code=first_stage_code,
         nlist=nlist, centroids=centroids, cls_weight=cls_weight, memory=memory, directories=directories,
     )  # fmt: skip
     for name, value, kind in (("trained", trained, Trained), ("codebook", codebook, Codebook)):
@@ -494,7 +495,7 @@ def train(
     coarse: str | None = None,
     pca: int | None = None,
     pooling: str | None = None,
-    first_stage_kind: str | None = None,
+    first_stages: str | Sequence[str] | None = None,
     first_stage_code: str | None = None,
     nlist: int | None = None,
     centroids: int | None = None,
@@ -508,14 +509,14 @@ def train(
 
     Args:
         path: a new or empty directory, where it is kept; `Trained.load` reads it back.
-        format, coarse, pca, pooling, first_stage_kind, first_stage_code, nlist, centroids, memory: see `BuildOptions`; None: its default.
+        format, coarse, pca, pooling, first_stages, first_stage_code, nlist, centroids, memory: see `BuildOptions`; None: its default.
         documents, encoder, dims, engine, restart, progress: as of `build`; documents are spooled below `path` meanwhile.
 
     Raises:
         InvalidInputError: a sample without documents. The others are those of `build`; an interrupted call is gone on with, as a build is.
     """
     given = given_options(
-        format=format, coarse=coarse, pca=pca, pooling=pooling, first_stage_kind=first_stage_kind, first_stage_code=first_stage_code,
+        format=format, coarse=coarse, pca=pca, pooling=pooling, first_stages=first_stages, first_stage_code=first_stage_code,
         nlist=nlist, centroids=centroids, memory=memory,
     )  # fmt: skip
     chosen = BuildOptions(**given)

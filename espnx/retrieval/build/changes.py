@@ -17,6 +17,7 @@ from ...storage import NativeEngine
 from ...storage.lock import DirectoryLock
 from ...storage.native import given_engine
 from ..encoder import AUTO, Encoder, EncoderLike, check_same_encoder, encoder_of, remembered_encoder
+from ..first_stage.registry import kinds_of
 from ..store.manifest import Manifest, read_store_manifest
 from ..store.places import BUILDING, claim
 from ..store.store import Version
@@ -151,7 +152,7 @@ def settings_of(manifest: Manifest) -> dict[str, Any]:
     """The options of `build` that a store was built with, as far as they do not depend on its documents and are not the first stage's."""
     return {
         "format": manifest.schema.format,
-        "first_stage_kind": manifest.first_stage.kind,
+        "first_stages": kinds_of(manifest.first_stage),
         "pca": None if manifest.schema.dim == manifest.encoder.dim else manifest.schema.dim,
         "cls_weight": manifest.cls_weight,
         "directories": manifest.directories,

@@ -70,7 +70,7 @@ def _write_base(version: Version, generation: int, budget: MemoryBudget, progres
         }  # fmt: skip
         _copy_records(order, source, writers, limit_bytes, progress)
         others = {name: array for name, array in version.model.items() if not name.startswith(STAGE_PREFIX)}
-        contents = PartContents(source.rows(order), entries.sections, {**others, **stage_model(stage)})
+        contents = PartContents(source.rows(order), entries.sections, stage.in_place, {**others, **stage_model(stage)})
         file = FileWriter(version.engine, path)
         layouts = {name: writer.layout for name, writer in writers.items()}
         entry = finish_part(file, place, layouts, contents, {name: writer.segments for name, writer in writers.items()})

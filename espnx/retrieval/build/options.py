@@ -13,7 +13,7 @@ from ...checks import check_finite, check_whole, plain
 from ...device.record_layout import FORMAT_NUMBERS
 from ..first_stage.ivf_arrays import CODES
 from ..first_stage.pooling import POOLINGS
-from ..first_stage.registry import stage_class
+from ..first_stage.registry import kinds, stage_class
 
 COARSE_FORMATS = ("bit1", "residual1", "residual2", "residual4", "int8")
 
@@ -25,7 +25,8 @@ class BuildOptions:
     Attributes:
         format: of the token vectors in the records: ``fp16``, ``fp32``, ``bf16``, ``int8``, ``bit1``, ``residual1``, ``residual2`` or
             ``residual4``.
-        first_stage_kind: of the index that finds candidates: ``ivf``, or what was registered (first_stage/registry.py).
+        first_stages: what finds candidates: ``ivf``, ``graph``, or what was registered (first_stage/registry.py), one or several; searches
+            take the first unless told otherwise.
         first_stage_code: code of the IVF lists: ``flat``, ``sq8``, ``sq6``, ``sq4`` or ``pqM``.
         nlist: number of lists; None chooses from the number of documents.
         pca: dimensions to project token vectors to; None keeps them.
@@ -39,7 +40,7 @@ class BuildOptions:
     """
 
     format: str = "fp16"
-    first_stage_kind: str = "ivf"
+    first_stages: str | Sequence[str] = ("ivf",)
     first_stage_code: str = "sq8"
     nlist: int | None = None
     pca: int | None = None
@@ -55,7 +56,7 @@ class BuildOptions:
             object.__setattr__(self, field.name, plain(getattr(self, field.name)))  # NumPy's numbers are numbers
         if not isinstance(self.format, str) or self.format not in FORMAT_NUMBERS:
             raise errors.InvalidInputError("unknown record format", got=repr(self.format), expected=" or ".join(FORMAT_NUMBERS))
-        stage_class(self.first_stage_kind)
+        object.__setattr__(self, "first_stages", _checked_stages(self.first_stages))
         code = self.first_stage_code
         if not isinstance(code, str) or (code not in CODES and re.fullmatch(r"pq[0-9]+", code) is None):
             raise errors.InvalidInputError("first-stage code", got=repr(code), expected=f"{', '.join(CODES)} or pqM")
@@ -76,6 +77,15 @@ class BuildOptions:
         if self.pooling not in (None, "cls", *POOLINGS):
             raise errors.InvalidInputError("pooling", got=repr(self.pooling), expected=f"cls, {' or '.join(POOLINGS)}")
         check_finite("cls_weight", self.cls_weight)
+
+
+def _checked_stages(given: Any) -> tuple[str, ...]:
+    named = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else ()
+    if not named or not all(isinstance(kind, str) for kind in named) or len(set(named)) < len(named):
+        raise errors.InvalidInputError("first_stages", got=repr(given), expected=f"of {', '.join(kinds())}, one or several, each once")
+    for kind in named:
+        stage_class(kind)
+    return named
 
 
 def checked_dims(dims: Any) -> tuple[int, int]:

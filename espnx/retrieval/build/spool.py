@@ -234,12 +234,18 @@ class Spool:
         for block in regroup(windows, 4 * self.vector_dim * rows):
             yield block.view("<f4").reshape(-1, self.vector_dim)
 
-    def texts(self) -> Iterator[str]:
-        """The text of each document, in arrival order. Raises ChecksumError, FormatError."""
+    @property
+    def scratch(self) -> str:
+        """The build's own directory."""
+        return self._directory
+
+    def texts(self, order: np.ndarray | None = None) -> Iterator[str]:
+        """The text of each document, in arrival order or this one. Raises ChecksumError, FormatError."""
         reader = TextReader(os.path.join(self._directory, TEXTS), self._salt)
         try:
             for first in range(0, len(self), _TEXTS_AT_ONCE):
-                for _, text in reader.rows(np.arange(first, min(first + _TEXTS_AT_ONCE, len(self)))):
+                end = min(first + _TEXTS_AT_ONCE, len(self))
+                for _, text in reader.rows(np.arange(first, end) if order is None else order[first:end]):
                     yield text
         finally:
             reader.close()

@@ -13,7 +13,7 @@ from ... import errors
 from ...device.record_layout import RecordSchema
 from ...ops.maxsim import Codebook, token_format
 from ..first_stage.interface import FirstStage
-from ..first_stage.registry import stage_class
+from ..first_stage.registry import kinds_of, new_stage
 from ..store.projection import Projection
 from ..store.rows import format_until_coded, tokens_of
 from ..versions.segments import pieces
@@ -75,7 +75,7 @@ class Recipe:
             spooled=RecordSchema(kept, *dims),
             schema=RecordSchema(options.format, dims[0], dim),
             coarse=None if options.coarse is None else RecordSchema(options.coarse, 0, dim),
-            stage=stage_class(options.first_stage_kind).new(options, *dims) if stage is None else stage,
+            stage=new_stage(options.first_stages, options, *dims) if stage is None else stage,
             encoder=encoder,
             centroids=options.centroids,
             codebook=codebook,
@@ -88,7 +88,7 @@ class Recipe:
 
 
 #: Options that decide on what is trained.
-TRAINED_OPTIONS = ("format", "coarse", "pca", "pooling", "nlist", "centroids", "first_stage_kind", "first_stage_code")
+TRAINED_OPTIONS = ("format", "coarse", "pca", "pooling", "nlist", "centroids", "first_stages", "first_stage_code")
 
 
 def options_of(trained: Trained, given: dict[str, Any]) -> BuildOptions:
@@ -101,7 +101,7 @@ def options_of(trained: Trained, given: dict[str, Any]) -> BuildOptions:
     return BuildOptions(
         **given,
         format=trained.schema.format,
-        first_stage_kind=trained.first_stage.kind,
+        first_stages=kinds_of(trained.first_stage),
         pca=None if trained.schema.dim == trained.dim else trained.schema.dim,
         coarse=None if trained.coarse is None else trained.coarse.format,
     )

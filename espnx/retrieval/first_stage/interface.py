@@ -11,6 +11,7 @@ records stay among the entries until parts are merged or compacted; a search is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -18,12 +19,15 @@ from typing import Any, Protocol, Self
 import numpy as np
 import torch
 
+from ...storage.files import Region
 from ..encoder import Encoded
 
 #: Of one query: record numbers int64 [m] and similarities float32 [m], best first.
 Candidates = tuple[np.ndarray, np.ndarray]
-#: The longest name of a section.
-SECTION_NAME_MAX = 10
+#: What a section may be called; `several.py` puts a kind and a dot before the names of its stages' sections.
+SECTION_NAME = re.compile(r"[a-z0-9_]{1,16}(\.[a-z0-9_]{1,16})?")
+#: Candidates of a search whose caller names no number, where finding them costs little.
+CANDIDATES = 1000
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +51,7 @@ class Entries:
     Attributes:
         order: int64, in any pieces: numbers of the documents (or of the merged records) in the order in which their records are to lie.
             Each number is there once.
-        sections: name -> bytes, in any pieces (arrays of any type); what `load` and `merge` find again. Names: at most
-            `SECTION_NAME_MAX` of a-z, 0-9 and _.
+        sections: name -> bytes, in any pieces (arrays of any type); what `load` and `merge` find again. Names: `SECTION_NAME`.
     """
 
     order: Iterable[np.ndarray]
@@ -56,7 +59,14 @@ class Entries:
 
 
 class Documents(Protocol):
-    """Documents that a stage is trained on, or that it takes up. Numbered 0, 1, ... as they came."""
+    """Documents that a stage is trained on, or that it takes up. Numbered 0, 1, ... as they came.
+
+    Attributes:
+        scratch: directory for what a stage makes of them and cannot hold; what is left there when it fails is removed with the build.
+    """
+
+    @property
+    def scratch(self) -> str: ...
 
     def __len__(self) -> int: ...
 
@@ -68,8 +78,8 @@ class Documents(Protocol):
         """The same of some of them. `numbers`: int64, ascending."""
         ...
 
-    def texts(self) -> Iterator[str]:
-        """The text of each, in order. May be called again."""
+    def texts(self, order: np.ndarray | None = None) -> Iterator[str]:
+        """The text of each, in this order of their numbers; None: as they came. May be called again."""
         ...
 
 
@@ -102,6 +112,10 @@ class StoredEntries(Protocol):
         """A section in pieces, uint8. Damage may be found with the last one: what was made of the others is not to be used then."""
         ...
 
+    def place(self, name: str) -> Region:
+        """Where a section of `FirstStage.in_place` lies, for searches that read parts of it. They check what they read."""
+        ...
+
 
 class FirstStage(Protocol):
     """See the module. Frozen: what changes something returns another one.
@@ -114,6 +128,8 @@ class FirstStage(Protocol):
         kind: by which the registry knows the class.
         vector_dim: of the vector that it wants of every document; 0: none.
         is_cls_similarity: whether its similarities stand for inner products of CLS vectors, so that they may be added to MaxSim.
+        follows: whether `add` and `merge` can take the order of the records from another stage.
+        in_place: names of the sections that searches read where they lie; they begin at multiples of 4096 bytes.
     """
 
     @property
@@ -124,6 +140,12 @@ class FirstStage(Protocol):
 
     @property
     def is_cls_similarity(self) -> bool: ...
+
+    @property
+    def follows(self) -> bool: ...
+
+    @property
+    def in_place(self) -> frozenset[str]: ...
 
     def describe(self) -> dict[str, Any]:
         """What the manifest keeps: JSON, from which ``parse`` makes the stage again."""
@@ -157,18 +179,20 @@ class FirstStage(Protocol):
         """Multiplications and additions of training on so many documents and adding them, at least: what a plan of a build is made of."""
         ...
 
-    def add(self, documents: Documents) -> Entries:
-        """Of a part of these documents. Nothing is trained."""
+    def add(self, documents: Documents, order: np.ndarray | None = None) -> Entries:
+        """Of a part of these documents. Nothing is trained.
+
+        `order`: int64, as `Entries.order`, where another stage has decided it; given to a stage that `follows` alone."""
         ...
 
-    def merge(self, parts: Sequence[StoredEntries], gone: np.ndarray) -> Entries:
+    def merge(self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None) -> Entries:
         """Of one part of the records of some that are alive. Order: record numbers.
 
         `gone`: bitmap of deleted records, as `Allowed.bitmap`; records beyond its end are alive. May hold 60 bytes a record and the
-        sections."""
+        sections. `order`: see `add`; of record numbers."""
         ...
 
-    def compact(self, parts: Sequence[StoredEntries], gone: np.ndarray) -> tuple[Self, Entries]:
+    def compact(self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None) -> tuple[Self, Entries]:
         """As `merge`, of all parts of a store, for its new base: what nothing alive needs any more may be left out of what was trained."""
         ...
 
@@ -176,12 +200,16 @@ class FirstStage(Protocol):
         """Raises FormatError for entries that do not fit the stage or their part."""
         ...
 
-    def load(self, parts: Sequence[StoredEntries], *, threads: int = 1, gpu: int | None = None) -> LoadedStage:
+    def load(
+        self, parts: Sequence[StoredEntries], *, threads: int = 1, gpu: int | None = None, gone: np.ndarray | None = None
+    ) -> LoadedStage:  # fmt: skip
         """Entries of all parts of a store; none of an empty one.
 
         Args:
             threads: that may work at a time for one search; the caller's is one of them.
             gpu: number of the one to search on; None for the CPU.
+            gone: bitmap of deleted records, see `merge`; None: there is none. Searches are told what they may find: this is for
+                similarities that depend on what else is there.
 
         Raises:
             what `check` raises; PathUnavailableError, MissingDependencyError where it cannot search on a GPU.
@@ -202,11 +230,15 @@ class LoadedStage(Protocol):
 
     Attributes:
         auto_effort: what an effort of None means.
+        default_candidates: of a search whose caller names no number: where each costs a read of its own, they are few.
         hit_rates: share of a search's candidates that are known after a share of its work, measured; empty where unknown.
     """
 
     @property
     def auto_effort(self) -> int: ...
+
+    @property
+    def default_candidates(self) -> int: ...
 
     @property
     def hit_rates(self) -> Mapping[float, float]: ...

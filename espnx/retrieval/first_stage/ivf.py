@@ -13,7 +13,8 @@ from ... import errors
 from ...ops.quantise import KMEANS_ROUNDS
 from ...storage.parse import Fields
 from ..encoder import Encoded
-from .interface import Documents, Entries, LoadedStage, StoredEntries
+from .document_vector import DocumentVector
+from .interface import CANDIDATES, Documents, Entries, LoadedStage, StoredEntries
 from .ivf_arrays import (
     CENTROIDS,
     PARAMETERS,
@@ -33,12 +34,11 @@ from .ivf_arrays import (
 )
 from .ivf_gpu import GpuLoadedIvf
 from .ivf_search import ListRuns, LoadedIvf
-from .pooling import POOLINGS, Pooling, make_pooling
-from .probing import CANDIDATES, RECALL, distinct_sample, measure
+from .probing import RECALL, distinct_sample, measure
 
 #: Sections of a part: numbers of the lists that hold records, ascending, how many each holds, and the codes in the order of the records.
 LISTS, SIZES, CODES = "lists", "sizes", "codes"
-_LISTS_MAX, _DIM_MAX = 1 << 27, 1 << 24
+_LISTS_MAX = 1 << 27
 # A sample is held once as it was read and once by FAISS, and product quantisation takes what the centroids leave of it beside that.
 _SAMPLE_SHARE = 4
 _ROWS_PER_LIST = 64  # FAISS asks for 39, and uses 256 at most
@@ -64,17 +64,18 @@ class IvfStage:
     """See `FirstStage`. Records lie in the order of their lists, so that what is fetched together lies together.
 
     Attributes:
-        pooling: makes a document's vector from its tokens; None: it is the CLS vector.
-        dim: of the vector. code: of the lists, see `ivf_arrays.CODES`.
+        of: the vector that lists hold of each document.
+        code: of the lists, see `ivf_arrays.CODES`.
         wanted_lists: to train; None chooses from the number of documents.
         trained: centroids and parameters of the code; empty before.
         nprobe, steps: how many lists find 98 % of the exhaustive candidates, and how soon they are known (see `probing.measure`).
     """
 
     kind: ClassVar[str] = "ivf"
+    follows: ClassVar[bool] = False  # records lie in the order of lists
+    in_place: ClassVar[frozenset[str]] = frozenset()
 
-    pooling: Pooling | None
-    dim: int
+    of: DocumentVector
     code: str
     nlist: int = 0
     wanted_lists: int | None = None
@@ -87,28 +88,16 @@ class IvfStage:
     @classmethod
     def new(cls, settings: IvfSettings, d_cls: int, dim: int) -> IvfStage:
         """Raises InvalidInputError for settings that do not fit the dimensions."""
-        vector = settings.pooling or ("cls" if d_cls else "mean")
-        if vector == "cls" and not d_cls:
-            raise errors.InvalidInputError("pooling", got="'cls'", expected="mean or muvera, for an encoder without a CLS vector")
-        pooling = None if vector == "cls" else make_pooling(vector, dim)
-        return cls(pooling, d_cls if pooling is None else pooling.dim, settings.first_stage_code, wanted_lists=settings.nlist)
+        return cls(DocumentVector.new(settings.pooling, d_cls, dim), settings.first_stage_code, wanted_lists=settings.nlist)
 
     @classmethod
     def parse(cls, fields: Fields, d_cls: int, dim: int) -> IvfStage:
         """Raises FormatError."""
-        vector, own = fields.choice("vector", ("cls", *POOLINGS)), fields.whole("dim", 1, _DIM_MAX)
-        listed, steps = fields.inner("parameters"), fields.inner("steps")
-        nlist = fields.whole("nlist", most=_LISTS_MAX)
-        parameters = {name: listed.whole(name, most=1 << 63) for name in listed}
-        try:
-            pooling = None if vector == "cls" else make_pooling(vector, dim, **parameters)
-        except errors.InvalidInputError as error:
-            fields.refuse("parameters", error.expected, f"{error.what}: {error.got}")
-        if own != (d_cls if pooling is None else pooling.dim):
-            fields.refuse("dim", d_cls if pooling is None else pooling.dim)
+        of = DocumentVector.parse(fields, d_cls, dim)
+        steps, nlist = fields.inner("steps"), fields.whole("nlist", most=_LISTS_MAX)
         code = fields.text("code", most=16)
         try:
-            code_bytes(code, own)
+            code_bytes(code, of.dim)
         except errors.InvalidInputError as error:
             fields.refuse("code", error.expected)
         shares: dict[float, float] = {}
@@ -117,13 +106,11 @@ class IvfStage:
                 shares[float(name)] = steps.real(name)
             except ValueError:
                 steps.refuse(name, "a share of the lists as a name")
-        return cls(pooling, own, code, nlist, nprobe=fields.whole("nprobe", 0, max(nlist, 1)), steps=shares)
+        return cls(of, code, nlist, nprobe=fields.whole("nprobe", 0, max(nlist, 1)), steps=shares)
 
     def describe(self) -> dict[str, Any]:
         return {
-            "vector": "cls" if self.pooling is None else self.pooling.name,
-            "parameters": {} if self.pooling is None else self.pooling.parameters(),
-            "dim": self.dim,
+            **self.of.describe(),
             "code": self.code,
             "nlist": self.nlist,
             "nprobe": self.nprobe,
@@ -131,23 +118,24 @@ class IvfStage:
         }
 
     @property
+    def dim(self) -> int:
+        return self.of.dim
+
+    @property
     def vector_dim(self) -> int:
-        return self.dim
+        return self.of.dim
 
     @property
     def is_cls_similarity(self) -> bool:
-        return self.pooling is None
+        return self.of.pooling is None
 
     def vector(self, document: Encoded) -> torch.Tensor:
-        return document.cls if self.pooling is None else self.pooling.documents(document.tokens)
-
-    def _query_vector(self, query: Encoded) -> np.ndarray:
-        return (query.cls if self.pooling is None else self.pooling.query(query.tokens)).cpu().numpy()
+        return self.of.of_document(document)
 
     # --- what is trained ---
 
     def fresh(self) -> IvfStage:
-        return IvfStage(self.pooling, self.dim, self.code, wanted_lists=self.wanted_lists)
+        return IvfStage(self.of, self.code, wanted_lists=self.wanted_lists)
 
     def train(self, documents: Documents, memory_bytes: int) -> IvfStage:
         count, lists = len(documents), self.lists_of(len(documents))
@@ -188,7 +176,7 @@ class IvfStage:
         compared = count + KMEANS_ROUNDS * min(count, _ROWS_PER_LIST * lists)  # vectors with every centroid
         return 2 * compared * lists * self.dim
 
-    def add(self, documents: Documents) -> Entries:
+    def add(self, documents: Documents, order: np.ndarray | None = None) -> Entries:
         index = self._empty_index()
         enter(index, documents.vectors(_ROWS))
         sort_lists(index)
@@ -196,10 +184,10 @@ class IvfStage:
         lists = np.flatnonzero(sizes)
         return Entries(list_numbers(index), _sections(lists, sizes[lists], list_codes(index)))
 
-    def merge(self, parts: Sequence[StoredEntries], gone: np.ndarray) -> Entries:
+    def merge(self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None) -> Entries:
         return self._merged(parts, gone)[1]
 
-    def compact(self, parts: Sequence[StoredEntries], gone: np.ndarray) -> tuple[IvfStage, Entries]:
+    def compact(self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None) -> tuple[IvfStage, Entries]:
         """Lists that hold nothing alive are left out; records of several parts come into the order of their cells."""
         kept, entries = self._merged(parts, gone, numbered_anew=True)
         trained = {**self.trained, CENTROIDS: self.trained[CENTROIDS][kept]}
@@ -262,7 +250,9 @@ class IvfStage:
 
     # --- search ---
 
-    def load(self, parts: Sequence[StoredEntries], *, threads: int = 1, gpu: int | None = None) -> LoadedIvf:
+    def load(
+        self, parts: Sequence[StoredEntries], *, threads: int = 1, gpu: int | None = None, gone: np.ndarray | None = None
+    ) -> LoadedIvf:  # fmt: skip
         index, known = None, [self._lists(part) for part in parts]
         if parts:
             index, total = self._empty_index(), np.zeros(self.nlist, dtype=np.int64)
@@ -275,7 +265,7 @@ class IvfStage:
                     filling.add(lists, sizes, codes, part.first_number)
                 finally:  # now, not whenever it is collected: whatever it reads from may be closed by then
                     codes.close()
-        searched = index, self._runs(parts, known), self._query_vector, self.nprobe, self.steps
+        searched = index, self._runs(parts, known), self.of.of_query, self.nprobe, self.steps
         return LoadedIvf(*searched, threads) if gpu is None else GpuLoadedIvf(*searched, threads=threads, device=gpu)
 
     def _runs(self, parts: Sequence[StoredEntries], known: Sequence[tuple[np.ndarray, np.ndarray]]) -> ListRuns:

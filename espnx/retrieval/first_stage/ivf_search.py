@@ -19,7 +19,7 @@ import numpy as np
 
 from ...ops.quantise import load_faiss
 from ..encoder import Encoded
-from .interface import Allowed, Candidates
+from .interface import CANDIDATES, Allowed, Candidates
 
 #: Asked of FAISS beyond what is wanted: among equal similarities at the last place it keeps whichever it meets first, we the lowest number.
 _SLACK = 16
@@ -146,6 +146,8 @@ class LoadedIvf:
         nprobe, hit_rates: as measured.
         threads: that scan at a time for one search; the caller's is one of them.
     """
+
+    default_candidates = CANDIDATES
 
     def __init__(
         self,

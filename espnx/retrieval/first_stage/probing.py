@@ -6,14 +6,15 @@ Both belong to the data, not to the code: how clustered the vectors are decides 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from .interface import Candidates
 from .ivf_search import LoadedIvf
 
-#: What a store's own nprobe is to find: that share of so many exhaustive candidates.
-CANDIDATES, RECALL = 1000, 0.98
+#: What a store's own nprobe is to find: that share of the exhaustive candidates.
+RECALL = 0.98
 #: Shares of the lists at which the hit rate is measured.
 STEPS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5)
 _QUERIES_AT_ONCE = 8  # bounds the memory of the answers
@@ -55,14 +56,14 @@ def measure(stage: LoadedIvf, vectors: np.ndarray, candidates: int, recall: floa
     if not stage.nlist or not len(vectors):
         return 0, {}
     blocks = [vectors[i : i + _QUERIES_AT_ONCE] for i in range(0, len(vectors), _QUERIES_AT_ONCE)]
-    truth = [[_distinct(scores) for _, scores in stage.start(block, candidates, stage.nlist).complete()] for block in blocks]
+    truth = [[known_of(scores) for _, scores in stage.start(block, candidates, stage.nlist).complete()] for block in blocks]
     wanted = recall * sum(len(known) for block in truth for known in block)
 
     def enough(nprobe: int) -> bool:
         hits = 0
         for block, best in zip(blocks, truth, strict=True):
             found = stage.start(block, candidates, nprobe).complete()
-            hits += sum(_found(known, scores) for known, (_, scores) in zip(best, found, strict=True))
+            hits += hits_of(best, found)
         return hits >= wanted
 
     high = 1
@@ -76,13 +77,18 @@ def measure(stage: LoadedIvf, vectors: np.ndarray, candidates: int, recall: floa
     return high, hit_rates(stage, vectors, candidates, high)
 
 
-def _distinct(scores: np.ndarray) -> np.ndarray:
+def known_of(scores: np.ndarray) -> np.ndarray:
     """Similarities, descending; of those that are alike, the first."""
     return scores[np.r_[True, -np.diff(scores) > _ALIKE * np.abs(scores).max()]] if len(scores) else scores
 
 
-def _found(wanted: np.ndarray, scores: np.ndarray) -> int:
-    """How many of `wanted` (see `_distinct`) are among the scores, which descend."""
+def hits_of(truth: Sequence[np.ndarray], found: Sequence[Candidates]) -> int:
+    """How many of what is to be found (of each query, see `known_of`) was found."""
+    return sum(_matched(known, scores) for known, (_, scores) in zip(truth, found, strict=True))
+
+
+def _matched(wanted: np.ndarray, scores: np.ndarray) -> int:
+    """How many of `wanted` (see `known_of`) are among the scores, which descend."""
     if not len(wanted) or not len(scores):
         return 0
     rising = scores[::-1]

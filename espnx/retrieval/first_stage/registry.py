@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ... import errors
 from ...storage.parse import Fields
 from .interface import FirstStage
 
+_SEVERAL = "several"  # of which each is named
 #: kind -> module and class, which has ``new`` and ``parse`` beside what `FirstStage` asks for.
-_KINDS: dict[str, tuple[str, str]] = {"ivf": ("espnx.retrieval.first_stage.ivf", "IvfStage")}
+_KINDS: dict[str, tuple[str, str]] = {
+    "ivf": ("espnx.retrieval.first_stage.ivf", "IvfStage"),
+    "graph": ("espnx.retrieval.first_stage.graph", "GraphStage"),
+    _SEVERAL: ("espnx.retrieval.first_stage.several", "SeveralStages"),
+}
 
 
 def register(kind: str, module: str, name: str) -> None:
@@ -21,22 +26,38 @@ def register(kind: str, module: str, name: str) -> None:
 
 
 def kinds() -> list[str]:
-    """Names that are known, ascending."""
-    return sorted(_KINDS)
+    """Names that a build may give, ascending."""
+    return sorted(_KINDS.keys() - {_SEVERAL})
 
 
 def stage_class(kind: str) -> Any:
-    """The class of a kind. Raises InvalidInputError for an unknown one."""
-    if kind not in _KINDS:
-        raise errors.InvalidInputError("first-stage kind", got=repr(kind), expected=" or ".join(kinds()))
+    """The class of a kind that a build may name. Raises InvalidInputError for another one."""
+    if kind not in kinds():
+        raise errors.InvalidInputError("first-stage kind", got=repr(kind), expected=" or ".join([", ".join(kinds()[:-1]), kinds()[-1]]))
+    return _class_of(kind)
+
+
+def _class_of(kind: str) -> Any:
     module, name = _KINDS[kind]
     return getattr(importlib.import_module(module), name)
 
 
+def new_stage(named: Sequence[str], settings: Any, d_cls: int, dim: int) -> FirstStage:
+    """The untrained stage of a build, or several. Raises InvalidInputError for what cannot be."""
+    stages = [stage_class(kind).new(settings, d_cls, dim) for kind in named]
+    found: FirstStage = stages[0] if len(stages) == 1 else _class_of(_SEVERAL).of(stages)
+    return found
+
+
 def parse_stage(fields: Fields, d_cls: int, dim: int) -> FirstStage:
     """The stage of which `described` was written, without what was trained. Raises FormatError. `d_cls`, `dim`: of the encoder."""
-    stage: FirstStage = stage_class(fields.choice("kind", kinds())).parse(fields, d_cls, dim)
+    stage: FirstStage = _class_of(fields.choice("kind", sorted(_KINDS))).parse(fields, d_cls, dim)
     return stage
+
+
+def kinds_of(stage: FirstStage) -> tuple[str, ...]:
+    """As `new_stage` takes them."""
+    return tuple(each.kind for each in stage.stages) if stage.kind == _SEVERAL else (stage.kind,)  # type: ignore[attr-defined]
 
 
 def described(stage: FirstStage) -> dict[str, Any]:
@@ -46,5 +67,7 @@ def described(stage: FirstStage) -> dict[str, Any]:
 
 def in_words(description: Mapping[str, Any]) -> str:
     """What `described` says, on one line: the kind, and what can be said in a word."""
+    if "stages" in description:
+        return "; ".join(in_words(each) for each in description["stages"])
     words = (f"{name} {value}" for name, value in description.items() if name != "kind" and isinstance(value, (str, int, float)))
     return ", ".join([str(description["kind"]), *words])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,6 +22,7 @@ from ...device.interface import DeviceStats
 from ...device.record_score import score
 from ..first_stage.interface import Allowed, Candidates
 from ..store.tier import Tier
+from .chosen_stage import ChosenStage
 from .gate import SearchGate
 from .hits import ScoredCandidates, hits_of
 from .open_version import OpenVersion
@@ -70,40 +71,48 @@ class BatchPlan:
 
 
 def search_in_batches(
-    version: OpenVersion, gate: SearchGate, queries: list[QueryVectors], options: SearchOptions, encode_s: float, *, is_alone: bool
+    version: OpenVersion,
+    stage: ChosenStage,
+    gate: SearchGate,
+    queries: list[QueryVectors],
+    options: SearchOptions,
+    encode_s: float,
+    *,
+    is_alone: bool,
 ) -> Iterator[SearchResult]:
     """One result per query, in order.
 
     Args:
         version: searched; the caller holds it.
+        stage: that finds candidates, of this version. options: with a number of candidates.
         gate: tells whether another search has begun meanwhile.
         encode_s: seconds that encoding each query has taken.
         is_alone: whether no other search was under way at the start.
     """
     is_alone = is_alone and len(queries) == 1
-    plan = _plan(version, queries, options, is_alone=is_alone)
-    size = _queries_of_a_batch(version, len(queries), plan)
+    plan = _plan(version, stage, queries, options, is_alone=is_alone)
+    size = _queries_of_a_batch(version, stage, len(queries), plan)
     plan = replace(plan, is_pipelined=size < len(queries))
     under_way: list[QueryBatch] = []
     try:
         for first in range(0, len(queries), size):
-            under_way.append(QueryBatch(version, queries[first : first + size], plan))
+            under_way.append(QueryBatch(version, stage, queries[first : first + size], plan))
             under_way[-1].begin()
             if len(under_way) > 1:
                 yield from under_way.pop(0).results(encode_s)
         for batch in under_way:
             yield from batch.results(encode_s)
             if is_alone and gate.still_alone:
-                version.prefetch.learn(plan.kind, plan.steps, batch.timings.first_stage_s, batch.timings.total_s)
+                stage.prefetch.learn(plan.kind, plan.steps, batch.timings.first_stage_s, batch.timings.total_s)
     except BaseException:
         for batch in under_way:
             batch.cancel()
         raise
 
 
-def _plan(version: OpenVersion, queries: list[QueryVectors], options: SearchOptions, *, is_alone: bool) -> BatchPlan:
+def _plan(version: OpenVersion, stage: ChosenStage, queries: list[QueryVectors], options: SearchOptions, *, is_alone: bool) -> BatchPlan:
     allowed = version.filters.allowed(options.include, options.exclude)
-    candidates = min(options.candidates, version.store.end_number)
+    candidates = min(options.wanted, version.store.end_number)
     # Who names a number of lists wants no more of them, as long as they hold k documents.
     at_least = candidates if options.effort is None or allowed is not None else min(options.k, candidates)
     depth = options.depth if any(len(query.tokens) for query in queries) else 0
@@ -111,7 +120,7 @@ def _plan(version: OpenVersion, queries: list[QueryVectors], options: SearchOpti
     if options.steps is not None or not is_alone:
         why = "as asked" if options.steps is not None else "the first stages of a batch, or of other callers, hide the reads"
     else:
-        steps, predicted_s = version.prefetch.choose(plan.kind)
+        steps, predicted_s = stage.prefetch.choose(plan.kind)
         plan = replace(plan, steps=steps, predicted_s=predicted_s or 0.0)
         why = "the first search of its kind" if predicted_s is None else f"{1e3 * predicted_s:.2f} ms predicted"
     asked = (len(queries), candidates, min(depth, candidates))
@@ -119,10 +128,10 @@ def _plan(version: OpenVersion, queries: list[QueryVectors], options: SearchOpti
     return plan
 
 
-def _queries_of_a_batch(version: OpenVersion, queries: int, plan: BatchPlan) -> int:
+def _queries_of_a_batch(version: OpenVersion, stage: ChosenStage, queries: int, plan: BatchPlan) -> int:
     count = max(1, version.store.count)
     bytes_each = plan.depth * version.store.full.size_bytes / count
-    bytes_each += version.first_stage.search_bytes(plan.candidates, plan.options.effort, plan.allowed, plan.at_least)
+    bytes_each += stage.loaded.search_bytes(plan.candidates, plan.options.effort, plan.allowed, plan.at_least)
     if plan.options.is_cascade and version.ram_tier is None and version.store.coarse is not None:
         bytes_each += plan.candidates * version.store.coarse.size_bytes / count
     most = int(_BATCH_BYTES / max(1.0, bytes_each))
@@ -132,15 +141,16 @@ def _queries_of_a_batch(version: OpenVersion, queries: int, plan: BatchPlan) -> 
 class QueryBatch:
     """See the module. `begin`, then `finish`; after a failure of either, everything under way has been cancelled."""
 
-    def __init__(self, version: OpenVersion, queries: list[QueryVectors], plan: BatchPlan):
+    def __init__(self, version: OpenVersion, stage: ChosenStage, queries: list[QueryVectors], plan: BatchPlan):
         self.queries = queries
-        self._version, self._plan = version, plan
+        self._version, self._stage, self._plan = version, stage, plan
         self._depths = [plan.depth if len(query.tokens) else 0 for query in queries]  # MaxSim of no tokens says nothing
         self._full = self._scoring(version.store.full)
         self._resident = version.ram_tier if plan.options.is_cascade else None
         coarse = version.store.coarse if plan.options.is_cascade and version.ram_tier is None else None
         self._coarse = None if coarse is None else self._scoring(coarse)
         self._final: list[Candidates] = []
+        self._by_stage: list[Mapping[str, Candidates]] = []
         self._wanted = self._missed = [0] * len(queries)
         self.timings, self.stats, self.n_hot = Timings(), DeviceStats(), 0
         self._begun = time.perf_counter()
@@ -164,13 +174,14 @@ class QueryBatch:
         plan = self._plan
         self._begun = begun = time.perf_counter()
         prepared = [query.prepared for query in self.queries]
-        search = self._version.first_stage.start(prepared, plan.candidates, plan.options.effort, plan.allowed, plan.at_least)
+        search = self._stage.loaded.start(prepared, plan.candidates, plan.options.effort, plan.allowed, plan.at_least)
         for step in plan.steps if plan.depth else ():
             early = search.advance(step)
             if step == plan.steps[0]:
                 self.timings.delta_s = time.perf_counter() - begun
             self._ask(early, is_last=False)
         self._final = search.complete()
+        self._by_stage = self._stage.by_stage(search, self._final)
         complete = time.perf_counter()
         self.timings.prefetch_budget_s = complete - begun - self.timings.delta_s
         self._prefetch_begun = begun + self.timings.delta_s
@@ -252,7 +263,7 @@ class QueryBatch:
         timings.encode_s, timings.predicted_s = encode_s, plan.predicted_s
         for i, (query, candidates) in enumerate(zip(self.queries, found, strict=True)):
             begun = time.perf_counter()
-            hits = hits_of(store, candidates, query.tokens, plan.options)
+            hits = hits_of(store, candidates, query.tokens, plan.options, self._by_stage[i])
             merge_s = time.perf_counter() - begun
             yield SearchResult(
                 hits=hits,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from ... import errors
+from ..first_stage.interface import Candidates
 from ..store.store import EmbeddingStore
 from ..store.texts import DocumentId, id_order
 from ..store.tier import Tier
 from .options import SearchOptions
-from .result import Hit, TokenMatch
+from .result import Hit, StageRank, TokenMatch
 
 #: (id, text) of record numbers.
 Texts = Callable[[Sequence[int]], list[tuple[DocumentId, str]]]
@@ -62,8 +63,12 @@ def _best(
     return numbers[:k], scores[:k]
 
 
-def hits_of(store: EmbeddingStore, candidates: ScoredCandidates, tokens: torch.Tensor, options: SearchOptions) -> list[Hit]:
-    """The hits of a query with these tokens. Raises InvalidInputError for scores that are not finite, and what reads raise."""
+def hits_of(
+    store: EmbeddingStore, candidates: ScoredCandidates, tokens: torch.Tensor, options: SearchOptions, by_stage: Mapping[str, Candidates]
+) -> list[Hit]:
+    """The hits of a query with these tokens. `by_stage`: what each first stage found.
+
+    Raises InvalidInputError for scores that are not finite, and what reads raise."""
     for scores in (candidates.exact, candidates.similarities):
         if not np.isfinite(scores).all():
             got = f"a score of {scores[~np.isfinite(scores)][0]}"
@@ -75,9 +80,27 @@ def hits_of(store: EmbeddingStore, candidates: ScoredCandidates, tokens: torch.T
     if options.explain and len(chosen):
         matches = token_matches(store.full, chosen, tokens, options.deadline_s)
     return [
-        Hit(id=known[number][0], score=value, text=known[number][1], number=number, reranked=i < exact, matches=found)
+        Hit(
+            id=known[number][0],
+            score=value,
+            text=known[number][1],
+            number=number,
+            reranked=i < exact,
+            matches=found,
+            found_by=_found_by(number, by_stage),
+        )
         for i, (number, value, found) in enumerate(zip(chosen.tolist(), values.tolist(), matches, strict=True))
     ]
+
+
+def _found_by(number: int, by_stage: Mapping[str, Candidates]) -> dict[str, StageRank]:
+    """What the stages said of a record, where they found it."""
+    said = {}
+    for kind, (numbers, similarities) in by_stage.items():
+        place = np.flatnonzero(numbers == number)
+        if len(place):
+            said[kind] = StageRank(int(place[0]) + 1, float(similarities[place[0]]))
+    return said
 
 
 def token_matches(tier: Tier, numbers: np.ndarray, tokens: torch.Tensor, deadline_s: float) -> list[tuple[TokenMatch, ...]]:

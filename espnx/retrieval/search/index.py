@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Unpack, overload
 from weakref import WeakSet
@@ -315,7 +316,9 @@ class Index:
         queries: Query | Queries | Mapping[Any, Query],
         k: int = 10,
         *,
-        candidates: int = 1000,
+        candidates: int | None = None,
+        first_stage: str | Sequence[str] | None = None,
+        fuse: str = "rrf",
         rerank: int | None = None,
         cascade: int | None = None,
         nprobe: int | str = "auto",
@@ -332,13 +335,17 @@ class Index:
             queries: text, or vectors already encoded; or a mapping of names to such, which gives a dict of results under the same names.
                 A query without tokens is ranked by its CLS vector, in first-stage order; nothing is read for it.
             k: hits wanted; fewer where the corpus or the candidates are fewer.
-            candidates: how many the first stage hands on; at least k are.
+            candidates: how many the first stage hands on; at least k are. None: 1,000, and 100 where each costs a read (``graph``).
+            first_stage: which of the index's first stages finds them (`build`, `first_stages`), or several, whose rankings are fused: each
+                brings so many candidates, and the best of the union are kept. None: the one that was named first at build.
+            fuse: ``rrf`` (reciprocal ranks) or ``weighted`` (scaled scores), see `espnx.retrieval.fusion`.
             rerank: how many of them are read and scored exactly, the best first; None for all. The others follow in first-stage order.
             cascade: score the coarse records of all candidates, then so many full ones exactly; the others follow in coarse order.
                 Needs a store built with a coarse tier. Lossy as `rerank` is, and much less so.
-            nprobe: lists the first stage scans, or ``auto`` (measured at build: 98 % of the exhaustive candidates). Lists without a
-                document that may be found do not count. With ``auto``, and beside a filter or deleted documents, as many more are
-                scanned as it takes to find `candidates`, or all there are; with a number, as it takes to find k.
+            nprobe: effort of the first stage (of the first that is named): lists that an IVF scans, or candidates that a walk over a graph
+                keeps (DiskANN's L); or ``auto`` (measured at build: 98 % of the exhaustive candidates). Lists without a document that may
+                be found do not count. With ``auto``, and beside a filter or deleted documents, as many more are scanned as it takes to
+                find `candidates`, or all there are; with a number, as it takes to find k.
             prefetch_step: share of those lists after which the reads begin (ESPN, eq. 3), or several of them; 0 reads nothing ahead;
                 ``auto`` chooses from predicted times, and none for a batch or beside other callers, whose first stages hide the reads.
             cls_weight: overrides the store's.
@@ -352,7 +359,9 @@ class Index:
             ReadError, ChecksumError, DeadlineExceededError, ...: nothing is ranked on bytes that are not right. The index stays usable.
         """
         self._check_open()
-        options = SearchOptions(k, candidates, rerank, cascade, nprobe, prefetch_step, cls_weight, include, exclude, explain, deadline_s)
+        options = SearchOptions(
+            k, candidates, rerank, cascade, nprobe, prefetch_step, cls_weight, include, exclude, explain, deadline_s, first_stage, fuse,
+        )  # fmt: skip
         is_one = isinstance(queries, (str, Encoded))
         if not is_one and not isinstance(queries, Iterable):
             raise errors.InvalidInputError("a query", got=type(queries).__name__, expected="a str or an Encoded, or a list of them")
@@ -369,8 +378,11 @@ class Index:
                 version.coarse_tier("cascade")
             weight = version.cls_weight(options.cls_weight)
             texts = [query if isinstance(query, str) else None for query in wanted]
-            vectors = [version.query(query, text, weight) for query, text in zip(encoded, texts, strict=True)]
-            results = list(search_in_batches(version, self._gate, vectors, options, encode_s, is_alone=is_alone))
+            stage = version.stage(options)
+            if options.candidates is None:
+                options = replace(options, candidates=stage.loaded.default_candidates)
+            vectors = [version.query(query, text, weight, stage) for query, text in zip(encoded, texts, strict=True)]
+            results = list(search_in_batches(version, stage, self._gate, vectors, options, encode_s, is_alone=is_alone))
         if isinstance(queries, Mapping):
             return dict(zip(queries, results, strict=True))
         return results[0] if is_one else results
@@ -405,7 +417,9 @@ class Index:
         qrels: Qrels,
         metrics: Sequence[str] = DEFAULT_METRICS,
         *,
-        candidates: int = 1000,
+        candidates: int | None = None,
+        first_stage: str | Sequence[str] | None = None,
+        fuse: str = "rrf",
         rerank: int | None = None,
         cascade: int | None = None,
         nprobe: int | str = "auto",
@@ -420,7 +434,7 @@ class Index:
         Args:
             queries, qrels: texts or vectors, and judgements, by the same names of queries.
             metrics: of ``nDCG@k``, ``MRR@k``, ``recall@k``.
-            candidates, rerank, cascade, nprobe, prefetch_step, cls_weight, include, exclude, deadline_s: as of `search`.
+            candidates, first_stage, fuse, rerank, cascade, nprobe, prefetch_step, cls_weight, include, exclude, deadline_s: as of `search`.
 
         Raises what `search` and `evaluate` raise.
         """
@@ -429,8 +443,9 @@ class Index:
         judged = [query for query in queries if query in qrels]
         self._check_known({document for query in judged for document in qrels[query]})
         results = self.search(
-            {query: queries[query] for query in judged}, k, candidates=candidates, rerank=rerank, cascade=cascade, nprobe=nprobe,
-            prefetch_step=prefetch_step, cls_weight=cls_weight, include=include, exclude=exclude, deadline_s=deadline_s,
+            {query: queries[query] for query in judged}, k, candidates=candidates, first_stage=first_stage, fuse=fuse, rerank=rerank,
+            cascade=cascade, nprobe=nprobe, prefetch_step=prefetch_step, cls_weight=cls_weight, include=include, exclude=exclude,
+            deadline_s=deadline_s,
         )  # fmt: skip
         rankings = {query: [hit.id for hit in result] for query, result in results.items()}
         return evaluate(rankings, qrels, metrics)

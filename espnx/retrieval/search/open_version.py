@@ -22,9 +22,10 @@ from ..first_stage.interface import LoadedStage
 from ..store.places import DETACH
 from ..store.store import EmbeddingStore, open_current
 from ..store.tier import Tier
+from .chosen_stage import ChosenStage
 from .filters import Filters
 from .hot_records import HotRecords
-from .prefetch import PrefetchPolicy
+from .options import SearchOptions
 from .ram_tier import RamTier
 from .read_cost import DeviceCost, measure
 from .scoring import QueryVectors
@@ -76,7 +77,7 @@ class OpenVersion:
                 raise errors.InvalidInputError("hot", got="a device that keeps its records to itself", fix="hot=0")
             self.hot = HotRecords(self.store.full, options.hot_bytes) if options.hot_bytes and self.store.end_number else None
             self.ram_tier = RamTier(self.coarse_tier("coarse='ram'"), self._device) if options.coarse == "ram" else None
-            self.prefetch = PrefetchPolicy(self.first_stage.hit_rates)
+            self._chosen: dict[tuple[tuple[str, ...], str], ChosenStage] = {}
             self._tell(options)
             self._opened = opened.pop_all()
 
@@ -121,7 +122,15 @@ class OpenVersion:
             raise errors.InvalidInputError("cls_weight", got=override, expected="0 or None: the store's documents have no CLS vector")
         return float(override)
 
-    def query(self, query: Encoded, text: str | None, cls_weight: float) -> QueryVectors:
+    def stage(self, options: SearchOptions) -> ChosenStage:
+        """That a search wants. Raises InvalidInputError for one that the store has not."""
+        key = options.stages, options.fuse
+        with self._lock:
+            if key not in self._chosen:
+                self._chosen[key] = ChosenStage.of(self.store.first_stage, self.first_stage, *key)
+            return self._chosen[key]
+
+    def query(self, query: Encoded, text: str | None, cls_weight: float, stage: ChosenStage) -> QueryVectors:
         """`text`: where the query was given as one. Raises InvalidInputError for vectors that are not finite or do not fit the store."""
         built = self.store.manifest.encoder
         try:
@@ -136,10 +145,10 @@ class OpenVersion:
             )
         if not all(np.isfinite(each.cpu().numpy()).all() for each in (cls, tokens)):  # a sixth of the time of torch's
             raise errors.InvalidInputError("query vectors", got="NaN or infinity", expected="finite numbers")
-        prepared = self.first_stage.prepare(Encoded(cls, tokens), text)
+        prepared = stage.loaded.prepare(Encoded(cls, tokens), text)
         if self.store.projection is not None:
             tokens = self.store.projection(tokens)
-        similarity_weight = cls_weight if self.store.first_stage.is_cls_similarity else 0.0
+        similarity_weight = cls_weight if stage.is_cls_similarity else 0.0
         device = self._device
         return QueryVectors(cls.reshape(1, -1).to(device), tokens.contiguous().to(device), cls_weight, prepared, similarity_weight)
 

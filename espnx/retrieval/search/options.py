@@ -10,6 +10,7 @@ from typing import TypedDict
 
 from ... import errors
 from ...checks import check_whole, plain
+from ..fusion import METHODS
 from ..store.texts import DocumentId
 from .prefetch import Steps
 
@@ -17,7 +18,9 @@ from .prefetch import Steps
 class SearchKeywords(TypedDict, total=False):
     """Keyword arguments of `Index.search`, for type checkers."""
 
-    candidates: int
+    candidates: int | None
+    first_stage: str | Sequence[str] | None
+    fuse: str
     rerank: int | None
     cascade: int | None
     nprobe: int | str
@@ -31,13 +34,13 @@ class SearchKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """See `Index.search`, whose arguments these are. `candidates` is at least k; NumPy's and PyTorch's numbers are Python's own.
+    """See `Index.search`, whose arguments these are. `candidates` is at least k, or None; NumPy's and PyTorch's numbers are Python's own.
 
     Raises InvalidInputError.
     """
 
     k: int = 10
-    candidates: int = 1000
+    candidates: int | None = None
     rerank: int | None = None
     cascade: int | None = None
     nprobe: int | str = "auto"
@@ -47,14 +50,15 @@ class SearchOptions:
     exclude: Iterable[DocumentId] | None = None
     explain: bool = False
     deadline_s: float = 30.0
+    first_stage: str | Sequence[str] | None = None
+    fuse: str = "rrf"
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.name not in ("prefetch_step", "include", "exclude"):
+            if field.name not in ("prefetch_step", "include", "exclude", "first_stage"):
                 object.__setattr__(self, field.name, plain(getattr(self, field.name)))
-        for name, value, least in (("k", self.k, 1), ("candidates", self.candidates, 1)):
-            check_whole(name, value, least)
-        for name, wanted, least in (("rerank", self.rerank, 0), ("cascade", self.cascade, 1)):
+        check_whole("k", self.k, 1)
+        for name, wanted, least in (("candidates", self.candidates, 1), ("rerank", self.rerank, 0), ("cascade", self.cascade, 1)):
             if wanted is not None:
                 check_whole(name, wanted, least)
         if self.rerank is not None and self.cascade is not None:
@@ -67,8 +71,21 @@ class SearchOptions:
             raise errors.InvalidInputError("nprobe", got=repr(nprobe), expected="at least 1, or 'auto'")
         if not isinstance(deadline_s, int | float) or isinstance(deadline_s, bool) or not math.isfinite(deadline_s) or deadline_s <= 0:
             raise errors.InvalidInputError("deadline_s", got=repr(deadline_s), expected="a positive number of seconds")
-        object.__setattr__(self, "candidates", max(self.k, self.candidates))
+        if self.fuse not in METHODS:
+            raise errors.InvalidInputError("fuse", got=repr(self.fuse), expected=" or ".join(METHODS))
+        object.__setattr__(self, "first_stage", _checked_stages(self.first_stage))
+        object.__setattr__(self, "candidates", None if self.candidates is None else max(self.k, self.candidates))
         object.__setattr__(self, "prefetch_step", _checked_steps(self.prefetch_step))
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Kinds of the first stages that were named; none: the store's own choice."""
+        return self.first_stage if isinstance(self.first_stage, tuple) else ()
+
+    @property
+    def wanted(self) -> int:
+        """Candidates, where their number is known."""
+        return self.k if self.candidates is None else self.candidates
 
     @property
     def is_cascade(self) -> bool:
@@ -78,7 +95,7 @@ class SearchOptions:
     def depth(self) -> int:
         """How many candidates are scored exactly."""
         wanted = self.rerank if self.cascade is None else self.cascade
-        return self.candidates if wanted is None else min(wanted, self.candidates)
+        return self.wanted if wanted is None else min(wanted, self.wanted)
 
     @property
     def effort(self) -> int | None:
@@ -89,6 +106,15 @@ class SearchOptions:
     def steps(self) -> Steps | None:
         """Shares of the first stage's work after which reads begin; None: the search chooses."""
         return self.prefetch_step if isinstance(self.prefetch_step, tuple) else None
+
+
+def _checked_stages(named: str | Sequence[str] | None) -> tuple[str, ...]:
+    if named is None or named == ():
+        return ()
+    kinds = (named,) if isinstance(named, str) else tuple(named) if isinstance(named, Iterable) else ()
+    if not kinds or not all(isinstance(kind, str) for kind in kinds) or len(set(kinds)) < len(kinds):
+        raise errors.InvalidInputError("first_stage", got=repr(named), expected="the name of one of the index's, or several, each once")
+    return kinds
 
 
 def _checked_steps(prefetch_step: float | Sequence[float] | str) -> Steps | str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..store.texts import DocumentId
@@ -27,6 +27,18 @@ class TokenMatch:
 
 
 @dataclass(frozen=True)
+class StageRank:
+    """What a first stage said of a document.
+
+    Attributes:
+        rank: among its candidates, from 1. score: its own similarity.
+    """
+
+    rank: int
+    score: float
+
+
+@dataclass(frozen=True)
 class Hit:
     """One document of a ranking.
 
@@ -37,6 +49,7 @@ class Hit:
         text: as it was indexed.
         number: the record's number in the store. It changes when the store is compacted; `id` does not.
         reranked: whether `score` is exact. All re-ranked hits come before all others.
+        found_by: by first stage: the rank that it gave the document, from 1, and its score; without those that did not find it.
         matches: one per query token, where the search was asked to explain; empty for a document or a query without tokens.
     """
 
@@ -46,6 +59,7 @@ class Hit:
     number: int
     reranked: bool
     matches: tuple[TokenMatch, ...] | None = None
+    found_by: Mapping[str, StageRank] = field(default_factory=dict)
 
 
 @dataclass

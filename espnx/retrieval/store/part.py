@@ -7,7 +7,6 @@ files, on several devices; what else it holds lies in one file beside them.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -21,8 +20,9 @@ from safetensors.numpy import load as load_safetensors
 from ... import errors
 from ...storage import NativeEngine
 from ...storage.engine import FileHandle
+from ...storage.files import BLOCK_BYTES, Region
 from ...storage.parse import Fields
-from ..first_stage.interface import SECTION_NAME_MAX
+from ..first_stage.interface import SECTION_NAME
 from .part_file import MAIN, REBUILD, FileFacts, Section, check_section, open_file, read_section, section_windows
 from .part_texts import PartTexts
 from .texts import DocumentId
@@ -31,13 +31,12 @@ GROUP_RECORDS = 64  # as in csrc/device/records.hpp
 PART_NAME = "part.bin"
 _RECORDS_MAX = 1 << 40
 _SEGMENTS_MAX = 1 << 20
-_SECTION_NAME = re.compile(rf"[a-z0-9_]{{1,{SECTION_NAME_MAX}}}")
 
 
 def stage_section(name: str) -> str:
     """The section of a part's file that holds one of the first stage's. Raises InvalidInputError for a name that cannot be."""
-    if _SECTION_NAME.fullmatch(name) is None:
-        raise errors.InvalidInputError("section of a first stage", got=repr(name), expected=_SECTION_NAME.pattern)
+    if SECTION_NAME.fullmatch(name) is None:
+        raise errors.InvalidInputError("section of a first stage", got=repr(name), expected=SECTION_NAME.pattern)
     return f"stage.{name}"
 
 
@@ -239,6 +238,13 @@ class Part:
     def windows(self, name: str) -> Generator[np.ndarray, None, None]:
         with self.opened() as (file, sections):
             yield from section_windows(self._engine, file, self._section(sections, stage_section(name)))
+
+    def place(self, name: str) -> Region:
+        with self.opened() as (_, sections):
+            section = self._section(sections, stage_section(name))
+            if section.offset_bytes % BLOCK_BYTES:
+                self._refuse(f"section {name} of the first stage", f"at byte {section.offset_bytes}", f"a multiple of {BLOCK_BYTES}")
+            return Region(self.path, section.offset_bytes, section.size_bytes)
 
     @property
     def texts_resident_bytes(self) -> int:

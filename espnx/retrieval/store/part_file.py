@@ -18,14 +18,14 @@ from ...storage import NativeEngine, Plan
 from ...storage.engine import FileHandle
 from ...storage.files import StreamWriter, aligned_empty, crc32c, read_range
 
-VERSION = 4
+VERSION = 5
 HEADER_BYTES = 4096
 MAIN = 0xFFFFFFFF  # number of the file that holds a part's sections; those that hold records alone count from 0
 REBUILD = "restore the store from a copy, or build it again"
 _MAGIC, _BYTE_ORDER_MARK = b"ESPNXSEG", 0x01020304
 _FIXED = struct.Struct("<8sII16sQIIQQQ")
-_SECTION = struct.Struct("<16sQQQ")
-_MAX_SECTIONS = 64
+_SECTION = struct.Struct("<40sQQQ")
+_MAX_SECTIONS = 60
 _WINDOW_BYTES = 4 << 20
 
 
@@ -98,9 +98,9 @@ class FileWriter:
         self.sections: dict[str, Section] = {}
         self.stream.write(bytes(HEADER_BYTES))
 
-    def section(self, name: str, chunks: Iterable[bytes | np.ndarray]) -> None:
-        """Appends a section of these bytes."""
-        self.stream.pad(8)
+    def section(self, name: str, chunks: Iterable[bytes | np.ndarray], *, align_bytes: int = 8) -> None:
+        """Appends a section of these bytes, which begins at a multiple of `align_bytes`."""
+        self.stream.pad(align_bytes)
         begin, crc = self.stream.size_bytes, 0
         for chunk in chunks:
             data = chunk if isinstance(chunk, bytes) else np.ascontiguousarray(chunk).reshape(-1).view(np.uint8)

@@ -21,7 +21,6 @@ from ... import errors
 from ...storage import ownership
 from ...storage.files import make_directory, make_given_directory
 from ...storage.manifest import NAME as MANIFEST_NAME
-from ..first_stage.interface import SECTION_NAME_MAX
 from .manifest import BUILDING as BUILDING
 from .manifest import Manifest
 
@@ -30,7 +29,7 @@ GENERATION = re.compile(r"gen-([0-9]{6,15})")  # a directory; what has any other
 STATE, ORDER, TRAINED, TEXTS = "STATE.json", "order.i64", "trained.safetensors", "texts.sqlite"
 RECORDS, VECTORS, N_TOKENS, DIGESTS = "records.bin", "vectors.f32", "n_tokens.u16", "documents.b16"
 #: What the second pass writes of a first stage: the order of the records, and its sections.
-ARRANGED = re.compile(rf"{re.escape(ORDER)}|stage-[a-z0-9_]{{1,{SECTION_NAME_MAX}}}\.bin")
+ARRANGED = re.compile(rf"{re.escape(ORDER)}|stage-[a-z0-9_]{{1,16}}(\.[a-z0-9_]{{1,16}})?\.bin")
 _SPOOLED = (STATE, f"{STATE}.new", RECORDS, VECTORS, N_TOKENS, TEXTS, f"{TEXTS}-journal", DIGESTS, TRAINED)
 BUILDING_FILES = re.compile("|".join([*map(re.escape, (*_SPOOLED, ownership.MARK, f"{ownership.MARK}.new")), ARRANGED.pattern]))
 _FILES = re.compile(r"(segment|coarse)-[0-9]{5,}\.bin|part\.bin|deleted\.bin")

@@ -76,5 +76,5 @@ def write_merged(
         except BaseException:
             file.abandon()
             raise
-        contents = PartContents(source.rows(order), entries.sections)
+        contents = PartContents(source.rows(order), entries.sections, version.first_stage.in_place)
         return finish_part(file, place, layouts, contents)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from safetensors.numpy import save as save_safetensors
 
+from ...storage.files import BLOCK_BYTES
 from ..store.part import PartEntry, Segment, stage_section
 from ..store.part_file import MAIN, FileWriter
 from ..store.part_texts import write_texts
@@ -22,11 +23,13 @@ class PartContents:
     Attributes:
         rows: (id, text) of each record.
         sections: of the first stage, by name, in any pieces.
+        in_place: of those, which begin at multiples of 4096 bytes.
         model: of a base: everything that was trained.
     """
 
     rows: Iterable[tuple[DocumentId, str]]
     sections: Mapping[str, Iterable[np.ndarray]]
+    in_place: frozenset[str] = frozenset()
     model: Mapping[str, np.ndarray] | None = None
 
 
@@ -57,7 +60,7 @@ def finish_part(
     try:
         write_texts(file, contents.rows, count, place.first_number, place.salt)
         for name, chunks in contents.sections.items():
-            file.section(stage_section(name), chunks)
+            file.section(stage_section(name), chunks, align_bytes=BLOCK_BYTES if name in contents.in_place else 8)
         meta = {"n_tokens": layouts["full"].all_tokens()}
         meta |= {f"{tier}_group_offset_bytes": layout.offsets() for tier, layout in layouts.items()}
         file.section("meta", [save_safetensors(meta)])

@@ -12,8 +12,12 @@ import pytest
 import espnx
 from espnx import errors
 from espnx.retrieval.build import builder
-from espnx.retrieval.first_stage import registry
+from espnx.retrieval.first_stage import graph, registry
+from espnx.retrieval.first_stage.document_vector import DocumentVector
+from espnx.retrieval.first_stage.graph import GraphStage
 from espnx.retrieval.first_stage.interface import Documents, Entries, StoredEntries
+from espnx.retrieval.first_stage.ivf import IvfStage
+from espnx.retrieval.first_stage.several import SeveralStages
 from tests.retrieval.common import EVERYTHING, assert_ranks_as_written, build, corpus, queries, replace_section, section_places
 from tests.retrieval.stages import ExactStage, InMemoryDocuments, InMemoryEntries, LoadedExact
 
@@ -23,10 +27,15 @@ DOCUMENTS = corpus(260)
 @pytest.fixture(autouse=True)
 def known_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_KINDS", dict(registry._KINDS))
+    monkeypatch.setattr(graph, "FLAT_MAX", 40)  # or none of these parts would have a graph
     registry.register("exact", ExactStage.__module__, "ExactStage")
 
 
-@pytest.fixture(params=["ivf", "exact"])
+#: What a build is told, where it is not the kind itself.
+NAMED = {"several": ("graph", "ivf")}
+
+
+@pytest.fixture(params=["ivf", "exact", "graph", "several"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -49,7 +58,7 @@ def check(path: Path, kind: str, documents: list[espnx.Document]) -> None:
 def test_a_life(folder: Path, kind: str) -> None:
     """Built, added to until parts merge, replaced, deleted from, compacted, emptied, and filled again."""
     path = folder / "s"
-    report = build(path, DOCUMENTS[:150], first_stage_kind=kind, coarse="bit1")
+    report = build(path, DOCUMENTS[:150], first_stages=NAMED.get(kind, kind), coarse="bit1")
     assert report.first_stage["kind"] == kind
     check(path, kind, DOCUMENTS[:150])
     merged = 0
@@ -74,7 +83,7 @@ def test_a_life(folder: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("place", ["train", "add", "tune"])
 def test_interrupted_and_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, place: str) -> None:
-    stage = registry.stage_class(kind)
+    stage = registry._class_of(kind)
 
     def stop(*args: Any) -> Any:
         raise KeyboardInterrupt
@@ -82,8 +91,8 @@ def test_interrupted_and_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch, 
     with monkeypatch.context() as patch:
         patch.setattr(stage, place, stop)
         with pytest.raises(KeyboardInterrupt):
-            build(folder / "s", DOCUMENTS, first_stage_kind=kind)
-    assert build(folder / "s", DOCUMENTS, first_stage_kind=kind).resumed_documents == len(DOCUMENTS)
+            build(folder / "s", DOCUMENTS, first_stages=NAMED.get(kind, kind))
+    assert build(folder / "s", DOCUMENTS, first_stages=NAMED.get(kind, kind)).resumed_documents == len(DOCUMENTS)
     check(folder / "s", kind, DOCUMENTS)
 
 
@@ -96,16 +105,16 @@ def test_resumed_where_its_entries_are_there(folder: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(builder, "publish", stop)
         with pytest.raises(KeyboardInterrupt):
-            build(folder / "s", DOCUMENTS, first_stage_kind=kind)
+            build(folder / "s", DOCUMENTS, first_stages=NAMED.get(kind, kind))
     order = folder / "s" / "building" / "order.i64"
     whole = order.read_bytes()
     order.write_bytes(whole[:-8] + whole[:8])
     with pytest.raises(errors.ChecksumError, match="spool is damaged"):
-        build(folder / "s", DOCUMENTS, first_stage_kind=kind)
+        build(folder / "s", DOCUMENTS, first_stages=NAMED.get(kind, kind))
     order.write_bytes(whole)
     with monkeypatch.context() as patch:
-        patch.setattr(registry.stage_class(kind), "add", stop)
-        assert build(folder / "s", DOCUMENTS, first_stage_kind=kind).resumed_documents == len(DOCUMENTS)
+        patch.setattr(registry._class_of(kind), "add", stop)
+        assert build(folder / "s", DOCUMENTS, first_stages=NAMED.get(kind, kind)).resumed_documents == len(DOCUMENTS)
     check(folder / "s", kind, DOCUMENTS)
 
 
@@ -113,7 +122,7 @@ def test_the_text_of_a_query_arrives(folder: Path, monkeypatch: pytest.MonkeyPat
     """A stage that looks words up needs what was asked, not its vectors."""
     from tests.retrieval.common import toy_encoder
 
-    build(folder / "s", [(i, f"text {i}") for i in range(20)], encoder=toy_encoder(), dims=None, first_stage_kind="exact")
+    build(folder / "s", [(i, f"text {i}") for i in range(20)], encoder=toy_encoder(), dims=None, first_stages="exact")
     seen: list[str | None] = []
     whole = LoadedExact.start
 
@@ -138,7 +147,7 @@ def test_texts_of_documents_can_be_read(folder: Path, monkeypatch: pytest.Monkey
         return whole(self, documents)
 
     monkeypatch.setattr(ExactStage, "add", add)
-    build(folder / "s", DOCUMENTS[:100], first_stage_kind="exact")
+    build(folder / "s", DOCUMENTS[:100], first_stages="exact")
     espnx.add(folder / "s", DOCUMENTS[100:120])
     assert seen == [[d.text for d in DOCUMENTS[:100]], [d.text for d in DOCUMENTS[100:120]]]
 
@@ -146,7 +155,7 @@ def test_texts_of_documents_can_be_read(folder: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("wrong", [[0, 0], [0], [0, 1, 2], [-1, 0], [1, 2]])
 def test_an_order_that_loses_or_repeats_documents(folder: Path, monkeypatch: pytest.MonkeyPatch, wrong: list[int]) -> None:
     """Whatever a first stage says: no document is lost and none is stored twice."""
-    build(folder / "s", DOCUMENTS[:20], first_stage_kind="exact")
+    build(folder / "s", DOCUMENTS[:20], first_stages="exact")
     espnx.add(folder / "s", DOCUMENTS[20:22])
     before = (folder / "s" / "MANIFEST.json").read_bytes()
 
@@ -159,7 +168,7 @@ def test_an_order_that_loses_or_repeats_documents(folder: Path, monkeypatch: pyt
     monkeypatch.setattr(ExactStage, "add", entries)
     monkeypatch.setattr(ExactStage, "compact", compacted)
     for change in (
-        lambda: build(folder / "t", DOCUMENTS[:2], first_stage_kind="exact"),
+        lambda: build(folder / "t", DOCUMENTS[:2], first_stages="exact"),
         lambda: espnx.add(folder / "s", DOCUMENTS[22:24]),
         lambda: espnx.compact(folder / "s"),
     ):
@@ -171,28 +180,28 @@ def test_an_order_that_loses_or_repeats_documents(folder: Path, monkeypatch: pyt
 
 def test_a_section_of_another_size(folder: Path, kind: str) -> None:
     """Found when the store is opened, and by verify."""
-    build(folder / "s", DOCUMENTS[:20], first_stage_kind=kind)
+    build(folder / "s", DOCUMENTS[:20], first_stages=NAMED.get(kind, kind))
     file = next((folder / "s").glob("gen-*/part.bin"))
-    name = {"ivf": "stage.codes", "exact": "stage.vectors"}[kind]
+    name = {"ivf": "stage.codes", "exact": "stage.vectors", "graph": "stage.vectors", "several": "stage.ivf.codes"}[kind]
     place = section_places(file)[name]
     replace_section(folder / "s", file, name, file.read_bytes()[place.offset_bytes : place.offset_bytes + place.size_bytes - 4])
     with pytest.raises(errors.FormatError, match="do not fit the part"):
         espnx.open(folder / "s")
 
 
-@pytest.mark.parametrize("name", ["", "Codes", "a.b", "../x", "elevenlong_"])
+@pytest.mark.parametrize("name", ["", "Codes", "a.b.c", "../x", "seventeenletters_"])
 def test_names_of_sections(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(ExactStage, "add", lambda self, documents: Entries([np.arange(2)], {name: [np.zeros(3)]}))
+    monkeypatch.setattr(ExactStage, "add", lambda self, documents, order=None: Entries([np.arange(2)], {name: [np.zeros(3)]}))
     with pytest.raises(errors.InvalidInputError, match="section of a first stage"):
-        build(folder / "s", DOCUMENTS[:2], first_stage_kind="exact")
+        build(folder / "s", DOCUMENTS[:2], first_stages="exact")
 
 
 def test_kinds_that_are_unknown_or_taken(folder: Path) -> None:
-    with pytest.raises(errors.InvalidInputError, match=r"first-stage kind.*exact or ivf"):
-        build(folder / "s", DOCUMENTS[:2], first_stage_kind="hnsw")
+    with pytest.raises(errors.InvalidInputError, match=r"first-stage kind.*exact, graph or ivf"):
+        build(folder / "s", DOCUMENTS[:2], first_stages="hnsw")
     with pytest.raises(errors.InvalidInputError, match="first-stage kind 'ivf'"):
         registry.register("ivf", "somebody", "Else")
-    build(folder / "s", DOCUMENTS[:2], first_stage_kind="exact")
+    build(folder / "s", DOCUMENTS[:2], first_stages="exact")
     del registry._KINDS["exact"]
     with pytest.raises(errors.FormatError, match=r"first_stage\.kind"):
         espnx.open(folder / "s")
@@ -200,13 +209,15 @@ def test_kinds_that_are_unknown_or_taken(folder: Path) -> None:
 
 @pytest.fixture
 def stages() -> dict[str, Any]:
-    return {"exact": ExactStage(16), "ivf": registry.stage_class("ivf")(None, 16, "flat", wanted_lists=5)}
+    of = DocumentVector(None, 16)
+    ivf, graph = IvfStage(of, "flat", wanted_lists=5), GraphStage(of)
+    return {"exact": ExactStage(16), "ivf": ivf, "graph": graph, "several": SeveralStages.of([graph, ivf])}
 
 
 def test_alone(kind: str, stages: dict[str, Any]) -> None:
     """Without any store: entries of two parts, merged without those that are gone, find what NumPy finds."""
     rng = np.random.default_rng(0)
-    vectors = rng.normal(size=(200, 16)).astype("f4")
+    vectors = rng.normal(size=(200, 16)).astype("f2").astype("f4")  # what every kind stores as it is
     stage = stages[kind].train(InMemoryDocuments(vectors), 1 << 30)
     first = InMemoryEntries(stage.add(InMemoryDocuments(vectors[:130])))
     second = InMemoryEntries(stage.add(InMemoryDocuments(vectors[130:])), first_number=192)

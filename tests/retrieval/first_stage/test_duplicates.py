@@ -10,6 +10,7 @@ import pytest
 
 import espnx
 from espnx.retrieval.first_stage import probing
+from espnx.retrieval.first_stage.document_vector import DocumentVector
 from espnx.retrieval.first_stage.ivf import IvfStage
 from espnx.retrieval.first_stage.ivf_search import ListCounts, LoadedIvf
 from tests.retrieval.common import EVERYTHING, build, corpus, queries
@@ -107,7 +108,7 @@ def whole_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def filled(vectors: np.ndarray, nlist: int) -> LoadedIvf:
     documents = InMemoryDocuments(vectors)
-    stage = IvfStage(None, vectors.shape[1], "flat", wanted_lists=nlist).train(documents, 1 << 30)
+    stage = IvfStage(DocumentVector(None, vectors.shape[1]), "flat", wanted_lists=nlist).train(documents, 1 << 30)
     return stage.load([InMemoryEntries(stage.add(documents))])
 
 

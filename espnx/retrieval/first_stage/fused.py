@@ -1,0 +1,79 @@
+"""Several loaded first stages searched as one: all of them look for candidates at once, and the union is ranked by fusion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import fusion
+from ..encoder import Encoded
+from .interface import Allowed, Candidates, LoadedStage, StageSearch
+
+
+class FusedStage:
+    """See `LoadedStage`. Each stage brings as many candidates as are wanted, and the best of the union are kept.
+
+    Args:
+        stages: by kind; an effort that a caller names is the first one's, the others take their own.
+        fuse: how ranks become one, of `fusion.METHODS`.
+    """
+
+    #: Where each stage measured its own, none is known of the union.
+    hit_rates: Mapping[float, float] = {}
+
+    def __init__(self, stages: Mapping[str, LoadedStage], fuse: str):
+        self.stages, self._fuse = dict(stages), fuse
+
+    @property
+    def auto_effort(self) -> int:
+        return next(iter(self.stages.values())).auto_effort
+
+    @property
+    def default_candidates(self) -> int:
+        """As many as the one of them can find cheaply that finds them at the highest price."""
+        return min(stage.default_candidates for stage in self.stages.values())
+
+    def prepare(self, query: Encoded, text: str | None = None) -> tuple[Any, ...]:
+        return tuple(stage.prepare(query, text) for stage in self.stages.values())
+
+    def start(
+        self, queries: Sequence[Any], candidates: int, effort: int | None = None, allowed: Allowed | None = None, at_least: int = 0
+    ) -> FusedSearch:
+        searches: dict[str, StageSearch] = {}
+        for place, (kind, stage) in enumerate(self.stages.items()):
+            own = [query[place] for query in queries]
+            searches[kind] = stage.start(own, candidates, effort if place == 0 else None, allowed, at_least)
+        return FusedSearch(searches, candidates, self._fuse)
+
+    def search_bytes(self, candidates: int, effort: int | None, allowed: Allowed | None, at_least: int) -> int:
+        efforts = [effort, *[None] * (len(self.stages) - 1)]
+        return sum(stage.search_bytes(candidates, own, allowed, at_least) for stage, own in zip(self.stages.values(), efforts, strict=True))
+
+    def close(self) -> None:
+        """Does nothing: the stages are closed by whoever loaded them."""
+
+
+class FusedSearch:
+    """See `StageSearch`.
+
+    Attributes:
+        found: of each query what each stage found, by kind; empty before `complete`.
+    """
+
+    def __init__(self, searches: Mapping[str, StageSearch], candidates: int, fuse: str):
+        self._searches, self._candidates, self._fuse = searches, candidates, fuse
+        self.found: list[Mapping[str, Candidates]] = []
+
+    def advance(self, share: float) -> list[Candidates]:
+        return self._fused([search.advance(share) for search in self._searches.values()])
+
+    def complete(self) -> list[Candidates]:
+        each = [search.complete() for search in self._searches.values()]
+        self.found = [dict(zip(self._searches, of_query, strict=True)) for of_query in zip(*each, strict=True)]
+        return self._fused(each)
+
+    def _fused(self, each: list[list[Candidates]]) -> list[Candidates]:
+        together = (fusion.fuse(of_query, self._fuse) for of_query in zip(*each, strict=True))
+        return [(fused.numbers[: self._candidates], fused.scores[: self._candidates].astype(np.float32)) for fused in together]

@@ -1,0 +1,250 @@
+"""Candidates from the graphs of a store's parts: walks over all of them at once, and small parts looked at in memory."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from ...graph.index import LIST_SIZE_MAX, GraphIndex, GraphSearch, RowFilter
+from ..encoder import Encoded
+from .interface import Allowed, Candidates
+from .ivf_search import top
+
+#: Of a search whose caller names no number: each costs about a read.
+DEFAULT_CANDIDATES = 100
+_ROWS = 16384  # vectors at a time, of those that are looked at one by one
+_ALL_PAGES = 1 << 62
+_WALK_BYTES = 1 << 16  # of a walk under way: its list, and what it has met
+
+
+class FlatPart:
+    """A small part: vectors in memory.
+
+    Args:
+        vectors: [n, dim], of the records from `first_number` on.
+    """
+
+    def __init__(self, first_number: int, vectors: np.ndarray):
+        self.first_number, self.count = first_number, len(vectors)
+        self._stored = vectors
+        self._wide = vectors.astype(np.float32)
+
+    def search(self, queries: np.ndarray, candidates: int, allowed: Allowed | None) -> list[Candidates]:
+        """The best of each query, exactly."""
+        rows = np.arange(self.count) if allowed is None else _filter(allowed, self.first_number, self.count).rows()
+        scores = queries @ self._wide[rows].T
+        return [top(rows + self.first_number, each, candidates) for each in scores]
+
+    def all_vectors(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(rows, their vectors as stored), in pieces, by row."""
+        yield np.arange(self.count), self._stored
+
+    def vectors(self, rows: np.ndarray) -> np.ndarray:
+        return self._stored[rows]
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> FlatPart:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class GraphPart:
+    """A part with a graph, whose rows are its records. Closes the graph."""
+
+    def __init__(self, first_number: int, index: GraphIndex):
+        self.first_number, self.count, self.index = first_number, len(index), index
+        # Of what is alive there is one `Allowed` for as long as a version is open.
+        self._filters: WeakKeyDictionary[Allowed, RowFilter] = WeakKeyDictionary()
+        self._filtering = threading.Lock()
+
+    def start(self, queries: np.ndarray, candidates: int, list_size: int, allowed: Allowed | None) -> GraphSearch:
+        k = min(candidates, self.count)
+        include = None if allowed is None else self._filter(allowed)
+        return self.index.start(queries, k, list_size=min(LIST_SIZE_MAX, max(k, list_size)), include=include)
+
+    def _filter(self, allowed: Allowed) -> RowFilter:
+        with self._filtering:
+            found = self._filters.get(allowed)
+            if found is None:
+                found = self._filters[allowed] = _filter(allowed, self.first_number, self.count)
+            return found
+
+    def all_vectors(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """See `FlatPart.all_vectors`."""
+        for first in range(0, self.count, _ROWS):
+            rows = np.arange(first, min(first + _ROWS, self.count))
+            yield rows, self.index.vectors(rows)
+
+    def vectors(self, rows: np.ndarray) -> np.ndarray:
+        return self.index.vectors(rows)
+
+    def close(self) -> None:
+        self.index.close()
+
+    def __enter__(self) -> GraphPart:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class LoadedGraph:
+    """See `LoadedStage`; effort is the number of candidates that a walk keeps, L.
+
+    Args:
+        parts: ascending by record number; closed with this.
+        vector: makes the first-stage vector of a query, float32 [dim].
+        list_size: measured for `DEFAULT_CANDIDATES`; a search for more takes as many times a longer list.
+        pages_per_candidate, hit_rates: as measured.
+    """
+
+    default_candidates = DEFAULT_CANDIDATES
+
+    def __init__(
+        self,
+        parts: Sequence[GraphPart | FlatPart],
+        vector: Callable[[Encoded], np.ndarray],
+        list_size: int,
+        pages_per_candidate: float,
+        hit_rates: Mapping[float, float],
+    ):
+        self.parts, self.auto_effort, self.hit_rates = list(parts), max(1, list_size), hit_rates
+        self._vector, self._pages_per_candidate = vector, pages_per_candidate
+
+    @property
+    def count(self) -> int:
+        """Records, deleted ones too."""
+        return sum(part.count for part in self.parts)
+
+    def prepare(self, query: Encoded, text: str | None = None) -> np.ndarray:
+        return self._vector(query)
+
+    def start(
+        self, queries: Sequence[Any], candidates: int, effort: int | None = None, allowed: Allowed | None = None, at_least: int = 0
+    ) -> GraphStageSearch:
+        """`queries`: float32 [dim] each."""
+        list_size = self._list_size(candidates, effort)
+        wide = np.ascontiguousarray(queries, dtype=np.float32)
+        pages = max(1, math.ceil(self._pages_per_candidate * list_size))
+        return GraphStageSearch(self.parts, wide, candidates, list_size, allowed, at_least, pages)
+
+    def _list_size(self, candidates: int, effort: int | None) -> int:
+        if effort is None:
+            effort = math.ceil(max(candidates, 10) * max(1.0, self.auto_effort / DEFAULT_CANDIDATES))
+        return min(LIST_SIZE_MAX, max(effort, candidates))
+
+    def search_bytes(self, candidates: int, effort: int | None, allowed: Allowed | None, at_least: int) -> int:
+        return 24 * candidates * len(self.parts) + _WALK_BYTES + 16 * self._list_size(candidates, effort)
+
+    def exhaustive(self, queries: np.ndarray, candidates: int) -> list[Candidates]:
+        """The best of all vectors, exactly: every one is read."""
+        best: list[Candidates] = [(np.empty(0, np.int64), np.empty(0, np.float32))] * len(queries)
+        for part in self.parts:
+            for rows, vectors in part.all_vectors():
+                scores = queries @ vectors.astype(np.float32).T
+                found = [top(rows + part.first_number, each, candidates) for each in scores]
+                best = [_merged([a, b], candidates) for a, b in zip(best, found, strict=True)]
+        return best
+
+    def vectors(self, numbers: np.ndarray) -> np.ndarray:
+        """float32 [m, dim]: of records by number counted over all parts, without what lies between them; ascending."""
+        found, first = [np.empty((0, 0), np.float32)][:0], 0
+        for part in self.parts:
+            inside = numbers[(numbers >= first) & (numbers < first + part.count)] - first
+            if len(inside):
+                found.append(part.vectors(inside).astype(np.float32))
+            first += part.count
+        return np.concatenate(found)
+
+    def close(self) -> None:
+        for part in self.parts:
+            part.close()
+
+
+class GraphStageSearch:
+    """See `StageSearch`. Walks go on by themselves from the start."""
+
+    def __init__(
+        self,
+        parts: Sequence[GraphPart | FlatPart],
+        queries: np.ndarray,
+        candidates: int,
+        list_size: int,
+        allowed: Allowed | None,
+        at_least: int,
+        expected_pages: int,
+    ):
+        self._parts, self._queries, self._candidates = parts, queries, candidates
+        self._list_size, self._allowed, self._expected_pages = list_size, allowed, expected_pages
+        self._at_least = min(at_least, sum(part.count for part in parts) if allowed is None else allowed.count)
+        self._walks: list[tuple[GraphPart, GraphSearch]] = []
+        self.pages = 0  # read by all walks, once complete
+        if candidates and len(queries):
+            # Walks first: they read while the small parts are looked at.
+            self._walks = [
+                (part, part.start(queries, candidates, list_size, allowed)) for part in parts if isinstance(part, GraphPart)
+            ]  # fmt: skip
+            flat = [part.search(queries, candidates, allowed) for part in parts if isinstance(part, FlatPart)]
+        else:
+            flat = []
+        self._flat = [list(of_query) for of_query in zip(*flat, strict=True)] if flat else [[] for _ in queries]
+
+    def advance(self, share: float) -> list[Candidates]:
+        pages = max(1, math.ceil(share * self._expected_pages)) if share < 1 else _ALL_PAGES
+        return self._together([_found(part, *walk.partial(pages)) for part, walk in self._walks])
+
+    def complete(self) -> list[Candidates]:
+        each = []
+        for part, walk in self._walks:
+            walked = walk.finish()
+            self.pages += int(walked.pages.sum())
+            each.append(_found(part, walked.ids, walked.distances))
+        final = self._together(each)
+        short = [i for i, (numbers, _) in enumerate(final) if len(numbers) < self._at_least]
+        if not short or not self._walks or self._list_size >= LIST_SIZE_MAX:
+            return final
+        # Records that may be found are hard to come by here: longer lists, until all that may be found are looked at.
+        longer = GraphStageSearch(
+            self._parts, self._queries[short], self._candidates, min(LIST_SIZE_MAX, 4 * self._list_size), self._allowed, self._at_least,
+            self._expected_pages,
+        )  # fmt: skip
+        for place, found in zip(short, longer.complete(), strict=True):
+            final[place] = found
+        self.pages += longer.pages
+        return final
+
+    def _together(self, walked: list[list[Candidates]]) -> list[Candidates]:
+        return [
+            _merged([*flat, *(found[i] for found in walked)], self._candidates) for i, flat in enumerate(self._flat)
+        ]  # fmt: skip
+
+
+def _found(part: GraphPart, ids: np.ndarray, distances: np.ndarray) -> list[Candidates]:
+    """As candidates: by inner product the distance is the product, negated."""
+    return [
+        (rows[rows >= 0] + part.first_number, -far[rows >= 0]) for rows, far in zip(ids, distances, strict=True)
+    ]  # fmt: skip
+
+
+def _merged(each: Sequence[Candidates], count: int) -> Candidates:
+    return top(
+        np.concatenate([np.empty(0, np.int64), *(numbers for numbers, _ in each)]),
+        np.concatenate([np.empty(0, np.float32), *(similarities for _, similarities in each)]),
+        count,
+    )
+
+
+def _filter(allowed: Allowed, first_number: int, count: int) -> RowFilter:
+    """Of the rows of a part. Parts begin at multiples of 64 records, so at whole bytes."""
+    first = first_number >> 3
+    mask = np.unpackbits(allowed.bitmap[first : first + -(-count // 8)], count=count, bitorder="little").astype(bool)
+    padded = np.zeros(count, bool)
+    padded[: len(mask)] = mask
+    return RowFilter.of(padded)

@@ -1,0 +1,48 @@
+"""Which first stage finds the candidates of a search: the store's own choice, one of several, or some of them fused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ... import errors
+from ..first_stage.fused import FusedSearch, FusedStage
+from ..first_stage.interface import Candidates, FirstStage, LoadedStage, StageSearch
+from ..first_stage.several import LoadedSeveral, SeveralStages
+from .prefetch import PrefetchPolicy
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenStage:
+    """See the module.
+
+    Attributes:
+        kinds: of the stages whose candidates come to a search.
+        is_cls_similarity: see `FirstStage`; never of fused ranks.
+        prefetch: of searches with it.
+    """
+
+    kinds: tuple[str, ...]
+    loaded: LoadedStage
+    is_cls_similarity: bool
+    prefetch: PrefetchPolicy
+
+    @classmethod
+    def of(cls, stage: FirstStage, loaded: LoadedStage, kinds: Sequence[str], fuse: str) -> ChosenStage:
+        """`kinds`: as a search names them; none: the store's first. Raises InvalidInputError for one that the store has not."""
+        each = stage.stages if isinstance(stage, SeveralStages) else (stage,)
+        named = tuple(kinds) or (each[0].kind,)
+        if isinstance(loaded, LoadedSeveral):
+            chosen = loaded.chosen(named, fuse)
+        elif named == (stage.kind,):
+            chosen = loaded
+        else:
+            raise errors.InvalidInputError(
+                "first_stage", got=" and ".join(named), expected=stage.kind, fix="build the index with it (first_stages=...)"
+            )
+        is_cls = not isinstance(chosen, FusedStage) and next(each.is_cls_similarity for each in each if each.kind == named[0])
+        return cls(named, chosen, is_cls, PrefetchPolicy(chosen.hit_rates))
+
+    def by_stage(self, search: StageSearch, final: list[Candidates]) -> list[Mapping[str, Candidates]]:
+        """Of each query what each stage has found, once the search is complete."""
+        return search.found if isinstance(search, FusedSearch) else [{self.kinds[0]: found} for found in final]
