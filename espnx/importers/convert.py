@@ -13,6 +13,7 @@ from ..retrieval.build.builder import Progress, build
 from ..retrieval.build.documents import Document
 from ..retrieval.build.reports import BuildReport
 from ..retrieval.encoder import EncoderLike, encoder_of
+from ..retrieval.sparse_encoder import SparseEncoderLike
 from ..retrieval.store.texts import DocumentId
 from ..storage import NativeEngine
 from .colbert import ColBERTIndex
@@ -71,6 +72,8 @@ def import_index(
     coarse: str | None = None,
     pooling: str | None = None,
     first_stages: str | Sequence[str] | None = None,
+    language: str | None = None,
+    sparse_encoder: SparseEncoderLike | None = None,
     first_stage_code: str | None = None,
     nlist: int | None = None,
     centroids: int | None = None,
@@ -94,7 +97,8 @@ def import_index(
         ids: of the documents, in the order of the index. Default: those of a PyLate index, else those of the JSON lines, else 0, 1, 2, ...
         encoder: that the index was made with, or a description of it as `espnx.load_encoder` takes it. Recorded, so that the store
             refuses queries of another; documents are not encoded.
-        coarse, pooling, first_stages, first_stage_code, nlist, centroids, memory, directories, engine, restart, replace, progress:
+        coarse, pooling, first_stages, language, sparse_encoder, first_stage_code, nlist, centroids, memory, directories, engine,
+        restart, replace, progress:
             as of `espnx.build`. Format, dimensions and codebook are the index's own.
 
     Raises:
@@ -108,7 +112,8 @@ def import_index(
         raise InvalidInputError(f"import {folder} with encoder {makes.name}", got=got, expected=f"the index's {index.dim} and no CLS")
     return build(
         path, _Documents(index, texts, ids), makes, dims=(0, index.dim), format=index.format, codebook=index.codebook, coarse=coarse,
-        pooling=pooling, first_stages=first_stages, first_stage_code=first_stage_code, nlist=nlist, centroids=centroids,
+        pooling=pooling, first_stages=first_stages, language=language, sparse_encoder=sparse_encoder, first_stage_code=first_stage_code,
+        nlist=nlist, centroids=centroids,
         memory=memory, directories=directories, engine=engine, restart=restart, replace=replace, progress=progress,
     )  # fmt: skip
 

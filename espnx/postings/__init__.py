@@ -10,6 +10,7 @@ A store that holds postings beside other things hands `Segment` the regions of i
 
 from __future__ import annotations
 
+from ..storage.files import Region
 from .analyzer import Analyzer
 from .bm25 import BM25, VARIANTS
 from .build.builder import SegmentBuilder
@@ -21,7 +22,7 @@ from .search.plan import Collection, QueryTerms
 from .search.search import Found, PostingsSearch, PostingsState
 from .search.two_step import search_two_step
 from .store import Postings
-from .stored.layout import COUNT, FLOAT, IMPACT, RESIDENT, Region
+from .stored.layout import COUNT, FLOAT, IMPACT, RESIDENT
 from .stored.segment import Segment
 from .versions import add, compact, delete
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,9 +20,14 @@ _BYTES_A_MERGED_POSTING = 64
 
 def merged_sections(
     engine: NativeEngine, directory: str, segments: list[Segment], deleted: np.ndarray, *, salt: int, kind: int, n_records: int,
-    memory_bytes: int, progress: Progress | None,
+    memory_bytes: int, progress: Progress | None, places: np.ndarray | None = None,
 ) -> Iterator[Section]:  # fmt: skip
     """The sections of a segment that holds what `segments` do, but the records that were deleted; as `SegmentBuilder.sections` gives them.
+
+    Args:
+        deleted: int64, ascending: numbers of records.
+        n_records: of the new segment.
+        places: int64, by number: that which a record has from now on; None: the same.
 
     Raises ChecksumError, FormatError: damaged lists; what reads and writes raise.
     """
@@ -30,9 +36,10 @@ def merged_sections(
     if kind == COUNT:
         lengths = np.zeros(n_records, np.int64)
         for segment in segments:
+            numbers = np.setdiff1d(np.arange(segment.first_number, segment.first_number + len(segment)), deleted, assume_unique=True)
             if segment.lengths is not None:
-                lengths[segment.first_number : segment.first_number + len(segment)] = segment.length_table[segment.lengths.codes]
-        lengths[deleted] = 0
+                codes = segment.lengths.codes[numbers - segment.first_number]
+                lengths[numbers if places is None else places[numbers]] = segment.length_table[codes]
     out = SegmentWriter(
         engine, directory, salt=salt, kind=kind, n_records=n_records,
         n_postings=sum(segment.dictionary.n_postings for segment in segments),
@@ -41,7 +48,7 @@ def merged_sections(
     )  # fmt: skip
     try:
         budget = max(1 << 16, memory_bytes // _BYTES_A_MERGED_POSTING)
-        yield from out.sections(_merge(engine, segments, kept, budget), lengths)
+        yield from out.sections(_merge(engine, segments, kept, budget, places), lengths)
     finally:
         out.close()
 
@@ -51,7 +58,9 @@ def _kept(segment: Segment, deleted: np.ndarray) -> np.ndarray:
     return ~bits_of(len(segment), here)
 
 
-def _merge(engine: NativeEngine, segments: list[Segment], kept: list[np.ndarray], budget: int) -> Iterator[TermPostings]:
+def _merge(
+    engine: NativeEngine, segments: list[Segment], kept: list[np.ndarray], budget: int, places: np.ndarray | None
+) -> Iterator[TermPostings]:  # fmt: skip
     """Postings of all segments by hash, about `budget` of them at a time."""
     edges = np.arange(1, _BUCKETS, dtype=np.uint64) << np.uint64(64 - 10)
     begins = [
@@ -70,8 +79,16 @@ def _merge(engine: NativeEngine, segments: list[Segment], kept: list[np.ndarray]
             kept_postings(engine, segment, int(begin[first]), int(begin[end]), bits, segment.first_number)
             for segment, begin, bits in zip(segments, begins, kept, strict=True)
         ]
-        yield join(parts)
+        yield join(parts) if places is None else _renumbered(join(parts), places)
         first = end
+
+
+def _renumbered(postings: TermPostings, places: np.ndarray) -> TermPostings:
+    """With other numbers of records, ascending again within a term."""
+    records = places[postings.records].astype(np.uint32)
+    of_term = np.repeat(np.arange(len(postings.counts), dtype=np.uint64), postings.counts)
+    order = np.argsort(of_term << np.uint64(32) | records, kind="stable")
+    return replace(postings, records=records[order], values=postings.values[order])
 
 
 def kept_postings(engine: NativeEngine, segment: Segment, first: int, end: int, kept: np.ndarray | None, base: int) -> TermPostings:

@@ -8,11 +8,12 @@ from typing import Any
 
 from .. import errors
 from ..storage import NativeEngine
+from ..storage.files import Region
 from ..storage.manifest import read_manifest, write_manifest
 from ..storage.parse import Fields
 from .analyzer import Analyzer
 from .bm25 import BM25, VARIANTS
-from .stored.layout import COUNT, DICTIONARY, FLOAT, FORWARD, IMPACT, LENGTHS, LISTS, RECORDS_MAX, ROWS, TERMS, Region
+from .stored.layout import COUNT, DICTIONARY, FLOAT, FORWARD, IMPACT, LENGTHS, LISTS, RECORDS_MAX, ROWS, TERMS
 
 MAGIC, VERSION = "espnx-postings", 1
 KINDS = {"bm25": COUNT, "impact": IMPACT, "float": FLOAT}
@@ -115,7 +116,7 @@ def read_facts(engine: NativeEngine, directory: str) -> Facts:
         at = segment.first_number + segment.n_records
         segments.append(segment)
     try:
-        analyzer, bm25 = _analyzer(fields.inner("analyzer")), _bm25(fields.inner("bm25"))
+        analyzer, bm25 = parse_analyzer(fields.inner("analyzer")), _bm25(fields.inner("bm25"))
     except errors.InvalidInputError as error:
         raise errors.FormatError("manifest of postings", path=path, got=str(error), fix=_REBUILD) from error
     deletions = fields.text("deletions", most=255)
@@ -125,7 +126,8 @@ def read_facts(engine: NativeEngine, directory: str) -> Facts:
     )  # fmt: skip
 
 
-def _analyzer(fields: Fields) -> Analyzer:
+def parse_analyzer(fields: Fields) -> Analyzer:
+    """Of its fields and their digest, as a manifest has them. Raises FormatError, and InvalidInputError for what no analyzer has."""
     is_named = isinstance(fields.values().get("stop_words"), str)
     words = fields.text("stop_words") if is_named else tuple(fields.texts("stop_words", count=100_000))
     stemmer = fields.text("stemmer") if "stemmer" in fields else None

@@ -139,7 +139,7 @@ def delete(path: str | os.PathLike[str], numbers: Iterable[int]) -> int:
             here = fresh[(fresh >= segment.first_number) & (fresh < segment.first_number + len(segment))] - segment.first_number
             if segment.lengths is not None:
                 sum_lengths += int(segment.length_table[segment.lengths.codes[here]].sum())
-            terms.append(_removed_terms(writer.engine, segment, here, held.of_segment(i)))
+            terms.append(removed_terms(writer.engine, segment, here, held.of_segment(i)))
         everything = np.union1d(held.numbers, fresh)
         deletions = Deletions(everything, held.n_present + len(fresh), sum_lengths, tuple(terms))
         name = writer.write_deletions(deletions, [segment.dictionary.salt for segment in writer.segments])
@@ -147,10 +147,11 @@ def delete(path: str | os.PathLike[str], numbers: Iterable[int]) -> int:
         return len(fresh)
 
 
-def _removed_terms(
+def removed_terms(
     engine: NativeEngine, segment: Segment, records: np.ndarray, before: tuple[np.ndarray, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Terms of deleted records of a segment, and in how many of them each is; those deleted before among them."""
+    """Terms of deleted records of a segment, and in how many of them each is; those of `before`, deleted earlier, among them. Goes through
+    all lists. Raises as `read_lists`."""
     if not len(records):
         return before
     wanted = bits_of(len(segment), records)

@@ -4,7 +4,6 @@ specification; the lists themselves are ``csrc/cpu/postings/list.hpp``'s."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,15 +33,6 @@ HEADER = np.dtype(
 )  # fmt: skip
 HEADER_BYTES = HEADER.itemsize  # 64
 GROUP = np.dtype([("crc32c", "<u4"), ("salt", "<u4"), ("first_term", "<u4"), ("count", "<u4")])
-
-
-@dataclass(frozen=True)
-class Region:
-    """Where a section lies: `size_bytes` from `offset_bytes`, a multiple of 4096, of a file."""
-
-    path: str
-    offset_bytes: int
-    size_bytes: int
 
 
 def seal(section: str, fields: Mapping[str, Any], arrays: list[np.ndarray]) -> np.ndarray:

@@ -11,10 +11,10 @@ import torch
 
 from ... import errors
 from ...storage import FileHandle, NativeEngine
-from ...storage.files import read_range
+from ...storage.files import Region, read_range
 from .dictionary import Dictionary, parse_group
 from .forward import ForwardRows, term_bytes
-from .layout import COUNT, DICTIONARY, FLOAT, FORWARD, GROUP_TERMS, LENGTHS, LISTS, ROWS, TERMS, Region
+from .layout import COUNT, DICTIONARY, FLOAT, FORWARD, GROUP_TERMS, LENGTHS, LISTS, ROWS, TERMS
 from .lengths import Lengths
 
 

@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from ...storage.parse import Fields
 from ..encoder import Encoder, EncoderLike, encoder_of
 from ..first_stage.interface import FirstStage
 from ..first_stage.registry import described, parse_stage
+from ..sparse_encoder import SparseEncoderLike
 from ..store.manifest import EncoderEntry, Manifest, score_space
 from ..store.part import PartEntry, Segment
 from ..store.part_file import HEADER_BYTES, FileWriter
@@ -95,7 +96,7 @@ class Builder:
         self._encoder_failed = False
 
     def _settings(self) -> BuildSettings:
-        options, recipe = asdict(self.options), self.recipe
+        options, recipe = {each.name: getattr(self.options, each.name) for each in fields(self.options)}, self.recipe
         directories = [options.pop(name) for name in ("memory", "directories")][1]
         spooled = {
             "encoder": recipe.encoder,
@@ -105,6 +106,8 @@ class Builder:
             "codebook": None if recipe.codebook is None else codebook_sum(recipe.codebook),
             "trained": None if self.given is None else self.given.id,
             "first_stages": " ".join(options.pop("first_stages")),
+            "language": options.pop("language"),
+            "sparse_encoder": getattr(options.pop("sparse_encoder"), "name", None),
             "pooling": options.pop("pooling"),
         }
         return BuildSettings(in_words(spooled), in_words({"kind": self.kind, **options}), list(directories))
@@ -428,6 +431,8 @@ def build(
     pca: int | None = None,
     pooling: str | None = None,
     first_stages: str | Sequence[str] | None = None,
+    language: str | None = None,
+    sparse_encoder: SparseEncoderLike | None = None,
     first_stage_code: str | None = None,
     nlist: int | None = None,
     centroids: int | None = None,
@@ -449,7 +454,8 @@ def build(
         documents: an iterable, read once: ``(id, text)`` pairs, mappings with ``id`` and ``text``, or `Document`. Only a batch is held.
         encoder: turns texts into vectors, or a description of one as `espnx.load_encoder` takes it; needed unless every document brings
             its own vectors.
-        format, coarse, pca, pooling, first_stages, first_stage_code, nlist, centroids, cls_weight, memory, directories: see
+        format, coarse, pca, pooling, first_stages, language, sparse_encoder, first_stage_code, nlist, centroids, cls_weight, memory,
+        directories: see
             `BuildOptions`; None: its default, or what `trained` was trained with.
         dims: (d_cls, dim) of vectors that documents bring; an encoder knows its own.
         engine: a native engine to use; default ``auto``.
@@ -467,8 +473,8 @@ def build(
             the store is there, and only the last flush failed.
     """
     given = given_options(
-        format=format, coarse=coarse, pca=pca, pooling=pooling, first_stages=first_stages, first_stage_code=first_stage_code,
-        nlist=nlist, centroids=centroids, cls_weight=cls_weight, memory=memory, directories=directories,
+        format=format, coarse=coarse, pca=pca, pooling=pooling, first_stages=first_stages, language=language, sparse_encoder=sparse_encoder,
+        first_stage_code=first_stage_code, nlist=nlist, centroids=centroids, cls_weight=cls_weight, memory=memory, directories=directories,
     )  # fmt: skip
     for name, value, kind in (("trained", trained, Trained), ("codebook", codebook, Codebook)):
         if value is not None and not isinstance(value, kind):
@@ -496,6 +502,8 @@ def train(
     pca: int | None = None,
     pooling: str | None = None,
     first_stages: str | Sequence[str] | None = None,
+    language: str | None = None,
+    sparse_encoder: SparseEncoderLike | None = None,
     first_stage_code: str | None = None,
     nlist: int | None = None,
     centroids: int | None = None,
@@ -509,15 +517,16 @@ def train(
 
     Args:
         path: a new or empty directory, where it is kept; `Trained.load` reads it back.
-        format, coarse, pca, pooling, first_stages, first_stage_code, nlist, centroids, memory: see `BuildOptions`; None: its default.
+        format, coarse, pca, pooling, first_stages, language, sparse_encoder, first_stage_code, nlist, centroids, memory: see
+        `BuildOptions`; None: its default.
         documents, encoder, dims, engine, restart, progress: as of `build`; documents are spooled below `path` meanwhile.
 
     Raises:
         InvalidInputError: a sample without documents. The others are those of `build`; an interrupted call is gone on with, as a build is.
     """
     given = given_options(
-        format=format, coarse=coarse, pca=pca, pooling=pooling, first_stages=first_stages, first_stage_code=first_stage_code,
-        nlist=nlist, centroids=centroids, memory=memory,
+        format=format, coarse=coarse, pca=pca, pooling=pooling, first_stages=first_stages, language=language, sparse_encoder=sparse_encoder,
+        first_stage_code=first_stage_code, nlist=nlist, centroids=centroids, memory=memory,
     )  # fmt: skip
     chosen = BuildOptions(**given)
     check_documents(documents)

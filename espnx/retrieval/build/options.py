@@ -27,6 +27,9 @@ class BuildOptions:
             ``residual4``.
         first_stages: what finds candidates: ``ivf``, ``graph``, or what was registered (first_stage/registry.py), one or several; searches
             take the first unless told otherwise.
+        language: of the texts, for ``bm25``: its stemmer (PyStemmer) cuts their endings off, and of English stop words are left out;
+            ``none``: words as they stand.
+        sparse_encoder: for ``splade``: the model, or a description as `espnx.load_sparse_encoder` takes it; None: ``splade-tiny``.
         first_stage_code: code of the IVF lists: ``flat``, ``sq8``, ``sq6``, ``sq4`` or ``pqM``.
         nlist: number of lists; None chooses from the number of documents.
         pca: dimensions to project token vectors to; None keeps them.
@@ -50,6 +53,8 @@ class BuildOptions:
     coarse: str | None = None
     pooling: str | None = None
     centroids: int | None = None
+    language: str = "english"
+    sparse_encoder: Any = None
 
     def __post_init__(self) -> None:
         for field in fields(self):

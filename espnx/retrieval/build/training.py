@@ -88,7 +88,18 @@ class Recipe:
 
 
 #: Options that decide on what is trained.
-TRAINED_OPTIONS = ("format", "coarse", "pca", "pooling", "nlist", "centroids", "first_stages", "first_stage_code")
+TRAINED_OPTIONS = (
+    "format",
+    "coarse",
+    "pca",
+    "pooling",
+    "nlist",
+    "centroids",
+    "first_stages",
+    "language",
+    "sparse_encoder",
+    "first_stage_code",
+)
 
 
 def options_of(trained: Trained, given: dict[str, Any]) -> BuildOptions:

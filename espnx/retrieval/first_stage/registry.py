@@ -14,6 +14,8 @@ _SEVERAL = "several"  # of which each is named
 #: kind -> module and class, which has ``new`` and ``parse`` beside what `FirstStage` asks for.
 _KINDS: dict[str, tuple[str, str]] = {
     "ivf": ("espnx.retrieval.first_stage.ivf", "IvfStage"),
+    "bm25": ("espnx.retrieval.first_stage.lexical", "Bm25Stage"),
+    "splade": ("espnx.retrieval.first_stage.lexical", "SpladeStage"),
     "graph": ("espnx.retrieval.first_stage.graph", "GraphStage"),
     _SEVERAL: ("espnx.retrieval.first_stage.several", "SeveralStages"),
 }

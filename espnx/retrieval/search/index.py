@@ -369,6 +369,12 @@ class Index:
             wanted: Sequence[Query] = list(queries.values())
         else:
             wanted = [queries] if isinstance(queries, (str, Encoded)) else list(queries)
+        results = self._search(wanted, options)
+        if isinstance(queries, Mapping):
+            return dict(zip(queries, results, strict=True))
+        return results[0] if is_one else results
+
+    def _search(self, wanted: Sequence[Query], options: SearchOptions) -> list[SearchResult]:
         begun = time.perf_counter()
         encoded = self._encode(wanted)
         encode_s = (time.perf_counter() - begun) / max(1, len(wanted))
@@ -382,10 +388,7 @@ class Index:
             if options.candidates is None:
                 options = replace(options, candidates=stage.loaded.default_candidates)
             vectors = [version.query(query, text, weight, stage) for query, text in zip(encoded, texts, strict=True)]
-            results = list(search_in_batches(version, stage, self._gate, vectors, options, encode_s, is_alone=is_alone))
-        if isinstance(queries, Mapping):
-            return dict(zip(queries, results, strict=True))
-        return results[0] if is_one else results
+            return list(search_in_batches(version, stage, self._gate, vectors, options, encode_s, is_alone=is_alone))
 
     def _check_open(self) -> None:
         if self._closed:

@@ -59,7 +59,7 @@ class Hit:
     number: int
     reranked: bool
     matches: tuple[TokenMatch, ...] | None = None
-    found_by: Mapping[str, StageRank] = field(default_factory=dict)
+    found_by: Mapping[str, StageRank] = field(default_factory=dict, compare=False)
 
 
 @dataclass

@@ -1,0 +1,130 @@
+"""Candidates from posting lists: a query's lists are read from its start on, and what the first of them say is known before the rest."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from ... import errors
+from ...postings.search.plan import Collection
+from ...postings.search.search import PostingsSearch, PostingsState
+from ...postings.stored.segment import Segment
+from ...postings.versions import removed_terms
+from ...storage import NativeEngine
+from ..encoder import Encoded
+from .interface import CANDIDATES, Allowed, Candidates
+
+#: From the text of a query to its terms: as often as they come, or each with a weight.
+Words = Callable[[str], Sequence[str] | Mapping[int, float]]
+_STATES_MAX = 4  # queries of a search whose lists are read at once; more are searched together, in one call
+_FOUND_BYTES = 12
+
+
+class LoadedLexical:
+    """See `LoadedStage`. An effort means nothing to it: lists are read whole.
+
+    Args:
+        engine: of the reads; closed with this, as the segments are.
+        words: of a query.
+        kind: of the stage, for messages.
+        gone: bitmap of deleted records, or None: they count no more in the totals of BM25.
+    """
+
+    auto_effort = 1
+    default_candidates = CANDIDATES
+    hit_rates: Mapping[float, float] = {}
+
+    def __init__(self, engine: NativeEngine, segments: Sequence[Segment], words: Words, kind: str, gone: np.ndarray | None = None):
+        self.engine, self.segments, self._words, self._kind = engine, list(segments), words, kind
+        self._search = PostingsSearch(engine, _collection(engine, self.segments, gone))
+        self._filters: WeakKeyDictionary[Allowed, list[np.ndarray]] = WeakKeyDictionary()
+        self._filtering = threading.Lock()
+
+    def prepare(self, query: Encoded, text: str | None = None) -> Any:
+        """Raises InvalidInputError for a query that is given as vectors."""
+        if text is None:
+            raise errors.InvalidInputError(
+                f"a query of {self._kind}", got="vectors", expected="its text", fix='first_stage="ivf", or give the text'
+            )
+        return self._words(text)
+
+    def start(
+        self, queries: Sequence[Any], candidates: int, effort: int | None = None, allowed: Allowed | None = None, at_least: int = 0
+    ) -> LexicalSearch:
+        return LexicalSearch(self._search, list(queries), candidates, None if allowed is None else self._filter(allowed))
+
+    def _filter(self, allowed: Allowed) -> list[np.ndarray]:
+        """The bits of each segment. Parts begin at multiples of 64 records, so at whole bytes."""
+        with self._filtering:
+            found = self._filters.get(allowed)
+            if found is None:
+                found = self._filters[allowed] = [_bits(allowed, segment) for segment in self.segments]
+            return found
+
+    def search_bytes(self, candidates: int, effort: int | None, allowed: Allowed | None, at_least: int) -> int:
+        return _FOUND_BYTES * candidates + (1 << 20)  # windows of accumulators, and lists that wait
+
+    def close(self) -> None:
+        for segment in self.segments:
+            segment.close()
+        self.engine.close()
+
+
+class LexicalSearch:
+    """See `StageSearch`."""
+
+    def __init__(self, search: PostingsSearch, queries: list[Any], candidates: int, allowed: list[np.ndarray] | None):
+        self._search, self._queries, self._candidates, self._allowed = search, queries, candidates, allowed
+        self._states: list[PostingsState] = []
+        if candidates and len(queries) <= _STATES_MAX:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._states = [self._search.begin(query, self._candidates, allowed=self._allowed) for query in self._queries]
+
+    def advance(self, share: float) -> list[Candidates]:
+        if not self._states and self._candidates:
+            self._begin()
+        return [state.partial(share) for state in self._states] or [_NOTHING for _ in self._queries]
+
+    def complete(self) -> list[Candidates]:
+        if not self._candidates or not self._queries:
+            return [_NOTHING for _ in self._queries]
+        if self._states:
+            return [state.complete() for state in self._states]
+        found = self._search.search(self._queries, self._candidates, allowed=self._allowed)
+        return [
+            (numbers[numbers >= 0], scores[numbers >= 0]) for numbers, scores in zip(found.numbers, found.scores, strict=True)
+        ]  # fmt: skip
+
+
+_NOTHING: Candidates = (np.empty(0, np.int64), np.empty(0, np.float32))
+
+
+def _collection(engine: NativeEngine, segments: list[Segment], gone: np.ndarray | None) -> Collection:
+    """The segments, with what deleted records take from the totals: their terms are read out of the lists once."""
+    if gone is None or not segments or segments[0].lengths is None:
+        return Collection(segments)
+    deleted = np.flatnonzero(np.unpackbits(gone, bitorder="little"))
+    none = np.zeros(0, np.int64)
+    count = sum_lengths = 0
+    terms = []
+    for segment in segments:
+        here = deleted[(deleted >= segment.first_number) & (deleted < segment.first_number + len(segment))] - segment.first_number
+        count += len(here)
+        if segment.lengths is not None:
+            sum_lengths += int(segment.length_table[segment.lengths.codes[here]].sum())
+        terms.append(removed_terms(engine, segment, here, (none, none)))
+    return Collection(segments, (count, sum_lengths), terms)
+
+
+def _bits(allowed: Allowed, segment: Segment) -> np.ndarray:
+    size = -(-len(segment) // 8)
+    found = np.zeros(size, np.uint8)
+    held = allowed.bitmap[segment.first_number >> 3 :][:size]
+    found[: len(held)] = held
+    return found

@@ -1,0 +1,142 @@
+"""BM25 and sparse vectors as first stages: held against bm25s and against products of dense matrices, over a store's whole life."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import bm25s
+import numpy as np
+import pytest
+
+import espnx
+from espnx import errors
+from espnx.postings.analyzer import Analyzer
+from espnx.retrieval.sparse_encoder import SparseVector
+from tests.retrieval.common import build, corpus, queries, toy_encoder
+
+RNG = np.random.default_rng(0)
+#: Frequent ones first: their lists are of nearly every document.
+WORDS = [f"word{i}" for i in range(80)]
+
+
+def some_text(rng: np.random.Generator, most: int = 30) -> str:
+    return " ".join(WORDS[int(80 * rng.random() ** 3)] for _ in range(int(rng.integers(0, most))))
+
+
+DOCUMENTS = [replace(document, text=some_text(np.random.default_rng(i))) for i, document in enumerate(corpus(400))]
+ASKED = [*(some_text(np.random.default_rng(10_000 + i), 7) for i in range(12)), "", "nobody wrote this", "word0", "word0 word0 word3"]
+
+
+class Counting:
+    """A sparse encoder of a kind: a term for each word, its weight how often it comes."""
+
+    name, vocabulary = "counting", WORDS
+
+    def encode_documents(self, texts: list[str]) -> list[SparseVector]:
+        made = []
+        for text in texts:
+            numbers, counts = np.unique([WORDS.index(word) for word in text.split() if word in WORDS], return_counts=True)
+            made.append(SparseVector(numbers.astype(np.int32), counts.astype(np.float32)))
+        return made
+
+    encode_queries = encode_documents
+
+
+def bm25_of(documents: list[espnx.Document], text: str) -> dict[Any, float]:
+    """By id, of documents that have a word of the query: what bm25s says of them."""
+    analyzer = Analyzer(stop_words="english", stemmer="english")
+    terms = [analyzer.terms(document.text) for document in documents]
+    model = bm25s.BM25(k1=1.5, b=0.75, method="lucene")
+    model.index(terms, show_progress=False)
+    wanted = [term for term in analyzer.terms(text) if any(term in each for each in terms)]
+    if not wanted:
+        return {}
+    scores = model.get_scores(wanted)
+    return {document.id: float(scores[i]) for i, document in enumerate(documents) if scores[i] > 0}
+
+
+def products_of(documents: list[espnx.Document], text: str) -> dict[Any, float]:
+    asked = {word: text.split().count(word) for word in text.split()}
+    sums = {document.id: float(sum(count * document.text.split().count(word) for word, count in asked.items())) for document in documents}
+    return {name: score for name, score in sums.items() if score > 0}
+
+
+def check(path: Path, documents: list[espnx.Document]) -> None:
+    with espnx.open(path, toy_encoder()) as index:
+        assert index.store.verify() == len(documents)
+        for kind, said, tolerance in (("bm25", bm25_of, 1e-6), ("splade", products_of, 2e-2)):
+            results = [index.search(text, k=500, candidates=500, rerank=0, first_stage=kind) for text in ASKED]
+            for text, found in zip(ASKED, results, strict=True):
+                wanted = said(documents, text)
+                assert {hit.id for hit in found} == set(wanted), (kind, text)
+                assert [hit.score for hit in found] == pytest.approx([wanted[hit.id] for hit in found], rel=tolerance), (kind, text)
+            together = index.search(ASKED, k=500, candidates=500, rerank=0, first_stage=kind)
+            assert [each.hits for each in together] == [each.hits for each in results]
+            for steps in (0.2, (0.1, 0.6)):
+                early = index.search(ASKED[0], k=500, candidates=500, first_stage=kind, prefetch_step=steps)
+                assert early.hits == index.search(ASKED[0], k=500, candidates=500, first_stage=kind, prefetch_step=0).hits
+        some = [document.id for document in documents[::3]]
+        found = index.search("word0 word1", k=500, rerank=0, first_stage="bm25", include=some)
+        scores = bm25_of(documents, "word0 word1")
+        assert {hit.id: hit.score for hit in found} == pytest.approx({name: scores[name] for name in some if name in scores}, rel=1e-6)
+
+
+@pytest.mark.parametrize("named", [("ivf", "bm25", "splade"), ("bm25", "splade")])
+def test_a_life(folder: Path, monkeypatch: pytest.MonkeyPatch, named: tuple[str, ...]) -> None:
+    """Scores are those of the documents that are there, after every change, as if they had been built at once."""
+    path = folder / "s"
+    monkeypatch.setattr("espnx.retrieval.first_stage.lexical.remembered_sparse_encoder", lambda name: Counting())
+    build(path, DOCUMENTS[:250], first_stages=named, sparse_encoder=Counting())
+    check(path, DOCUMENTS[:250])
+    for number in range(250, 265):
+        espnx.add(path, DOCUMENTS[number : number + 1])
+    espnx.add(path, DOCUMENTS[265:])
+    check(path, DOCUMENTS)
+    other = [replace(DOCUMENTS[300], text="word0 word79 word79")]
+    espnx.add(path, other, replace=True)
+    espnx.delete(path, [document.id for document in [*DOCUMENTS[:40], *DOCUMENTS[255:262]]])
+    left = [*DOCUMENTS[40:255], *DOCUMENTS[262:300], *DOCUMENTS[301:], *other]
+    check(path, left)
+    assert espnx.compact(path).documents == len(left)
+    check(path, left)
+
+
+def test_queries_without_text(folder: Path) -> None:
+    build(folder / "s", DOCUMENTS[:20], first_stages=("ivf", "bm25"))
+    with espnx.open(folder / "s") as index:
+        assert len(index.search(queries(1)[0], k=3)) == 3
+        for named in ("bm25", ("ivf", "bm25")):
+            with pytest.raises(errors.InvalidInputError, match=r"query of bm25.*text"):
+                index.search(queries(1)[0], first_stage=named)
+
+
+def test_other_words(folder: Path) -> None:
+    """Without a language words stand as they are written; one that has no stemmer is refused before anything is encoded."""
+    documents = [replace(DOCUMENTS[0], text="the running horses"), replace(DOCUMENTS[1], text="a horse runs")]
+    for language, found in (("english", 2), ("none", 1)):
+        path = folder / language
+        build(path, documents, first_stages="bm25", language=language)
+        with espnx.open(path, toy_encoder()) as index:
+            assert len(index.search("horses", rerank=0)) == found
+    with pytest.raises(errors.InvalidInputError, match="klingon"):
+        build(folder / "t", documents, first_stages="bm25", language="klingon")
+
+
+@pytest.mark.parametrize("section", ["stage.bm25.dict", "stage.bm25.lengths", "stage.bm25.lists", "stage.bm25.terms"])
+def test_damage(folder: Path, section: str) -> None:
+    """Found when the store is opened, or by the search that comes across it; a store that verifies has none."""
+    from tests.retrieval.common import section_places
+
+    build(folder / "s", DOCUMENTS[:200], first_stages=("ivf", "bm25"))
+    file = next((folder / "s").glob("gen-*/part.bin"))
+    place, data = section_places(file)[section], bytearray(file.read_bytes())
+    for at in (place.offset_bytes + place.size_bytes // 2, place.offset_bytes, place.offset_bytes + place.size_bytes - 9):
+        damaged = bytearray(data)
+        damaged[at] ^= 0x10
+        file.write_bytes(damaged)
+        with pytest.raises(errors.EspnxError), espnx.open(folder / "s", toy_encoder()) as index:
+            for word in WORDS:
+                index.search(word, first_stage="bm25", rerank=0)
+            index.store.verify()
