@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .kv.schedule import Decision
     from .postings import Postings
     from .retrieval.build.builder import build, train
-    from .retrieval.build.changes import add, compact, delete
+    from .retrieval.build.changes import add, add_first_stage, compact, delete
     from .retrieval.build.detach import detach
     from .retrieval.build.documents import Document
     from .retrieval.build.reports import AddReport, BuildReport, CompactReport, DetachReport
@@ -68,7 +68,7 @@ _HOME = {
     "kv.schedule": ["Decision"],
     "postings": ["Postings"],
     "retrieval.build.builder": ["build", "train"],
-    "retrieval.build.changes": ["add", "compact", "delete"],
+    "retrieval.build.changes": ["add", "add_first_stage", "compact", "delete"],
     "retrieval.build.detach": ["detach"],
     "retrieval.build.documents": ["Document"],
     "retrieval.build.reports": ["AddReport", "BuildReport", "CompactReport", "DetachReport"],
@@ -115,6 +115,7 @@ __all__ = [
     "Trained",
     "__version__",
     "add",
+    "add_first_stage",
     "build",
     "chunk",
     "chunk_documents",

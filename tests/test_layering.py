@@ -82,7 +82,7 @@ def test_the_walk_sees_the_package() -> None:
         ("espnx.retrieval.build.builder", "import benchmarks.harness.registry"),
         ("espnx.kernels.maxsim", "import torch"),
         ("espnx.retrieval.build.builder", "import faiss"),
-        ("espnx.retrieval.first_stage.ivf", "import faiss"),
+        ("espnx.retrieval.first_stage.ivf.stage", "import faiss"),
         ("espnx.retrieval.build.builder", "from ...ops.quantise import load_faiss"),
         ("espnx.kernels.maxsim", "from espnx.errors import EspnxError"),
         ("espnx.kernels.maxsim", "import os"),
@@ -101,7 +101,7 @@ def test_the_checker_reports(module: str, source: str) -> None:
         ("espnx.storage.native", "import os\nimport torch\nfrom espnx.errors import ReadError\nfrom . import engine\nfrom espnx import _C"),
         ("espnx.ops.quantise", "import faiss"),
         ("espnx.device.ssd_records", "from ..storage.native import NativeEngine, load_native"),
-        ("espnx.retrieval.first_stage.ivf_arrays", "from ...ops.quantise import load_faiss"),
+        ("espnx.retrieval.first_stage.ivf.arrays", "from ...ops.quantise import load_faiss"),
         ("espnx.storage.gds.engine", "import cupy\nfrom cuda.bindings import cufile"),
         ("espnx.ops.maxsim.api", "from espnx.kernels import maxsim\nfrom .reference import maxsim_reference"),
         (

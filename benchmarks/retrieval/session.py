@@ -17,7 +17,7 @@ import numpy as np
 import espnx
 from espnx.errors import InvalidInputError
 from espnx.retrieval.encoder import Encoded
-from espnx.retrieval.first_stage.probing import measure as measure_probing
+from espnx.retrieval.first_stage.ivf.probing import measure as measure_probing
 from espnx.retrieval.first_stage.registry import described
 from espnx.retrieval.search.index import Index
 from espnx.retrieval.search.read_cost import DeviceCost

@@ -23,7 +23,7 @@ from espnx.device.record_layout import HEADER_BYTES
 from espnx.device.record_score import score
 from espnx.ops.maxsim import maxsim_reference
 from espnx.retrieval.encoder import Encoded
-from espnx.retrieval.first_stage.ivf_search import LoadedIvf
+from espnx.retrieval.first_stage.ivf.search import LoadedIvf
 from espnx.retrieval.search.hits import ScoredCandidates, rank
 from espnx.retrieval.search.index import Index
 from espnx.retrieval.search.scoring import QueryVectors

@@ -1,4 +1,4 @@
-"""``espnx index build | add | delete | compact | detach | verify | info``."""
+"""``espnx index build | add | delete | compact | postings | detach | verify | info``."""
 
 from __future__ import annotations
 
@@ -32,6 +32,11 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
         metavar="CODE",
         help="flat, sq8, sq6, sq4 or pqM: code of the inverted lists (default: %(default)s)",
     )
+    parser.add_argument(
+        "--first-stages", default="ivf", metavar="S,...",
+        help="what finds candidates: ivf (in memory), graph, bm25, splade (on SSD), or several; searches take the first (default: ivf)",
+    )  # fmt: skip
+    add_text_options(parser)
     parser.add_argument("--nlist", type=int, help="number of inverted lists (default: 4 sqrt(documents))")
     parser.add_argument("--cls-weight", type=float, default=1.0, help="weight of the CLS similarity beside MaxSim (default: %(default)s)")
     parser.add_argument("--memory", metavar="SIZE", help="what the process may use (default: 1GiB)")
@@ -93,6 +98,9 @@ def run_build(args: argparse.Namespace) -> int:
             encoder,
             format=args.format,
             pca=args.pca,
+            first_stages=args.first_stages.split(","),
+            language=args.language,
+            sparse_encoder=args.sparse_encoder,
             first_stage_code=args.first_stage_code,
             coarse=args.coarse,
             pooling=args.pooling,
@@ -182,6 +190,34 @@ def run_compact(args: argparse.Namespace) -> int:
     with ProgressLine() as progress:
         report = compact(args.store, memory=args.memory, progress=progress.update)
     emit(args, report.summary(), json_document("index compact", report=asdict(report)))
+    return 0
+
+
+def configure_postings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("store", help="directory of the store")
+    parser.add_argument("--kind", default="bm25", choices=("bm25", "splade"), help="of the lists (default: %(default)s)")
+    add_text_options(parser)
+    parser.add_argument("--memory", metavar="SIZE", help="what the process may use (default: 1GiB)")
+    add_json_option(parser)
+
+
+def add_text_options(parser: argparse.ArgumentParser) -> None:
+    """Of first stages that look words up."""
+    parser.add_argument("--language", metavar="L", help="of bm25: a Snowball stemmer such as german, or none (default: english)")
+    parser.add_argument("--sparse-encoder", metavar="M", help="of splade: splade-tiny, or the folder of a model (default: splade-tiny)")
+
+
+def run_postings(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    with ProgressLine() as progress:
+        with progress.loading("PyTorch, and the model where one is wanted"):
+            from .. import add_first_stage
+        report = add_first_stage(
+            args.store, args.kind, language=args.language, sparse_encoder=args.sparse_encoder, memory=args.memory, progress=progress.update
+        )
+    text = f"{report.summary()}\n{args.store} has posting lists now: espnx search {args.store} ... --first-stage {args.kind}"
+    emit(args, text, json_document("index postings", report=asdict(report)))
     return 0
 
 

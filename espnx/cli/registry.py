@@ -76,6 +76,9 @@ COMMANDS = {
             "index delete my.index --ids old.txt": "an id a line",
         },
     ),
+    "index postings": Command(
+        "espnx.cli.index:postings", "give an index posting lists beside what it has", {"index postings my.index --kind bm25": ""}
+    ),
     "index compact": Command(
         "espnx.cli.index:compact", "write an index anew: without what was deleted, in list order", {"index compact my.index": ""}
     ),

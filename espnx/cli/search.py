@@ -39,7 +39,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def add_search_options(parser: argparse.ArgumentParser) -> None:
     """Those of `search_options`."""
-    parser.add_argument("--candidates", type=int, default=1000, help="handed on by the first stage, at least k (default: %(default)s)")
+    parser.add_argument("--candidates", type=int, help="handed on by the first stage, at least k (default: 1000; of a graph 100)")
+    parser.add_argument("--first-stage", metavar="S,...", help="which of the index's, or several that are fused (default: its first)")
+    parser.add_argument("--fuse", default="rrf", choices=("rrf", "weighted"), help="how several become one ranking (default: %(default)s)")
     parser.add_argument("--rerank", type=int, help="how many of them are scored exactly (default: all)")
     parser.add_argument("--cascade", type=int, metavar="N", help="score coarse records of all candidates, full ones of the best N")
     parser.add_argument("--nprobe", default="auto", help="lists the first stage scans (default: measured at build)")
@@ -54,7 +56,15 @@ def search_options(args: argparse.Namespace) -> dict[str, Any]:
         if not str(nprobe).isdigit():
             raise InvalidInputError("--nprobe", got=nprobe, expected="a number or auto")
         nprobe = int(nprobe)
-    return {"candidates": args.candidates, "rerank": args.rerank, "cascade": args.cascade, "nprobe": nprobe}
+    stages = args.first_stage.split(",") if args.first_stage else None
+    return {
+        "candidates": args.candidates,
+        "first_stage": stages,
+        "fuse": args.fuse,
+        "rerank": args.rerank,
+        "cascade": args.cascade,
+        "nprobe": nprobe,
+    }
 
 
 def add_index_options(parser: argparse.ArgumentParser) -> None:

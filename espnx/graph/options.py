@@ -23,16 +23,16 @@ _SQUARES_MAX = 2.0**125
 class GraphOptions:
     """Of a build, as `espnx.graph.build` describes them."""
 
-    metric: str
-    max_degree: int
-    search_list_size: int
-    alpha: float
-    codes: str
-    pq_bytes: int | None
-    vector_dtype: str
-    num_entry_points: int
-    threads: int
-    seed: int
+    metric: str = "l2"
+    max_degree: int = 64
+    search_list_size: int = 100
+    alpha: float = 1.2
+    codes: str = "inline"
+    pq_bytes: int | None = None
+    vector_dtype: str = "auto"
+    num_entry_points: int = 1000
+    threads: int = 1
+    seed: int = 0
     device: str = "cpu"
 
 

@@ -29,7 +29,7 @@ def one_faiss_thread() -> Iterator[None]:
 def tuned_on_few_queries() -> Iterator[None]:
     """A quarter of the documents that a build asks as queries, still in two blocks: choosing nprobe by all of them is a third of the time
     that building a corpus this small takes."""
-    from espnx.retrieval.first_stage import probing
+    from espnx.retrieval.first_stage.ivf import probing
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probing, "_SAMPLE", 16)

@@ -10,7 +10,7 @@ import numpy.random  # noqa: F401 - as what `load` imports: for all children
 import espnx
 from espnx import encoders
 from espnx.retrieval.build import builder as module
-from espnx.retrieval.first_stage import probing
+from espnx.retrieval.first_stage.ivf import probing
 from espnx.retrieval.store.part_file import FileWriter
 from espnx.retrieval.store.texts import TextWriter
 from espnx.retrieval.versions import generations, part_writer, publish

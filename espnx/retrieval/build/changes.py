@@ -17,7 +17,9 @@ from ...storage import NativeEngine
 from ...storage.lock import DirectoryLock
 from ...storage.native import given_engine
 from ..encoder import AUTO, Encoder, EncoderLike, check_same_encoder, encoder_of, remembered_encoder
-from ..first_stage.registry import kinds_of
+from ..first_stage.interface import FirstStage
+from ..first_stage.registry import kinds_of, new_stage
+from ..sparse_encoder import SparseEncoderLike
 from ..store.manifest import Manifest, read_store_manifest
 from ..store.places import BUILDING, claim
 from ..store.store import Version
@@ -29,7 +31,7 @@ from .budget import MemoryBudget
 from .builder import Builder, Progress
 from .compact import write_compacted
 from .documents import check_documents, to_document
-from .options import BuildOptions
+from .options import BuildOptions, given_options
 from .reports import AddReport, CompactReport
 from .state import read_state
 from .training import Recipe
@@ -202,14 +204,51 @@ def compact(
     """
     check_callable("progress", progress)
     with _writing(path, engine) as version:
-        total = sum(part.count for part in version.parts)
-        manifest = write_compacted(version, MemoryBudget(memory), progress)
-        return CompactReport(
-            path=version.path,
-            documents=version.count,
-            dropped=total - version.count,
-            parts=len(version.parts),
-            generation=manifest.generation,
-            size_bytes_before=version.data_bytes,
-            size_bytes=sum(part.data_bytes for part in manifest.parts),
-        )
+        return _compacted(version, MemoryBudget(memory), progress)
+
+
+def add_first_stage(
+    path: str | os.PathLike[str],
+    kind: str,
+    *,
+    language: str | None = None,
+    sparse_encoder: SparseEncoderLike | None = None,
+    memory: int | str | None = None,
+    engine: NativeEngine | None = None,
+    progress: Progress = _ignore,
+) -> CompactReport:
+    """Gives a store one more first stage of texts, beside those that it has: ``bm25`` or ``splade``. Compacts the store on the way.
+
+    Args:
+        kind: of the stage. language, sparse_encoder: of it, see `BuildOptions`.
+        memory, engine, progress: as of `compact`.
+
+    Raises:
+        InvalidInputError: a kind that the store has, or that needs more than texts.
+        What `compact` raises: the store stays as it is.
+    """
+    check_callable("progress", progress)
+    options = BuildOptions(**given_options(first_stages=kind, language=language, sparse_encoder=sparse_encoder))
+    with _writing(path, engine) as version:
+        built, held = version.manifest.encoder, kinds_of(version.manifest.first_stage)
+        stage = None if kind in held else new_stage(options.first_stages, options, built.d_cls, built.dim)
+        if stage is None or stage.vector_dim:
+            raise errors.InvalidInputError(
+                "first stage to add", got=f"{kind!r} beside {', '.join(held)}", expected="bm25 or splade, that the store has not",
+                fix="build the store anew for another kind (first_stages=...)",
+            )  # fmt: skip
+        return _compacted(version, MemoryBudget(memory), progress, stage)
+
+
+def _compacted(version: Version, budget: MemoryBudget, progress: Progress, also: FirstStage | None = None) -> CompactReport:
+    total = sum(part.count for part in version.parts)
+    manifest = write_compacted(version, budget, progress, also)
+    return CompactReport(
+        path=version.path,
+        documents=version.count,
+        dropped=total - version.count,
+        parts=len(version.parts),
+        generation=manifest.generation,
+        size_bytes_before=version.data_bytes,
+        size_bytes=sum(part.data_bytes for part in manifest.parts),
+    )

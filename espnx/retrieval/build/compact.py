@@ -7,6 +7,7 @@ What the first stage measured is measured again: it would be of the documents th
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,8 @@ import numpy as np
 from ... import errors
 from ...storage.files import make_directory
 from ...storage.native import free_bytes
-from ..first_stage.interface import FirstStage
+from ..first_stage.interface import Entries, FirstStage
+from ..first_stage.several import and_another, entries_of_another
 from ..store.manifest import Manifest
 from ..store.part import Part, PartEntry
 from ..store.part_file import FileWriter
@@ -28,15 +30,41 @@ from ..versions.segments import NO_LIMIT, SegmentWriter, pieces
 from .budget import MemoryBudget
 from .builder import Progress, segment_bytes
 
+_TEXTS_AT_ONCE = 512
 
-def write_compacted(version: Version, budget: MemoryBudget, progress: Progress) -> Manifest:
+
+class _LiveDocuments:
+    """See `Documents`: what a new first stage takes up of a store. Numbered in the order of the records to come; without vectors."""
+
+    def __init__(self, version: Version, order: np.ndarray, scratch: str):
+        self._texts, self._order, self.scratch = version.texts, order, scratch
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def texts(self, order: np.ndarray | None = None) -> Iterator[str]:
+        numbers = self._order if order is None else self._order[order]
+        for first in range(0, len(numbers), _TEXTS_AT_ONCE):
+            yield from (text for _, text in self._texts.get(numbers[first : first + _TEXTS_AT_ONCE].tolist()))
+
+    def vectors(self, rows: int) -> Iterator[np.ndarray]:
+        raise errors.StateError("vectors of stored documents", got="a first stage that wants them", expected="one that takes texts")
+
+    def vector_sample(self, numbers: np.ndarray) -> np.ndarray:
+        raise errors.StateError("vectors of stored documents", got="a first stage that wants them", expected="one that takes texts")
+
+
+def write_compacted(version: Version, budget: MemoryBudget, progress: Progress, also: FirstStage | None = None) -> Manifest:
     """Writes and publishes the next version: all that is alive as a base. Holds what the first stage needs to merge its entries, 60 bytes a
-    document, and a few MB of records at a time; a few of the store's files are open at a time, however many it has."""
+    document, and a few MB of records at a time; a few of the store's files are open at a time, however many it has. `also`: a first stage
+    of texts that the store has not, and is to have."""
     before = version.manifest
     generation = generations.following(version.path, before.generation)
     stage, parts = version.first_stage.fresh(), tuple[PartEntry, ...]()
+    if also is not None:
+        stage = and_another(stage, also)
     if version.count:
-        entry, stage = _write_base(version, generation, budget, progress)
+        entry, stage = _write_base(version, generation, budget, progress, also)
         parts = (entry,)
     manifest = replace(
         before, generation=generation, base_generation=generation, deleted=None, parts=parts, tokens=sum(part.tokens for part in parts),
@@ -48,7 +76,9 @@ def write_compacted(version: Version, budget: MemoryBudget, progress: Progress) 
     return manifest
 
 
-def _write_base(version: Version, generation: int, budget: MemoryBudget, progress: Progress) -> tuple[PartEntry, FirstStage]:
+def _write_base(
+    version: Version, generation: int, budget: MemoryBudget, progress: Progress, also: FirstStage | None
+) -> tuple[PartEntry, FirstStage]:  # fmt: skip
     """Its entry, and the first stage of all that is alive."""
     directories = version.manifest.directories
     place, path = place_of_base(version.path, version.manifest.store_id, generation)
@@ -59,6 +89,10 @@ def _write_base(version: Version, generation: int, budget: MemoryBudget, progres
     gone = np.empty(0, np.uint8) if version.deleted is None else version.deleted
     stage, entries = version.first_stage.compact(version.parts, gone)
     order = merged_order(entries, live_numbers(version.parts, gone))
+    if also is not None:
+        made = also.add(_LiveDocuments(version, order, os.path.dirname(path)), np.arange(len(order)))
+        entries = entries_of_another(stage, Entries([order], entries.sections), also, made)
+        stage = and_another(stage, also)
     with Source(version, version.parts) as source:
         limits = {"full": segment_bytes(source.tiers["full"].size_bytes, len(directories)), "coarse": NO_LIMIT}
         writers = {

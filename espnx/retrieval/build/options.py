@@ -11,7 +11,7 @@ from typing import Any
 from ... import errors
 from ...checks import check_finite, check_whole, plain
 from ...device.record_layout import FORMAT_NUMBERS
-from ..first_stage.ivf_arrays import CODES
+from ..first_stage.ivf.arrays import CODES
 from ..first_stage.pooling import POOLINGS
 from ..first_stage.registry import kinds, stage_class
 

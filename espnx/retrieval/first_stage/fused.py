@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import fusion
 from ..encoder import Encoded
+from . import fusion
 from .interface import Allowed, Candidates, LoadedStage, StageSearch
 
 

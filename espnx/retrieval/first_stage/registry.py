@@ -13,10 +13,10 @@ from .interface import FirstStage
 _SEVERAL = "several"  # of which each is named
 #: kind -> module and class, which has ``new`` and ``parse`` beside what `FirstStage` asks for.
 _KINDS: dict[str, tuple[str, str]] = {
-    "ivf": ("espnx.retrieval.first_stage.ivf", "IvfStage"),
-    "bm25": ("espnx.retrieval.first_stage.lexical", "Bm25Stage"),
-    "splade": ("espnx.retrieval.first_stage.lexical", "SpladeStage"),
-    "graph": ("espnx.retrieval.first_stage.graph", "GraphStage"),
+    "ivf": ("espnx.retrieval.first_stage.ivf.stage", "IvfStage"),
+    "bm25": ("espnx.retrieval.first_stage.lexical.stage", "Bm25Stage"),
+    "splade": ("espnx.retrieval.first_stage.lexical.stage", "SpladeStage"),
+    "graph": ("espnx.retrieval.first_stage.graph.stage", "GraphStage"),
     _SEVERAL: ("espnx.retrieval.first_stage.several", "SeveralStages"),
 }
 

@@ -176,6 +176,17 @@ class SeveralStages:
         return replace(self, stages=tuple(change(stage) for stage in self.stages))
 
 
+def and_another(stage: FirstStage, other: FirstStage) -> SeveralStages:
+    """A stage, or several, and one more, which follows. Raises as `SeveralStages.of`."""
+    return SeveralStages.of([*(stage.stages if isinstance(stage, SeveralStages) else (stage,)), other])
+
+
+def entries_of_another(stage: FirstStage, entries: Entries, other: FirstStage, made: Entries) -> Entries:
+    """Of `and_another`, from what `stage` made and what `other` made in its order."""
+    own = {name if isinstance(stage, SeveralStages) else f"{stage.kind}.{name}": pieces for name, pieces in entries.sections.items()}
+    return Entries(entries.order, own | {f"{other.kind}.{name}": pieces for name, pieces in made.sections.items()})
+
+
 class LoadedSeveral:
     """See `LoadedStage`: searches by the stage that was named first, unless others are chosen.
 

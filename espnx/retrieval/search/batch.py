@@ -278,6 +278,7 @@ class QueryBatch:
                 fallback_reason=store.fallback_reason,
                 prefetch_steps=plan.steps,
                 queries_together=count,
+                stages=self._stage.kinds,
                 timings=replace(timings, merge_s=merge_s, total_s=timings.total_s + merge_s + encode_s),
             )
 

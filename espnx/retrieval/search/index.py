@@ -338,7 +338,7 @@ class Index:
             candidates: how many the first stage hands on; at least k are. None: 1,000, and 100 where each costs a read (``graph``).
             first_stage: which of the index's first stages finds them (`build`, `first_stages`), or several, whose rankings are fused: each
                 brings so many candidates, and the best of the union are kept. None: the one that was named first at build.
-            fuse: ``rrf`` (reciprocal ranks) or ``weighted`` (scaled scores), see `espnx.retrieval.fusion`.
+            fuse: ``rrf`` (reciprocal ranks) or ``weighted`` (scaled scores), see `espnx.retrieval.first_stage.fusion`.
             rerank: how many of them are read and scored exactly, the best first; None for all. The others follow in first-stage order.
             cascade: score the coarse records of all candidates, then so many full ones exactly; the others follow in coarse order.
                 Needs a store built with a coarse tier. Lossy as `rerank` is, and much less so.

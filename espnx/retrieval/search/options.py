@@ -10,7 +10,7 @@ from typing import TypedDict
 
 from ... import errors
 from ...checks import check_whole, plain
-from ..fusion import METHODS
+from ..first_stage.fusion import METHODS
 from ..store.texts import DocumentId
 from .prefetch import Steps
 

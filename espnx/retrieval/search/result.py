@@ -120,6 +120,7 @@ class SearchResult:
         fallback_reason: why it is not what was tried first; empty if it is.
         prefetch_steps: shares of the lists after which reads began; empty without a prefetch.
         queries_together: how many were searched together, this one included.
+        stages: the first stages that found the candidates.
     """
 
     hits: list[Hit]
@@ -134,6 +135,7 @@ class SearchResult:
     fallback_reason: str = ""
     prefetch_steps: tuple[float, ...] = ()
     queries_together: int = 1
+    stages: tuple[str, ...] = ()
     timings: Timings = field(default_factory=Timings)
 
     def __iter__(self) -> Iterator[Hit]:
@@ -159,6 +161,9 @@ class SearchResult:
         for rank, hit in enumerate(self.hits, start=1):
             lines.append(f"{rank:3}. {hit.score:8.3f}  {hit.id}{'' if hit.reranked else '  (not re-ranked)'}")
             lines.append(_INDENT + textwrap.shorten(hit.text, width=100, placeholder=" ..."))
+            if len(self.stages) > 1:
+                said = (f"{kind} {hit.found_by[kind].rank}" if kind in hit.found_by else f"{kind} -" for kind in self.stages)
+                lines.append(_INDENT + "ranks: " + ", ".join(said))
             if hit.matches:
                 best = sorted(hit.matches, key=lambda match: -match.score)[:_MATCHES_SHOWN]
                 lines.append(_INDENT + ", ".join(f"q{m.query_token}~d{m.document_token} {m.score:.2f}" for m in best))

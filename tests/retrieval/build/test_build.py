@@ -138,8 +138,8 @@ def test_resident_memory(store: Path) -> None:
 @pytest.mark.parametrize("candidates", [5, 50, 1000])
 def test_nprobe_is_the_least_that_finds_enough(folder: Path, monkeypatch: pytest.MonkeyPatch, candidates: int) -> None:
     """The least, to a sixteenth, with which the documents find 98 % of their exhaustive candidates."""
-    monkeypatch.setattr("espnx.retrieval.first_stage.ivf.CANDIDATES", candidates)
-    monkeypatch.setattr("espnx.retrieval.first_stage.probing._SAMPLE", 64)
+    monkeypatch.setattr("espnx.retrieval.first_stage.ivf.stage.CANDIDATES", candidates)
+    monkeypatch.setattr("espnx.retrieval.first_stage.ivf.probing._SAMPLE", 64)
     count = 600
     build(folder / "s", corpus(count, tokens=(1, 1)), nlist=32)
     with espnx.open(folder / "s") as index:

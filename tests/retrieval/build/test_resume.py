@@ -14,7 +14,7 @@ import pytest
 import espnx
 from espnx import errors
 from espnx.retrieval.build import builder as module
-from espnx.retrieval.first_stage.ivf import IvfStage
+from espnx.retrieval.first_stage.ivf.stage import IvfStage
 from espnx.retrieval.versions import part_writer, publish
 from espnx.storage import ownership
 from espnx.storage.lock import DirectoryLock

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import espnx
-from espnx.retrieval.first_stage.cells import CELL_RECORDS, cell_order
-from espnx.retrieval.first_stage.ivf_arrays import decoded, empty_index, enter, list_codes, list_numbers, sort_lists, train_arrays
+from espnx.retrieval.first_stage.ivf.arrays import decoded, empty_index, enter, list_codes, list_numbers, sort_lists, train_arrays
+from espnx.retrieval.first_stage.ivf.cells import CELL_RECORDS, cell_order
 from tests.retrieval.common import D_CLS, DIM, build
 
 PAGE_RECORDS = 10

@@ -12,11 +12,12 @@ import pytest
 import espnx
 from espnx import errors
 from espnx.retrieval.build import builder
-from espnx.retrieval.first_stage import graph, registry
+from espnx.retrieval.first_stage import registry
 from espnx.retrieval.first_stage.document_vector import DocumentVector
-from espnx.retrieval.first_stage.graph import GraphStage
+from espnx.retrieval.first_stage.graph import stage as graph
+from espnx.retrieval.first_stage.graph.stage import GraphStage
 from espnx.retrieval.first_stage.interface import Documents, Entries, StoredEntries
-from espnx.retrieval.first_stage.ivf import IvfStage
+from espnx.retrieval.first_stage.ivf.stage import IvfStage
 from espnx.retrieval.first_stage.several import SeveralStages
 from tests.retrieval.common import EVERYTHING, assert_ranks_as_written, build, corpus, queries, replace_section, section_places
 from tests.retrieval.stages import ExactStage, InMemoryDocuments, InMemoryEntries, LoadedExact

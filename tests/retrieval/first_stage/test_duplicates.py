@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import espnx
-from espnx.retrieval.first_stage import probing
 from espnx.retrieval.first_stage.document_vector import DocumentVector
-from espnx.retrieval.first_stage.ivf import IvfStage
-from espnx.retrieval.first_stage.ivf_search import ListCounts, LoadedIvf
+from espnx.retrieval.first_stage.ivf import probing
+from espnx.retrieval.first_stage.ivf.search import ListCounts, LoadedIvf
+from espnx.retrieval.first_stage.ivf.stage import IvfStage
 from tests.retrieval.common import EVERYTHING, build, corpus, queries
 from tests.retrieval.stages import InMemoryDocuments, InMemoryEntries
 

@@ -12,8 +12,8 @@ import pytest
 
 import espnx
 from espnx import errors
-from espnx.retrieval.first_stage import ivf_gpu as gpu_first_stage
-from espnx.retrieval.first_stage.ivf_gpu import GpuLoadedIvf
+from espnx.retrieval.first_stage.ivf import gpu as gpu_first_stage
+from espnx.retrieval.first_stage.ivf.gpu import GpuLoadedIvf
 from tests.retrieval.common import EVERYTHING, build, corpus, queries
 
 LISTS = 5

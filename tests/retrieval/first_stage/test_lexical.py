@@ -87,7 +87,7 @@ def check(path: Path, documents: list[espnx.Document]) -> None:
 def test_a_life(folder: Path, monkeypatch: pytest.MonkeyPatch, named: tuple[str, ...]) -> None:
     """Scores are those of the documents that are there, after every change, as if they had been built at once."""
     path = folder / "s"
-    monkeypatch.setattr("espnx.retrieval.first_stage.lexical.remembered_sparse_encoder", lambda name: Counting())
+    monkeypatch.setattr("espnx.retrieval.first_stage.lexical.stage.remembered_sparse_encoder", lambda name: Counting())
     build(path, DOCUMENTS[:250], first_stages=named, sparse_encoder=Counting())
     check(path, DOCUMENTS[:250])
     for number in range(250, 265):
@@ -140,3 +140,26 @@ def test_damage(folder: Path, section: str) -> None:
             for word in WORDS:
                 index.search(word, first_stage="bm25", rerank=0)
             index.store.verify()
+
+
+def test_given_to_a_store_that_is_there(folder: Path) -> None:
+    """Posting lists beside what it has, over the same records; the rankings of what it had stay, and it may grow on."""
+    path = folder / "s"
+    build(path, DOCUMENTS[:200], first_stages="ivf")
+    espnx.add(path, DOCUMENTS[200:260])
+    espnx.delete(path, [document.id for document in DOCUMENTS[:30]])
+    with espnx.open(path, toy_encoder()) as index:
+        before = [(hit.id, hit.score) for hit in index.search(queries(1)[0], k=20)]
+    assert espnx.add_first_stage(path, "bm25").documents == 230
+    espnx.add_first_stage(path, "splade", sparse_encoder=Counting())  # type: ignore[arg-type]
+    for kind in ("bm25", "splade", "ivf", "graph"):
+        with pytest.raises(errors.InvalidInputError, match="first stage to add"):
+            espnx.add_first_stage(path, kind)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("espnx.retrieval.first_stage.lexical.stage.remembered_sparse_encoder", lambda name: Counting())
+        check(path, DOCUMENTS[30:260])
+        espnx.add(path, DOCUMENTS[260:])
+        check(path, DOCUMENTS[30:])
+    espnx.delete(path, [document.id for document in DOCUMENTS[260:]])
+    with espnx.open(path, toy_encoder()) as index:
+        assert [(hit.id, hit.score) for hit in index.search(queries(1)[0], k=20, first_stage="ivf")] == before

@@ -9,7 +9,7 @@ import pytest
 
 import espnx
 from espnx import errors
-from espnx.retrieval.first_stage import graph
+from espnx.retrieval.first_stage.graph import stage as graph
 from espnx.retrieval.first_stage.several import LoadedSeveral
 from tests.retrieval.common import build, corpus, queries
 

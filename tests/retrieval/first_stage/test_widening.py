@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import espnx
-from espnx.retrieval.first_stage.ivf_search import LoadedIvf
+from espnx.retrieval.first_stage.ivf.search import LoadedIvf
 from tests.retrieval.common import EVERYTHING, build
 
 CLUSTERS, EACH, DIM = 20, 30, 16

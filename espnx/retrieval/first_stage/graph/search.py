@@ -10,10 +10,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ...graph.index import LIST_SIZE_MAX, GraphIndex, GraphSearch, RowFilter
-from ..encoder import Encoded
-from .interface import Allowed, Candidates
-from .ivf_search import top
+from ....graph.index import LIST_SIZE_MAX, GraphIndex, GraphSearch, RowFilter
+from ...encoder import Encoded
+from ..interface import Allowed, Candidates
+from ..ivf.search import top
 
 #: Of a search whose caller names no number: each costs about a read.
 DEFAULT_CANDIDATES = 100

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from espnx.errors import InvalidInputError
-from espnx.retrieval.fusion import Fused, fuse
+from espnx.retrieval.first_stage.fusion import Fused, fuse
 
 
 def oracle(stages, method, weights, rrf_k=60):

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ... import errors
-from ...ops.quantise import load_faiss
-from .interface import Candidates
-from .ivf_search import LoadedIvf, merge, top
+from .... import errors
+from ....ops.quantise import load_faiss
+from ..interface import Candidates
+from .search import LoadedIvf, merge, top
 
 #: What a GPU index takes at a time: lists, and results.
 LISTS_MAX = RESULTS_MAX = 2048

@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ...ops.quantise import load_faiss
-from ..encoder import Encoded
-from .interface import CANDIDATES, Allowed, Candidates
+from ....ops.quantise import load_faiss
+from ...encoder import Encoded
+from ..interface import CANDIDATES, Allowed, Candidates
 
 #: Asked of FAISS beyond what is wanted: among equal similarities at the last place it keeps whichever it meets first, we the lowest number.
 _SLACK = 16

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ... import errors
-from ...ops.centroids import PRODUCT_CENTROIDS, fit_product_quantizer
-from ...ops.quantise import fit_clusters, load_faiss
+from .... import errors
+from ....ops.centroids import PRODUCT_CENTROIDS, fit_product_quantizer
+from ....ops.quantise import fit_clusters, load_faiss
 from .cells import CELL_RECORDS, cell_order
 
 CENTROIDS, PARAMETERS = "centroids", "parameters"

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .interface import Candidates
-from .ivf_search import LoadedIvf
+from ..interface import Candidates
+from .search import LoadedIvf
 
 #: What a store's own nprobe is to find: that share of the exhaustive candidates.
 RECALL = 0.98

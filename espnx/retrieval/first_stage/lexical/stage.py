@@ -16,19 +16,19 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 
-from ... import errors
-from ...postings.analyzer import Analyzer
-from ...postings.build.builder import SegmentBuilder
-from ...postings.compaction import merged_sections
-from ...postings.format import parse_analyzer
-from ...postings.stored.layout import COUNT, DICTIONARY, FORWARD, IMPACT, LENGTHS, LISTS, ROWS, TERMS
-from ...postings.stored.segment import Segment
-from ...storage import NativeEngine
-from ...storage.parse import Fields
-from ..encoder import Encoded
-from ..sparse_encoder import SparseEncoder, remembered_sparse_encoder, sparse_encoder_of
-from .interface import Documents, Entries, LoadedStage, StoredEntries
-from .lexical_search import LoadedLexical, Words
+from .... import errors
+from ....postings.analyzer import Analyzer
+from ....postings.build.builder import SegmentBuilder
+from ....postings.compaction import merged_sections
+from ....postings.format import parse_analyzer
+from ....postings.stored.layout import COUNT, DICTIONARY, FORWARD, IMPACT, LENGTHS, LISTS, ROWS, TERMS
+from ....postings.stored.segment import Segment
+from ....storage import NativeEngine
+from ....storage.parse import Fields
+from ...encoder import Encoded
+from ...sparse_encoder import SparseEncoder, remembered_sparse_encoder, sparse_encoder_of
+from ..interface import Documents, Entries, LoadedStage, StoredEntries
+from .search import LoadedLexical, Words
 
 _MEMORY_BYTES = 256 << 20  # of what is sorted at a time, as long as the stage is built
 _ENCODED_AT_ONCE = 256

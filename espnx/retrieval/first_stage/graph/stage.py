@@ -16,18 +16,19 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 
-from ... import errors
-from ...graph.build import make_graph
-from ...graph.format import CODEBOOK, CODES, ENTRIES, NODES, ROWS, GraphSections, section_of
-from ...graph.index import GraphIndex
-from ...graph.layout import choose_layout
-from ...graph.write import graph_files
-from ...storage.parse import Fields
-from ..encoder import Encoded
-from .document_vector import DocumentVector
-from .graph_search import DEFAULT_CANDIDATES, FlatPart, GraphPart, LoadedGraph
-from .interface import Documents, Entries, LoadedStage, StoredEntries
-from .probing import STEPS, distinct_sample, hits_of, known_of
+from .... import errors
+from ....graph.build import make_graph
+from ....graph.format import CODEBOOK, CODES, ENTRIES, NODES, ROWS, GraphSections, section_of
+from ....graph.index import GraphIndex
+from ....graph.layout import choose_layout
+from ....graph.options import GraphOptions
+from ....graph.write import graph_files
+from ....storage.parse import Fields
+from ...encoder import Encoded
+from ..document_vector import DocumentVector
+from ..interface import Documents, Entries, LoadedStage, StoredEntries
+from ..ivf.probing import STEPS, distinct_sample, hits_of, known_of
+from .search import DEFAULT_CANDIDATES, FlatPart, GraphPart, LoadedGraph
 
 #: Sections of a part: what the graph's manifest says, and what its files hold; or the vectors alone.
 MANIFEST, VECTORS = "graph", "vectors"
@@ -262,7 +263,8 @@ def _entries(rows: np.ndarray, numbers: np.ndarray, order: np.ndarray | None) ->
         by_number = np.argsort(numbers, kind="stable")
         places = by_number[np.searchsorted(numbers[by_number], found)]
         return Entries([found], {VECTORS: [rows[places].astype("<f2")]})
-    graph, row_of = make_graph(rows, "the first stage", metric="ip", max_degree=_MAX_DEGREE, vector_dtype="float16")
+    options = GraphOptions(metric="ip", max_degree=_MAX_DEGREE, vector_dtype="float16", threads=torch.get_num_threads())
+    graph, row_of = make_graph(rows, "the first stage", options)
     if order is None:
         order = numbers[row_of]
     labels = np.empty(len(rows), np.int64)  # of each row the place of its record

@@ -9,13 +9,13 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 
-from ... import errors
-from ...ops.quantise import KMEANS_ROUNDS
-from ...storage.parse import Fields
-from ..encoder import Encoded
-from .document_vector import DocumentVector
-from .interface import CANDIDATES, Documents, Entries, LoadedStage, StoredEntries
-from .ivf_arrays import (
+from .... import errors
+from ....ops.quantise import KMEANS_ROUNDS
+from ....storage.parse import Fields
+from ...encoder import Encoded
+from ..document_vector import DocumentVector
+from ..interface import CANDIDATES, Documents, Entries, LoadedStage, StoredEntries
+from .arrays import (
     CENTROIDS,
     PARAMETERS,
     Filling,
@@ -32,9 +32,9 @@ from .ivf_arrays import (
     sort_lists,
     train_arrays,
 )
-from .ivf_gpu import GpuLoadedIvf
-from .ivf_search import ListRuns, LoadedIvf
+from .gpu import GpuLoadedIvf
 from .probing import RECALL, distinct_sample, measure
+from .search import ListRuns, LoadedIvf
 
 #: Sections of a part: numbers of the lists that hold records, ascending, how many each holds, and the codes in the order of the records.
 LISTS, SIZES, CODES = "lists", "sizes", "codes"

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InvalidInputError
-from .first_stage.interface import Candidates
+from ...errors import InvalidInputError
+from .interface import Candidates
 
 METHODS = ("rrf", "weighted")
 #: Of Cormack, Clarke and Buettcher (SIGIR 2009): how little the first ranks are above the next ones.

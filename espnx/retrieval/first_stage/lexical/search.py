@@ -9,14 +9,14 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ... import errors
-from ...postings.search.plan import Collection
-from ...postings.search.search import PostingsSearch, PostingsState
-from ...postings.stored.segment import Segment
-from ...postings.versions import removed_terms
-from ...storage import NativeEngine
-from ..encoder import Encoded
-from .interface import CANDIDATES, Allowed, Candidates
+from .... import errors
+from ....postings.search.plan import Collection
+from ....postings.search.search import PostingsSearch, PostingsState
+from ....postings.stored.segment import Segment
+from ....postings.versions import removed_terms
+from ....storage import NativeEngine
+from ...encoder import Encoded
+from ..interface import CANDIDATES, Allowed, Candidates
 
 #: From the text of a query to its terms: as often as they come, or each with a weight.
 Words = Callable[[str], Sequence[str] | Mapping[int, float]]

@@ -1,0 +1,1 @@
+"""Graphs that stay on SSD: pages read as a walk comes to them."""

@@ -1,0 +1,1 @@
+"""Inverted lists: vectors by the nearest of many centroids, scanned in memory by FAISS."""

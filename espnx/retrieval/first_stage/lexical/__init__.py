@@ -1,0 +1,1 @@
+"""Posting lists that stay on SSD: words, and weights of terms."""
