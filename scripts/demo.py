@@ -28,6 +28,7 @@ from espnx.benchmarks.kv import smollm2
 from espnx.cli.progress import ProgressLine
 from espnx.ops.quantise import load_faiss
 from espnx.retrieval.reference import InMemoryReference
+from espnx.retrieval.search.result import Hit, StageRank
 from espnx.sizes import format_size
 from espnx.tables import render_table
 
@@ -41,6 +42,8 @@ QUERIES = (
 )
 #: About the same passages: the second is asked in a new process.
 QUESTIONS = ("Which function creates a temporary directory?", "How do I create a temporary directory?")
+#: Inverted lists over vectors, in memory; BM25 from posting lists on SSD.
+STAGES = ("ivf", "bm25")
 PASSAGES = 8  # found for the first question, that a real model reads
 ROOT = Path(__file__).resolve().parent.parent
 TRAINED = ROOT / "models" / "demo"
@@ -63,11 +66,17 @@ def corpus(count: int) -> list[dict[str, str]]:
 
 def build(directory: Path, documents: list[dict[str, str]], encoder: object) -> None:
     with ProgressLine() as progress:
-        report = espnx.build(directory, documents, encoder, pca=128, replace=True, restart=True, progress=progress.update)
+        report = espnx.build(
+            directory, documents, encoder, first_stages=STAGES, pca=128, replace=True, restart=True, progress=progress.update
+        )
+    lists = report.first_stage["stages"][0]["nlist"]
     rows = [
         ("documents", f"{report.documents:,}"),
         ("token vectors", f"{report.tokens:,} x 128 fp16"),
-        ("on SSD", f"{format_size(report.record_bytes)} of records, in the order of {report.first_stage['nlist']} inverted lists"),
+        (
+            "on SSD",
+            f"{format_size(report.record_bytes)} of records, in the order of {lists} inverted lists",
+        ),
         ("in memory", f"{report.resident_bytes_per_document:.2f} bytes a document, beside the first stage"),
         ("time", f"{report.spool_s:.1f} s encoding, {report.arrange_s:.1f} s arranging, {report.write_s:.1f} s writing"),
     ]
@@ -77,6 +86,21 @@ def build(directory: Path, documents: list[dict[str, str]], encoder: object) -> 
 def search(index: espnx.Index) -> None:
     for query in QUERIES:
         print(f"{query}\n{index.search(query, k=3)}\n")
+
+
+def search_hybrid(index: espnx.Index) -> None:
+    """Words beside vectors: what each first stage found of the best."""
+    for query in QUERIES:
+        found = index.search(query, k=3, first_stage=("bm25", "ivf"), fuse="rrf")
+        print(query)
+        for hit in found:
+            said = ", ".join(f"{kind}: {f'rank {place.rank}' if place else '-'}" for kind, place in stages_of(hit))
+            print(f"  {hit.score:8.3f}  {hit.id}  ({said})")
+
+
+def stages_of(hit: Hit) -> list[tuple[str, StageRank | None]]:
+    """What each first stage said of a hit."""
+    return [(kind, hit.found_by.get(kind)) for kind in reversed(STAGES)]
 
 
 def compare(index: espnx.Index, documents: list[dict[str, str]]) -> bool:
@@ -190,6 +214,8 @@ def main() -> int:
         with steps.step("It is searched from SSD, and every ranking compared with one from memory"):
             search(index)
             ok = compare(index, documents)
+        with steps.step("Words beside vectors: posting lists on SSD find candidates, too, and MaxSim ranks the union"):
+            search_hybrid(index)
         model = find_model(args.directory.parent, steps) if args.model is None else args.model
         ok = read_aloud(index, model, args.directory.parent / "kv", steps) and ok
     print(f"\n{steps.report()}")

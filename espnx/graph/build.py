@@ -191,7 +191,12 @@ def make_graph(vectors: Any, where: str, options: GraphOptions, progress: Progre
     """
     source = read_vectors(vectors)
     layout = choose_layout(
-        source.n, source.dim, check_options(options, source), max_degree=options.max_degree, codes=options.codes, code_bytes=options.pq_bytes
+        source.n,
+        source.dim,
+        check_options(options, source),
+        max_degree=options.max_degree,
+        codes=options.codes,
+        code_bytes=options.pq_bytes,
     )
     with given_engine(None) as engine:
         whole, row_of, _ = _Builder(engine, where, source, layout, options, progress or _no_progress).graph()
