@@ -140,6 +140,16 @@ class Postings:
         return f"<Postings: {len(self):,} records, {self.facts.kind}, {self.directory}>"
 
     @property
+    def searcher(self) -> PostingsSearch:
+        """What searches go by, for callers that bring terms and masks of their own."""
+        return self._search
+
+    @property
+    def path_of_reads(self) -> str:
+        """The engine's effective path."""
+        return self._engine.effective
+
+    @property
     def memory_bytes(self) -> int:
         """Of dictionaries and lengths."""
         return sum(segment.memory_bytes for segment in self._segments)

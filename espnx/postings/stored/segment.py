@@ -163,6 +163,13 @@ class Segment:
         }  # fmt: skip
 
     @property
+    def codes(self) -> torch.Tensor:
+        """uint16 [n]: codes of lengths, whose meaning `length_table` has; of counts alone."""
+        if self._codes is None:
+            raise errors.StateError("lengths of records", got="impacts", expected="counts")
+        return self._codes
+
+    @property
     def length_table(self) -> np.ndarray:
         """int64: the length of each code; of counts alone."""
         if self._length_table is None:

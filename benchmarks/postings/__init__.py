@@ -1,0 +1,1 @@
+"""BM25 from SSD beside what else reads posting lists."""
