@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from .retrieval.search.read_cost import DeviceCost
     from .retrieval.search.result import Hit, SearchResult, Timings, TokenMatch
     from .retrieval.single_vector import text_vectors
-    from .retrieval.sparse_encoder import SparseEncoder, SparseVector
+    from .retrieval.sparse_encoder import SparseEncoder, SparseVector, term_vectors
     from .storage import Engine, EngineStats, FileHandle, Future, Plan, open_engine
 
     open = Index  # noqa: A001 - espnx.open reads as it should, and a package like this is not star-imported
@@ -79,7 +79,7 @@ _HOME = {
     "retrieval.search.read_cost": ["DeviceCost"],
     "retrieval.search.result": ["Hit", "SearchResult", "Timings", "TokenMatch"],
     "retrieval.single_vector": ["text_vectors"],
-    "retrieval.sparse_encoder": ["SparseEncoder", "SparseVector"],
+    "retrieval.sparse_encoder": ["SparseEncoder", "SparseVector", "term_vectors"],
     "storage": ["Engine", "EngineStats", "FileHandle", "Future", "Plan", "open_engine"],
 }
 
@@ -139,6 +139,7 @@ __all__ = [
     "read_corpus",
     "read_qrels",
     "read_run",
+    "term_vectors",
     "text_vectors",
     "train",
     "write_run",

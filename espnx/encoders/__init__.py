@@ -47,7 +47,7 @@ def load_encoder(spec: str | os.PathLike[str], *, device: str = "cpu", dtype: st
 
         return MiniLM(device=device, dtype=dtype)
     folder = Path(check_path("encoder", spec))
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # False, too, for a name that no file can have
         raise InvalidInputError("encoder", got=repr(spec), expected='"minilm" or the folder of an encoder', fix=_fix(str(spec)))
     return _of_folder(folder, device, dtype)
 
@@ -94,7 +94,7 @@ def load_sparse_encoder(spec: str | os.PathLike[str] = "splade-tiny", *, device:
     if spec in _SPARSE_NAMED:
         return SpladeTiny(device=device)
     folder = Path(check_path("sparse encoder", spec))
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # False, too, for a name that no file can have
         expected = '"splade-tiny" or the folder of a SPLADE model'
         raise InvalidInputError("sparse encoder", got=repr(spec), expected=expected, fix=_fix(str(spec)))
     return SpladeEncoder(folder, device=device)

