@@ -274,25 +274,18 @@ class PyGraphSearcher {
   PyGraphSearcher(const std::string& path, int64_t begin, const std::string& codes_path, int64_t codes_begin,
                   std::optional<bool> direct, int64_t n, int64_t dim, const std::string& format,
                   const std::string& metric, int64_t degree, int64_t code_bytes, const std::string& codes_in,
-                  int64_t page_bytes, int64_t nodes_per_page, uint64_t salt, const std::vector<int64_t>& parts,
-                  const Tensor& centroids, const std::optional<Tensor>& codes, const Tensor& entries,
-                  const Tensor& entry_codes, const std::string& engine, int threads, int64_t walks,
-                  int64_t code_cache_bytes, const std::vector<py::dict>& rules, uint64_t seed) {
+                  int64_t inline_pq, int64_t page_bytes, int64_t nodes_per_page, uint64_t salt,
+                  const std::vector<int64_t>& parts, const Tensor& centroids, const std::optional<Tensor>& codes,
+                  const Tensor& entries, const Tensor& entry_codes, const std::string& engine, int threads,
+                  int64_t walks, int64_t code_cache_bytes, const std::vector<py::dict>& rules, uint64_t seed) {
     GraphView view;
-    view.layout = {n,
-                   dim,
-                   to_format(format),
-                   degree,
-                   code_bytes,
-                   codes_in == "inline" ? degree : 0,
-                   page_bytes,
-                   nodes_per_page,
-                   salt,
-                   codes_in == "paged"};
+    view.layout = {n,         dim,        to_format(format), degree, code_bytes,
+                   inline_pq, page_bytes, nodes_per_page,    salt,   codes_in == "paged"};
     view.metric = to_metric(metric);
     const graph::PageLayout& layout = view.layout;
     if (n < 0 || n >= UINT32_MAX || dim < 1 || dim > kMaxVectorDim || degree < 0 || degree > 65535 ||
-        page_bytes < 512 || nodes_per_page < 1 ||
+        page_bytes < 512 || nodes_per_page < 1 || inline_pq < 0 || inline_pq > degree ||
+        (codes_in == "inline") != (inline_pq == degree) ||
         graph::kPageHeaderBytes + nodes_per_page * layout.node_bytes() > page_bytes) {
       invalid("the layout of a graph's pages is out of range");
     }
@@ -397,14 +390,15 @@ void bind_graph(py::module_& m) {
   py::class_<PyGraphSearcher>(m, "GraphSearcher")
       .def(py::init<const std::string&, int64_t, const std::string&, int64_t, std::optional<bool>, int64_t, int64_t,
                     const std::string&, const std::string&, int64_t, int64_t, const std::string&, int64_t, int64_t,
-                    uint64_t, const std::vector<int64_t>&, const Tensor&, const std::optional<Tensor>&, const Tensor&,
-                    const Tensor&, const std::string&, int, int64_t, int64_t, const std::vector<py::dict>&, uint64_t>(),
+                    int64_t, uint64_t, const std::vector<int64_t>&, const Tensor&, const std::optional<Tensor>&,
+                    const Tensor&, const Tensor&, const std::string&, int, int64_t, int64_t,
+                    const std::vector<py::dict>&, uint64_t>(),
            py::kw_only(), py::arg("path"), py::arg("begin"), py::arg("codes_path"), py::arg("codes_begin"),
            py::arg("direct"), py::arg("n"), py::arg("dim"), py::arg("format"), py::arg("metric"), py::arg("degree"),
-           py::arg("code_bytes"), py::arg("codes_in"), py::arg("page_bytes"), py::arg("nodes_per_page"),
-           py::arg("salt"), py::arg("parts"), py::arg("centroids"), py::arg("codes"), py::arg("entries"),
-           py::arg("entry_codes"), py::arg("engine"), py::arg("threads"), py::arg("walks"), py::arg("code_cache_bytes"),
-           py::arg("rules"), py::arg("seed"))
+           py::arg("code_bytes"), py::arg("codes_in"), py::arg("inline_pq"), py::arg("page_bytes"),
+           py::arg("nodes_per_page"), py::arg("salt"), py::arg("parts"), py::arg("centroids"), py::arg("codes"),
+           py::arg("entries"), py::arg("entry_codes"), py::arg("engine"), py::arg("threads"), py::arg("walks"),
+           py::arg("code_cache_bytes"), py::arg("rules"), py::arg("seed"))
       .def("start", &PyGraphSearcher::start, py::kw_only(), py::arg("queries"), py::arg("queries_f32"), py::arg("k"),
            py::arg("list_size"), py::arg("beam"), py::arg("stop_beyond"), py::arg("allowed"), py::arg("deadline_s"))
       .def("close", &PyGraphSearcher::close)

@@ -25,7 +25,7 @@ struct PageLayout {
   VectorFormat format = VectorFormat::kFp32;
   int64_t degree = 0;        // R
   int64_t code_bytes = 0;    // of one code
-  int64_t inline_codes = 0;  // neighbours whose codes a node has: 0 or R
+  int64_t inline_codes = 0;  // neighbours whose codes a node has: the first so many, 0 to R
   int64_t page_bytes = 0;
   int64_t nodes_per_page = 0;
   uint64_t salt = 0;

@@ -141,7 +141,8 @@ void GraphWalk::expand(const NodeView& node) {
   for (int64_t i = 0; i < node.n_neighbours(); ++i) {
     const uint32_t neighbour = node.neighbour(i);
     if (!met_.add(neighbour)) continue;
-    if (layout.paged_codes) {
+    const bool is_inline = i < layout.inline_codes;
+    if (!is_inline && layout.paged_codes) {
       const int64_t page = layout.code_page_of(neighbour);
       const auto is_it = [page](const CodePage& each) { return each.page == page && !each.asked; };
       auto at = std::find_if(code_pages_.begin(), code_pages_.end(), is_it);
@@ -150,7 +151,7 @@ void GraphWalk::expand(const NodeView& node) {
       continue;
     }
     fresh_.push_back(neighbour);
-    fresh_codes_.push_back(view_->codes == nullptr ? node.code(i) : view_->codes + neighbour * layout.code_bytes);
+    fresh_codes_.push_back(is_inline ? node.code(i) : view_->codes + neighbour * layout.code_bytes);
   }
   estimate_fresh();
 }

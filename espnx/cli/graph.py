@@ -26,6 +26,10 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
         help="where codes lie: beside each node, so that memory does not grow with the vectors; in pages of their own, a smaller"
         " folder and more reads; in memory, few reads (default: inline)",
     )  # fmt: skip
+    parser.add_argument(
+        "--inline-pq", type=int, metavar="N",
+        help="where codes are paged or in memory: neighbours whose codes lie beside each node all the same; -1: as many as fill a page",
+    )  # fmt: skip
     parser.add_argument("--pq-bytes", type=int, metavar="N", help="of a code (default: as many as fill a page)")
     parser.add_argument(
         "--vector-dtype", default="auto", choices=("auto", "float32", "float16", "uint8", "int8"),
@@ -51,7 +55,7 @@ def run_build(args: argparse.Namespace) -> int:
     with ProgressLine() as line:
         report = build(
             args.vectors, args.graph, metric=args.metric, max_degree=args.max_degree, search_list_size=args.search_list_size,
-            alpha=args.alpha, codes=args.codes, pq_bytes=args.pq_bytes, vector_dtype=args.vector_dtype,
+            alpha=args.alpha, codes=args.codes, inline_pq=args.inline_pq, pq_bytes=args.pq_bytes, vector_dtype=args.vector_dtype,
             num_entry_points=args.num_entry_points, threads=args.threads, seed=args.seed, device=args.device, column=args.column,
             memory=args.memory, progress=line.update,
         )  # fmt: skip

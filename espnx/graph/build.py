@@ -83,6 +83,7 @@ def build(
     search_list_size: int = 100,
     alpha: float = 1.2,
     codes: str = "inline",
+    inline_pq: int | None = None,
     pq_bytes: int | None = None,
     vector_dtype: str = "auto",
     num_entry_points: int = 1000,
@@ -111,6 +112,8 @@ def build(
         codes: where the codes of product quantisation lie by which a walk chooses: ``inline``, beside each node its neighbours' (AiSAQ's
             performance mode: memory does not grow with n); ``paged``, in pages of their own that walks read, too (AiSAQ's scale mode: the
             smallest folder without memory that grows, and many more reads); ``memory`` (DiskANN's: n * pq_bytes of memory, few reads).
+        inline_pq: where codes are paged or in memory: neighbours of a node, 0 to max_degree, whose codes lie in it all the same; -1: as
+            many as the smallest page for one node holds.
         pq_bytes: of a code; None: as many as fill the page, at most one a dimension.
         vector_dtype: ``float32``, ``float16``, ``uint8`` or ``int8``; ``auto``: as they come where they are whole numbers, else float16.
         num_entry_points: where searches may begin; they take the nearest by its code.
@@ -132,7 +135,7 @@ def build(
     """
     threads = torch.get_num_threads() if threads is None else threads
     options = GraphOptions(
-        metric, max_degree, search_list_size, alpha, codes, pq_bytes, vector_dtype, num_entry_points, threads, seed, device
+        metric, max_degree, search_list_size, alpha, codes, inline_pq, pq_bytes, vector_dtype, num_entry_points, threads, seed, device
     )  # fmt: skip
     return _build(read_vectors(vectors, column=column), os.fspath(path), options, memory, progress or _no_progress, engine)
 
@@ -140,11 +143,8 @@ def build(
 def _build(
     source: Vectors, path: str, options: GraphOptions, memory: int | str | None, progress: Progress, engine: NativeEngine | None
 ) -> GraphReport:  # fmt: skip
-    format_name = check_options(options, source)
+    layout = _layout_of(options, source)
     check_device(options)
-    layout = choose_layout(
-        source.n, source.dim, format_name, max_degree=options.max_degree, codes=options.codes, code_bytes=options.pq_bytes
-    )  # fmt: skip
     limit_bytes = None if memory is None or source.n == 0 else parse_size(memory)
     if limit_bytes is None:
         _check_memory(layout, options)
@@ -157,6 +157,14 @@ def _build(
             return _Builder(own, path, source, layout, options, progress).run()
         built = build_bounded(own, path, source, layout, options, limit_bytes, progress)
         return _report(built.facts, built.repaired, built.seconds, built.n_parts)
+
+
+def _layout_of(options: GraphOptions, source: Vectors) -> PageLayout:
+    """Raises InvalidInputError for options that are not of such vectors."""
+    return choose_layout(
+        source.n, source.dim, check_options(options, source), max_degree=options.max_degree, codes=options.codes,
+        code_bytes=options.pq_bytes, inline_pq=options.inline_pq,
+    )  # fmt: skip
 
 
 def _check_memory(layout: PageLayout, options: GraphOptions) -> None:
@@ -190,14 +198,7 @@ def make_graph(vectors: Any, where: str, options: GraphOptions, progress: Progre
     Raises as `build`.
     """
     source = read_vectors(vectors)
-    layout = choose_layout(
-        source.n,
-        source.dim,
-        check_options(options, source),
-        max_degree=options.max_degree,
-        codes=options.codes,
-        code_bytes=options.pq_bytes,
-    )
+    layout = _layout_of(options, source)
     with given_engine(None) as engine:
         whole, row_of, _ = _Builder(engine, where, source, layout, options, progress or _no_progress).graph()
     return whole, row_of

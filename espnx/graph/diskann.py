@@ -396,7 +396,7 @@ def _read_rows(engine: NativeEngine, facts: GraphFacts) -> tuple[theirs.DiskannN
             rows = nodes["row"]
             row_of[begin : begin + len(nodes)] = rows
             vectors[rows], near[rows], counts[rows] = nodes["vector"], nodes["neighbours"], nodes["n_neighbours"]
-            if layout.inline_codes:
+            if layout.codes_in == "inline":
                 there = np.arange(layout.max_degree) < nodes["n_neighbours"][:, None]
                 codes[nodes["neighbours"][there]] = nodes["codes"][there]
                 has_code[nodes["neighbours"][there]] = True
@@ -404,7 +404,7 @@ def _read_rows(engine: NativeEngine, facts: GraphFacts) -> tuple[theirs.DiskannN
         engine.close_file(file)
     if (missing := np.flatnonzero(counts < 0)).size:
         raise errors.FormatError("rows of a graph", path=facts.path(NODES), got=f"no node of row {missing[0]}", expected="one of each row")
-    if layout.inline_codes:
+    if layout.codes_in == "inline":
         codes[facts.entries] = facts.entry_codes
         has_code[facts.entries] = True
         left = np.flatnonzero(~has_code)  # nobody's neighbours

@@ -116,7 +116,7 @@ class GraphFacts:
 
 def file_sizes(layout: PageLayout, n_entries: int) -> dict[str, int]:
     """Bytes of each file of a graph."""
-    codes = {} if layout.inline_codes else {CODES: layout.codes_bytes}
+    codes = {} if layout.codes_in == "inline" else {CODES: layout.codes_bytes}
     entries = n_entries * (4 + layout.code_bytes)
     return {NODES: layout.size_bytes, ROWS: 4 * layout.n, CODEBOOK: 256 * layout.dim * 4, ENTRIES: entries, **codes}
 
@@ -263,14 +263,15 @@ def parse_pages(facts: GraphFacts, pages: np.ndarray, memory: torch.Tensor, posi
 
 
 def _read_layout(fields: Fields) -> PageLayout:
+    max_degree = fields.whole("max_degree", 1, MAX_DEGREE_MAX)
     layout = PageLayout(
         fields.whole("n", 0, N_MAX), fields.whole("dim", 1, DIM_MAX), fields.choice("format", VECTOR_FORMATS),
-        fields.whole("max_degree", 1, MAX_DEGREE_MAX), fields.whole("code_bytes", 1, DIM_MAX), fields.flag("inline_codes"),
+        max_degree, fields.whole("code_bytes", 1, DIM_MAX), fields.whole("inline_pq", 0, max_degree),
         fields.flag("paged_codes"),
         fields.whole("page_bytes", PAGE_UNIT_BYTES, PAGE_BYTES_MAX),
     )  # fmt: skip
-    if layout.inline_codes and layout.paged_codes:
-        fields.refuse("paged_codes", "false where codes are inline")
+    if layout.codes_in == "inline" and layout.paged_codes:
+        fields.refuse("paged_codes", "false where all codes are inline")
     if layout.paged_codes and layout.code_bytes > CODE_PAGE_BYTES - HEADER.itemsize:
         fields.refuse("code_bytes", f"at most {CODE_PAGE_BYTES - HEADER.itemsize}, what a page holds")
     if layout.page_bytes % PAGE_UNIT_BYTES or layout.nodes_per_page < 1:

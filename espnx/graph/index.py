@@ -154,7 +154,8 @@ class GraphIndex:
             path=self.facts.path(NODES), begin=self.facts.begin_bytes(NODES), codes_path=self.facts.path(codes_in),
             codes_begin=self.facts.begin_bytes(codes_in), direct=None, n=layout.n, dim=layout.dim, format=layout.format,
             metric="ip" if self.facts.metric == "ip" else "l2", degree=layout.max_degree, code_bytes=layout.code_bytes,
-            codes_in=layout.codes_in, page_bytes=layout.page_bytes, nodes_per_page=layout.nodes_per_page, salt=self.facts.salt,
+            codes_in=layout.codes_in, inline_pq=layout.inline_pq, page_bytes=layout.page_bytes,
+            nodes_per_page=layout.nodes_per_page, salt=self.facts.salt,
             parts=book.begin.tolist(), centroids=torch.from_numpy(book.centroids.copy()), codes=codes,
             entries=torch.from_numpy(self.facts.entries), entry_codes=torch.from_numpy(self.facts.entry_codes.copy()), engine=engine,
             threads=threads, walks=walks, code_cache_bytes=code_cache_bytes, rules=[asdict(rule) for rule in rules], seed=fault_seed,
@@ -173,6 +174,8 @@ class GraphIndex:
         layout, facts = self.facts.layout, self.facts
         effective, reason, is_direct = self._native.path
         where = {"inline": "beside their nodes", "paged": "in pages of their own", "memory": "in memory"}[layout.codes_in]
+        if layout.codes_in != "inline" and layout.inline_pq:
+            where += f", and those of {layout.inline_pq} neighbours beside each node"
         what = f"{layout.n:,} vectors of {layout.dim} dimensions as {layout.format}, {facts.metric}; {layout.max_degree} neighbours"
         sizes = f"{format_size(sum(facts.file_sizes.values()))} on storage, {format_size(facts.memory_bytes)} in memory"
         lines = [

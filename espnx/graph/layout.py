@@ -34,8 +34,8 @@ class PageLayout:
         format: of the vectors, a key of `espnx.ops.distances.VECTOR_FORMATS`.
         max_degree: neighbours that a node has room for, R.
         code_bytes: of a code of product quantisation.
-        inline_codes: whether codes of a node's neighbours lie in the node.
-        paged_codes: whether codes lie in pages of a file of their own, which searches read; neither of both: codes stay in memory.
+        inline_pq: neighbours whose codes lie in the node: the first so many; 0 to max_degree.
+        paged_codes: whether the others' lie in pages of a file of their own, which searches read; else they stay in memory.
         page_bytes: a multiple of 4096.
     """
 
@@ -44,14 +44,14 @@ class PageLayout:
     format: str
     max_degree: int
     code_bytes: int
-    inline_codes: bool
+    inline_pq: int
     paged_codes: bool
     page_bytes: int
 
     @property
     def codes_in(self) -> str:
-        """``inline``, ``paged`` or ``memory``."""
-        return "inline" if self.inline_codes else "paged" if self.paged_codes else "memory"
+        """``inline``, all of them; or where those are that are not: ``paged`` or ``memory``."""
+        return "inline" if self.inline_pq == self.max_degree else "paged" if self.paged_codes else "memory"
 
     @property
     def codes_per_page(self) -> int:
@@ -61,14 +61,14 @@ class PageLayout:
     @property
     def codes_bytes(self) -> int:
         """Of the file of codes; 0: there is none."""
-        if self.inline_codes:
+        if self.codes_in == "inline":
             return 0
         return -(-self.n // self.codes_per_page) * CODE_PAGE_BYTES if self.paged_codes else self.n * self.code_bytes
 
     @property
     def node_bytes(self) -> int:
         """Of one node."""
-        return node_bytes(self.dim, self.format, self.max_degree, self.code_bytes if self.inline_codes else 0)
+        return node_bytes(self.dim, self.format, self.max_degree, self.inline_pq * self.code_bytes)
 
     @property
     def nodes_per_page(self) -> int:
@@ -92,8 +92,8 @@ class PageLayout:
             ("vector", np.dtype(value).newbyteorder("<"), (self.dim,)), ("row", "<u4"), ("n_neighbours", "<u2"), ("zero", "<u2"),
             ("neighbours", "<u4", (self.max_degree,)),
         ]  # fmt: skip
-        if self.inline_codes:
-            fields.append(("codes", "u1", (self.max_degree, self.code_bytes)))
+        if self.inline_pq:
+            fields.append(("codes", "u1", (self.inline_pq, self.code_bytes)))
         return np.dtype(fields)
 
 
@@ -102,13 +102,13 @@ def code_salt(salt: int) -> int:
     return salt ^ (2**64 - 1)
 
 
-def node_bytes(dim: int, format: str, max_degree: int, inline_code_bytes: int) -> int:  # noqa: A002
-    """Of a node whose neighbours' codes take so many bytes each in it (0: they lie elsewhere)."""
-    return vector_bytes(format, dim) + NODE_FIXED_BYTES + (4 + inline_code_bytes) * max_degree
+def node_bytes(dim: int, format: str, max_degree: int, codes_bytes: int) -> int:  # noqa: A002
+    """Of a node in which codes take so many bytes."""
+    return vector_bytes(format, dim) + NODE_FIXED_BYTES + 4 * max_degree + codes_bytes
 
 
 def choose_layout(
-    n: int, dim: int, format: str, *, max_degree: int, codes: str, code_bytes: int | None  # noqa: A002
+    n: int, dim: int, format: str, *, max_degree: int, codes: str, code_bytes: int | None, inline_pq: int | None = None  # noqa: A002
 ) -> PageLayout:  # fmt: skip
     """The smallest pages that hold a node, and codes that fill them: of the bytes that a read brings none is left unused, and nothing
     makes a walk shorter than better codes.
@@ -116,26 +116,31 @@ def choose_layout(
     Args:
         codes: ``inline``, ``paged`` or ``memory``.
         code_bytes: None: chosen here, at most a byte a dimension.
+        inline_pq: where codes are paged or in memory: neighbours whose codes lie in the node all the same; -1: as many as the smallest
+            page for one node holds.
 
     Raises InvalidInputError where a node would be larger than 64 KiB.
     """
-    inline_codes = codes == "inline"
     if code_bytes is None:
-        code_bytes = min(dim, _CODE_BYTES_IN_MEMORY) if not inline_codes else _filling(dim, format, max_degree)
-    node = node_bytes(dim, format, max_degree, code_bytes if inline_codes else 0)
+        code_bytes = min(dim, _CODE_BYTES_IN_MEMORY) if codes != "inline" else _filling(dim, format, max_degree)
+    count = max_degree if codes == "inline" else inline_pq or 0
+    bare = node_bytes(dim, format, max_degree, 0)
+    if count < 0:
+        count = min(max_degree, (_pages_for(bare) - HEADER.itemsize - bare) // code_bytes)
+    node = bare + count * code_bytes
     page_bytes = _pages_for(node)
     if page_bytes > PAGE_BYTES_MAX:
         raise errors.InvalidInputError(
             f"a node of {dim} dimensions as {format}, max_degree {max_degree}", got=f"{node} bytes",
             expected=f"at most {PAGE_BYTES_MAX - HEADER.itemsize}", fix="lower max_degree or pq_bytes, or keep codes in memory",
         )  # fmt: skip
-    return PageLayout(n, dim, format, max_degree, code_bytes, inline_codes, codes == "paged", page_bytes)
+    return PageLayout(n, dim, format, max_degree, code_bytes, count, codes == "paged" and count < max_degree, page_bytes)
 
 
 def _filling(dim: int, format: str, max_degree: int) -> int:  # noqa: A002
     """Bytes of inline codes that fill the smallest page in which they are any good."""
     least = min(dim, max(_CODE_BYTES_MIN, dim // _DIMS_PER_CODE_BYTE_MAX))
-    page_bytes = _pages_for(node_bytes(dim, format, max_degree, least))
+    page_bytes = _pages_for(node_bytes(dim, format, max_degree, least * max_degree))
     room = page_bytes - HEADER.itemsize - node_bytes(dim, format, max_degree, 0)
     return max(least, min(dim, room // max_degree))
 

@@ -28,6 +28,7 @@ class GraphOptions:
     search_list_size: int = 100
     alpha: float = 1.2
     codes: str = "inline"
+    inline_pq: int | None = None
     pq_bytes: int | None = None
     vector_dtype: str = "auto"
     num_entry_points: int = 1000
@@ -43,6 +44,12 @@ def check_options(options: GraphOptions, source: Vectors) -> str:
     if options.codes not in CODES_IN:
         raise errors.InvalidInputError("codes of a graph", got=repr(options.codes), expected=", ".join(CODES_IN))
     check_whole("max_degree", options.max_degree, 1, MAX_DEGREE_MAX)
+    if options.inline_pq is not None:
+        check_whole("inline_pq", options.inline_pq, -1, options.max_degree)
+        if options.codes == "inline" and options.inline_pq != options.max_degree:
+            raise errors.InvalidInputError(
+                "inline_pq", got=options.inline_pq, expected="max_degree where all codes are inline", fix='codes="paged" or "memory"'
+            )
     check_whole("search_list_size", options.search_list_size, 1, 1 << 16)
     check_finite("alpha", options.alpha)
     if not 1 <= options.alpha <= _ALPHA_MAX:

@@ -34,7 +34,7 @@ class StoredGraph:
                     f"graph {os.fspath(path)} on a device", got="codes in pages of their own", expected="inline or in memory",
                     fix="build it with codes=\"inline\"",
                 )  # fmt: skip
-            self._codes = None if self.facts.layout.inline_codes else read_codes(engine, self.facts)
+            self._codes = None if self.facts.layout.codes_in == "inline" else read_codes(engine, self.facts)
         self._file: FileHandle | None = None
 
     @property
@@ -93,7 +93,7 @@ class StoredGraph:
             vector_offset_bytes=vector[there],
             neighbours=found["neighbours"][valid].astype(np.int64),
             first=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]),
-            codes=found["codes"][valid] if layout.inline_codes else None,
+            codes=found["codes"][valid] if self._codes is None else None,
             ids=found["row"].astype(np.int64),
         )
 

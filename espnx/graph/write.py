@@ -219,8 +219,8 @@ def _node_pages(
         there = np.arange(layout.max_degree) < graph.counts[chosen, None]
         near = np.where(there, graph.neighbours[chosen], 0)
         here["neighbours"] = np.where(there, node_of[near], 0)
-        if layout.inline_codes:
-            here["codes"] = np.where(there[:, :, None], graph.codes[near], 0)
+        if inline := layout.inline_pq:
+            here["codes"] = np.where(there[:, :inline, None], graph.codes[near[:, :inline]], 0)
         yield pages_of(nodes, layout, first, salt)
         progress("pages", first * layout.nodes_per_page + len(chosen), layout.n)
 

@@ -17,7 +17,7 @@ from tests.graph.conftest import clustered, exact, recall_of
 def codes_of(facts: GraphFacts) -> np.ndarray | None:
     """uint8 [n, code_bytes] of all nodes; None where they lie beside their nodes."""
     layout = facts.layout
-    if layout.inline_codes:
+    if layout.codes_in == "inline":
         return None
     raw = np.fromfile(facts.path(CODES), np.uint8)
     if layout.paged_codes:
@@ -72,10 +72,12 @@ def plain_walk(facts: GraphFacts, codes: np.ndarray | None, query: np.ndarray, k
                 near = int(node["neighbours"][i])
                 if near not in met:
                     met.add(near)
-                    if layout.paged_codes:
+                    if i < layout.inline_pq:
+                        add(estimate(node["codes"][i]), near, True)
+                    elif layout.paged_codes:
                         later.append(near)
-                        continue
-                    add(estimate(node["codes"][i] if codes is None else codes[near]), near, True)
+                    else:
+                        add(estimate(codes[near]), near, True)
         for near in later:  # their codes are read when the page is done
             if near // layout.nodes_per_page not in read:
                 add(estimate(codes[near]), near, True)
@@ -92,6 +94,46 @@ def test_walk_is_the_plain_one(graph: Path, queries: np.ndarray, list_size: int)
             rows, pages = plain_walk(index.facts, codes, query, k, list_size)
             assert found.ids[i][: len(rows)].tolist() == rows
             assert found.pages[i] == pages
+
+
+@pytest.mark.parametrize(("codes", "inline_pq"), [("paged", 0), ("paged", 1), ("paged", 7), ("paged", 15), ("memory", 5), ("memory", 16)])
+@pytest.mark.parametrize("memory", [None, "8GiB"])
+def test_walk_with_some_codes_inline_is_the_plain_one(
+    base: np.ndarray, queries: np.ndarray, tmp_path: Path, codes: str, inline_pq: int, memory: str | None
+) -> None:
+    options = {"max_degree": 16, "search_list_size": 40, "num_entry_points": 20, "threads": 1, "pq_bytes": 12, "memory": memory}
+    espnx.graph.build(base, tmp_path / "g", codes=codes, inline_pq=inline_pq, **options)
+    espnx.graph.build(base, tmp_path / "none", codes=codes, **options)
+    with (
+        espnx.graph.open(tmp_path / "g", code_cache_bytes=0) as index,
+        espnx.graph.open(tmp_path / "none", code_cache_bytes=0) as other,
+    ):
+        layout = index.facts.layout
+        assert layout.inline_pq == inline_pq
+        assert layout.codes_in == ("inline" if inline_pq == 16 else codes)
+        index.verify()
+        found = index.search(queries, 5, list_size=20, beamwidth=1)
+        for i, query in enumerate(queries[:12]):
+            rows, pages = plain_walk(index.facts, codes_of(index.facts), query, 5, 20)
+            assert found.ids[i].tolist() == rows
+            assert found.pages[i] == pages
+        if codes == "paged" and inline_pq == 15:
+            assert found.code_pages.mean() < other.search(queries, 5, list_size=20, beamwidth=1).code_pages.mean()
+        assert ("beside each node" in index.summary()) == (inline_pq in (1, 5, 7, 15))
+
+
+def test_as_many_codes_inline_as_a_page_holds(base: np.ndarray, queries: np.ndarray, tmp_path: Path) -> None:
+    wide = np.tile(base, (1, 5))  # 120 dimensions
+    espnx.graph.build(wide, tmp_path / "g", codes="memory", inline_pq=-1, pq_bytes=60, max_degree=64, search_list_size=64)
+    with espnx.graph.open(tmp_path / "g") as index:
+        layout = index.facts.layout
+        assert (layout.page_bytes, layout.nodes_per_page) == (4096, 1)
+        assert layout.inline_pq == (4096 - 16 - 240 - 8 - 256) // 60 == 59
+        true = exact(wide.astype(np.float16), np.tile(queries, (1, 5)), 10)
+        assert recall_of(index.search(np.tile(queries, (1, 5)), 10, list_size=40).ids, true) > 0.95
+    espnx.graph.build(base[:50], tmp_path / "all", codes="paged", inline_pq=-1, max_degree=8)
+    with espnx.graph.open(tmp_path / "all") as index:
+        assert index.facts.layout.codes_in == "inline", "all fit"
 
 
 def test_finds_what_an_exact_search_does(graph: Path, base: np.ndarray, queries: np.ndarray) -> None:

@@ -233,7 +233,7 @@ class _Bounded:
         sums = {name: crc32c(np.ascontiguousarray(values).reshape(-1).view(np.uint8)) for name, values in whole.items()}
         contents: dict[str, Iterable[np.ndarray]] = {NODES: self._pages(pieces, edges, codes, salt), ROWS: [node_of]}
         contents |= {name: [values] for name, values in whole.items()}
-        if not layout.inline_codes:
+        if layout.codes_in != "inline":
             contents[CODES] = self._code_blocks(codes.path, salt)
         if layout.codes_in == "memory":
             sums[CODES] = sum_of_codes
@@ -267,8 +267,8 @@ class _Bounded:
         ready = np.zeros(at_once, layout.node_dtype)
         filled = first = 0
         for piece in (part for whole in pieces for part in whole.blocks(codes.rows_at_once)):
-            if layout.inline_codes:
-                codes.load(edges.neighbours_of(piece.first_node, piece.end - piece.begin))
+            if layout.inline_pq:
+                codes.load(edges.neighbours_of(piece.first_node, piece.end - piece.begin, layout.inline_pq))
             begin = piece.begin
             while begin < piece.end:
                 end = min(piece.end, begin + at_once - filled)
@@ -288,8 +288,8 @@ class _Bounded:
         there = np.arange(layout.max_degree) < counts[:, None]
         nodes["vector"], nodes["row"], nodes["n_neighbours"] = self._vectors(block), self._rows(block), counts
         nodes["neighbours"] = np.where(there, near, 0)
-        if layout.inline_codes:
-            nodes["codes"][there] = codes.get(near[there])
+        if inline := layout.inline_pq:
+            nodes["codes"][there[:, :inline]] = codes.get(near[:, :inline][there[:, :inline]])
 
 
 class _CodeReader:

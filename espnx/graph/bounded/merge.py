@@ -80,13 +80,13 @@ class EdgesFile:
             part = read_array(self.path, np.uint32, self.degree, first, min(_BLOCK_ROWS, len(self.counts) - first))
             yield first, part, np.arange(self.degree) < self.counts[first : first + len(part), None]
 
-    def neighbours_of(self, first: int, count: int) -> np.ndarray:
-        """int64 [m], growing: all neighbours of successive nodes."""
+    def neighbours_of(self, first: int, count: int, most: int) -> np.ndarray:
+        """int64 [m], growing: the first neighbours, `most` of each, of successive nodes."""
         wanted = np.zeros(len(self.counts), bool)
         for begin in range(first, first + count, _BLOCK_ROWS):
             rows = min(_BLOCK_ROWS, first + count - begin)
             part = read_array(self.path, np.uint32, self.degree, begin, rows)
-            wanted[part[np.arange(self.degree) < self.counts[begin : begin + rows, None]]] = True
+            wanted[part[:, :most][np.arange(most) < self.counts[begin : begin + rows, None]]] = True
         return np.flatnonzero(wanted)
 
     def get(self, node: int) -> list[int]:

@@ -213,7 +213,7 @@ class GraphStage:
             raise errors.FormatError("what a graph says of itself", path=part.path, got=str(error), fix=_FIX) from error
         if not isinstance(manifest, dict):
             raise errors.FormatError("what a graph says of itself", path=part.path, got=type(manifest).__name__, fix=_FIX)
-        codes = () if manifest.get("inline_codes") is True else (CODES,)
+        codes = () if manifest.get("inline_pq") == manifest.get("max_degree") else (CODES,)
         regions = {section_of(name): part.place(section_of(name)) for name in (NODES, ROWS, CODEBOOK, ENTRIES, *codes)}
         index = GraphIndex(GraphSections(part.path, manifest, regions), threads=threads)
         layout = index.facts.layout
