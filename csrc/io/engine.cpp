@@ -87,6 +87,13 @@ std::unique_ptr<Queue> Engine::make_queue() {
   return options_.rules.empty() ? std::move(queue) : make_faulty_queue(std::move(queue), faults_);
 }
 
+std::unique_ptr<Queue> Engine::thread_queue(unsigned depth) {
+  check_open("queue");
+  std::string effective, reason;
+  auto queue = io::make_queue(effective_, depth, std::min(options_.threads, 4u), effective, reason);
+  return options_.rules.empty() ? std::move(queue) : make_faulty_queue(std::move(queue), faults_);
+}
+
 bool Engine::in_own_process() const { return process_ == getpid(); }
 
 void Engine::check_process(const std::string& what) const {

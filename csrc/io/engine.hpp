@@ -71,6 +71,12 @@ class Engine {
   const std::shared_ptr<BufferPool>& pool() const { return pool_; }
   int64_t mapped_bytes() { return pool_->mapped_bytes(); }
 
+  // A queue of the engine's kind, with its faults, for the thread that calls: what that thread reads itself, nobody has
+  // to be woken for. Throws FailureError.
+  std::unique_ptr<Queue> thread_queue(unsigned depth);
+  // No other engine of this process has it, ever.
+  int64_t id() const { return first_file_; }
+
   // False in a child after fork(): it has the memory of the engine, but neither its thread nor the state of its locks.
   bool in_own_process() const;
 

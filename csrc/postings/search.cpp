@@ -8,6 +8,7 @@
 #include <mutex>
 
 #include "cpu/parallel.hpp"
+#include "reads.hpp"
 
 namespace espnx::postings {
 namespace {
@@ -56,9 +57,9 @@ void cancel(const std::shared_ptr<io::Transfer>& transfer) {
   transfer->fail(failure_of(io::Kind::cancelled, "searching posting lists was interrupted"));
 }
 
-// Scans the lists [begin, end) of `request` that have arrived, which lie in memory at positions[i - base].
-QueryResult scan_query(const SearchRequest& request, int64_t query, int64_t begin, int64_t end, int64_t base,
-                       const io::Transfer* transfer, Scanner& scanner) {
+// Scans the lists [begin, end) of `request` that have arrived; `data(i)` is where list i lies.
+QueryResult scan_query(const SearchRequest& request, int64_t query, int64_t begin, int64_t end, Scanner& scanner,
+                       const std::function<const uint8_t*(int64_t)>& data) {
   QueryResult result;
   TopK best(request.k);
   std::vector<WeightedList> lists;
@@ -69,8 +70,7 @@ QueryResult scan_query(const SearchRequest& request, int64_t query, int64_t begi
     lists.clear(), places.clear();
     for (; i < end && request.lists[i].segment == number; ++i) {
       const WantedList& want = request.lists[i];
-      const auto* data = reinterpret_cast<const uint8_t*>(transfer->memory()) + transfer->position_bytes()[i - base];
-      const StoredList stored{want.term, {data, want.size_bytes}, want.first_layer_bytes, want.name, want.is_digest};
+      const StoredList stored{want.term, {data(i), want.size_bytes}, want.first_layer_bytes, want.name, want.is_digest};
       const char* why = nullptr;
       switch (check_list(stored, segment.rules, want.is_prefix, &why)) {
         case ListFault::kDamaged: damaged(request, want, why);
@@ -103,25 +103,20 @@ Scanner& own_scanner() {
 class Share {
  public:
   Share(io::Engine& engine, const SearchRequest& request, std::atomic<bool>& ends)
-      : engine_(engine), request_(request), ends_(ends) {}
-  ~Share() {
-    for (auto& transfer : ahead_) cancel(transfer);
-  }
+      : request_(request), ends_(ends), reads_(engine) {}
 
   void run(int64_t begin, int64_t end, const std::function<bool()>& interrupted, std::vector<QueryResult>& results) {
+    const std::function<bool()> stops = [&] { return ends_ || interrupted(); };
     int64_t next = begin;
     for (int64_t query = begin; query < end && !ends_; ++query) {
       while (next < end && may_read(next)) start(next++);
+      const std::shared_ptr<ReadBatch> batch = ahead_.front();
+      reads_.wait(*batch, stops);
       const int64_t first = request_.first_list[query], last = request_.first_list[query + 1];
-      const std::shared_ptr<io::Transfer> transfer = ahead_.front();
-      std::vector<int64_t> items;
-      while (transfer && !transfer->next(items, last - first, kSignalCheckNs)) {
-        if (ends_) return;
-        if (interrupted()) interrupt();
-      }
-      results[query] = scan_query(request_, query, first, last, first, transfer.get(), scanner_);
-      if (transfer) results[query].costs = costs_of(*transfer);
-      ahead_bytes_ -= results[query].costs.bytes_asked;
+      results[query] =
+          scan_query(request_, query, first, last, own_scanner(), [&](int64_t i) { return batch->data(i - first); });
+      results[query].costs = {batch->requests, batch->bytes_asked, batch->bytes_moved};
+      ahead_bytes_ -= batch->bytes_asked;
       ahead_.pop_front();
     }
   }
@@ -137,16 +132,21 @@ class Share {
   }
 
   void start(int64_t query) {
-    ahead_.push_back(submit(engine_, request_, request_.first_list[query], request_.first_list[query + 1]));
-    if (ahead_.back()) ahead_bytes_ += ahead_.back()->asked_bytes();
+    std::vector<Want> wants;
+    for (int64_t i = request_.first_list[query]; i < request_.first_list[query + 1]; ++i) {
+      const WantedList& list = request_.lists[i];
+      const OpenSegment& segment = request_.segments[list.segment];
+      wants.push_back({segment.file, segment.begin_bytes + list.offset_bytes, list.size_bytes});
+    }
+    ahead_.push_back(reads_.start(wants, request_.deadline_s));
+    ahead_bytes_ += ahead_.back()->bytes_asked;
   }
 
-  io::Engine& engine_;
   const SearchRequest& request_;
   std::atomic<bool>& ends_;
-  Scanner& scanner_ = own_scanner();
-  std::deque<std::shared_ptr<io::Transfer>> ahead_;
+  std::deque<std::shared_ptr<ReadBatch>> ahead_;
   int64_t ahead_bytes_ = 0;
+  Reads reads_;
 };
 
 }  // namespace
@@ -188,7 +188,9 @@ QueryResult Ticket::result(int64_t n_lists, const std::function<bool()>& interru
     for (const int64_t item : items) has_arrived_[item] = true;
     if (interrupted()) interrupt();
   }
-  QueryResult result = scan_query(request_, 0, 0, n_lists, 0, transfer_.get(), own_scanner());
+  QueryResult result = scan_query(request_, 0, 0, n_lists, own_scanner(), [&](int64_t i) {
+    return reinterpret_cast<const uint8_t*>(transfer_->memory()) + transfer_->position_bytes()[i];
+  });
   if (transfer_) result.costs = costs_of(*transfer_);
   return result;
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -121,11 +122,38 @@ def test_a_read_that_fails_ends_the_query_and_no_other(
 
 
 def test_a_read_that_never_ends_meets_its_deadline(postings_path: Path) -> None:
-    rule = FaultRule(fault="never", operation="read", path="*.lists")
-    postings = Postings.open(postings_path, rules=[rule])
-    with pytest.raises(errors.DeadlineExceededError):
-        postings.search([["w1", "w2"]], deadline_s=0.2)
-    postings._engine.close(0.1)
+    rule = FaultRule(fault="never", operation="read", path="*.lists", count=1)
+    with Postings.open(postings_path) as postings:
+        expected = postings.search([["w1", "w2"]])
+    with Postings.open(postings_path, rules=[rule]) as postings:
+        with pytest.raises(errors.DeadlineExceededError, match="lists"):
+            postings.search([["w1", "w2"]], deadline_s=0.2)
+        again = postings.search([["w1", "w2"]])  # by another queue: the read may still write to its memory
+        assert again.scores.tolist() == expected.scores.tolist()
+
+
+def test_many_threads_and_a_closed_engine(postings_path: Path, queries: list[list[str]]) -> None:
+    with Postings.open(postings_path) as postings:
+        expected = postings.search(queries, k=20).scores.tolist()
+        found: list[object] = []
+        threads = [
+            threading.Thread(target=lambda: found.append(postings.search(queries, k=20, threads=2).scores.tolist())) for _ in range(6)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [expected] * 6
+    with pytest.raises(errors.EngineClosedError):
+        postings.search(queries)
+
+
+@pytest.mark.parametrize("engine", ["posix", "memory"])
+def test_every_path_finds_the_same(postings_path: Path, queries: list[list[str]], engine: str) -> None:
+    with Postings.open(postings_path) as postings, Postings.open(postings_path, engine=engine) as other:
+        assert other.path_of_reads == engine
+        for _ in range(2):
+            assert other.search(queries).scores.tolist() == postings.search(queries).scores.tolist()
 
 
 def test_hostile_texts(tmp_path: Path) -> None:

@@ -1,0 +1,180 @@
+// See reads.hpp.
+#include "reads.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <mutex>
+#include <utility>
+
+namespace espnx::postings {
+namespace {
+
+constexpr unsigned kDepth = 128;
+constexpr int64_t kSignalCheckNs = 50'000'000;
+constexpr int64_t kRequestBytes = 960 << 10;
+constexpr int kIdleRetries = 16;           // completions without progress before a read is given up
+constexpr int64_t kGraceNs = 100'000'000;  // for reads that nobody waits for any more
+
+int64_t align_up(int64_t bytes) { return (bytes + io::kBlockBytes - 1) / io::kBlockBytes * io::kBlockBytes; }
+
+// A thread's queue outlives its calls: making one takes as long as a few reads.
+struct ThreadQueue {
+  int64_t engine = -1;
+  std::unique_ptr<io::Queue> queue;
+};
+ThreadQueue& thread_queue() {
+  thread_local ThreadQueue own;
+  return own;
+}
+
+}  // namespace
+
+Reads::Reads(io::Engine& engine) : engine_(engine) {
+  ThreadQueue& own = thread_queue();
+  queue_ = own.engine == engine.id() && own.queue ? std::move(own.queue) : engine.thread_queue(kDepth);
+}
+
+Reads::~Reads() {
+  try {
+    for (size_t tag = 0; tag < reads_.size(); ++tag) {
+      if (reads_[tag].file != nullptr && in_flight_ > 0) queue_->cancel(tag);
+    }
+    const auto until = io::Clock::now() + std::chrono::nanoseconds(kGraceNs);
+    while (in_flight_ > 0 && io::Clock::now() < until) {
+      completions_.clear();
+      queue_->wait(completions_, 1, kGraceNs);
+      in_flight_ -= completions_.size();
+    }
+    if (in_flight_ == 0) {
+      thread_queue() = {engine_.id(), std::move(queue_)};
+      return;
+    }
+  } catch (const io::FailureError&) {
+    // The queue is broken: what is under way is not heard of again.
+  }
+  static std::mutex mutex;
+  static auto* left = new std::vector<std::pair<std::deque<Read>, std::unique_ptr<io::Queue>>>();
+  std::lock_guard lock(mutex);
+  left->emplace_back(std::move(reads_), std::move(queue_));
+}
+
+std::shared_ptr<ReadBatch> Reads::start(const std::vector<Want>& wants, double deadline_s) {
+  auto batch = std::make_shared<ReadBatch>();
+  batch->deadline =
+      io::Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::clamp(deadline_s, 0.0, 1e9) * 1e9));
+  int64_t total = 0;
+  std::vector<int64_t> places;
+  for (const Want& want : wants) {
+    const int64_t before = want.offset_bytes % io::kBlockBytes;
+    places.push_back(total);
+    batch->position_bytes.push_back(total + before);
+    total += align_up(before + want.size_bytes);
+    batch->bytes_asked += want.size_bytes;
+  }
+  batch->buffer = engine_.memory(std::max<int64_t>(total, 1));
+  for (size_t i = 0; i < wants.size(); ++i) add(batch, wants[i], places[i]);
+  pump();
+  return batch;
+}
+
+void Reads::add(const std::shared_ptr<ReadBatch>& batch, const Want& want, int64_t place) {
+  batch->files.push_back(engine_.file(want.file));
+  io::File* file = batch->files.back().get();
+  const int64_t end = want.offset_bytes + want.size_bytes;
+  int64_t at = want.offset_bytes / io::kBlockBytes * io::kBlockBytes;
+  while (at < end) {
+    const int64_t size = std::min(kRequestBytes, align_up(end - at));
+    size_t tag = reads_.size();
+    if (free_.empty()) {
+      reads_.emplace_back();
+    } else {
+      tag = free_.back();
+      free_.pop_back();
+    }
+    reads_[tag] = {batch, file, at, size, std::min(size, end - at), batch->buffer->data + place, 0};
+    waiting_.push_back(tag);
+    ++batch->left;
+    at += size, place += size;
+  }
+}
+
+void Reads::pump() {
+  while (in_flight_ < kDepth && !waiting_.empty()) {
+    const size_t tag = waiting_.front();
+    waiting_.pop_front();
+    ++in_flight_;
+    ++reads_[tag].batch->requests;
+    submit(tag);
+  }
+}
+
+void Reads::submit(size_t tag) {
+  const Read& read = reads_[tag];
+  queue_->submit({io::Op::read, read.file, read.offset_bytes, read.data, read.size_bytes, tag});
+}
+
+void Reads::wait(ReadBatch& batch, const std::function<bool()>& interrupted) {
+  while (batch.left > 0) {
+    const auto now = io::Clock::now();
+    if (now >= batch.deadline) {
+      io::Failure failure;
+      failure.kind = io::Kind::deadline;
+      failure.what = "reading posting lists took too long";
+      failure.path = batch.files.front()->path;
+      throw io::FailureError(failure);
+    }
+    const int64_t left_ns = std::chrono::nanoseconds(batch.deadline - now).count();
+    completions_.clear();
+    queue_->wait(completions_, 1, std::min(kSignalCheckNs, left_ns));
+    in_flight_ -= completions_.size();  // also those that a failure keeps from being looked at
+    for (const io::Completion& completion : completions_) complete(completion);
+    pump();
+    if (completions_.empty() && interrupted()) {
+      io::Failure failure;
+      failure.kind = io::Kind::cancelled;
+      failure.what = "searching posting lists was interrupted";
+      throw io::FailureError(failure);
+    }
+  }
+}
+
+// A short read goes on from the last whole block, because O_DIRECT cannot begin inside one.
+void Reads::complete(const io::Completion& completion) {
+  const auto tag = static_cast<size_t>(completion.tag);
+  Read& read = reads_[tag];
+  const bool passes = completion.result == -EAGAIN || completion.result == -EINTR;
+  if (completion.result < 0 && !passes) {
+    fail(read, io::Kind::read, static_cast<int>(-completion.result), "reading a posting list failed");
+  }
+  const int64_t got = std::max<int64_t>(0, completion.result);
+  read.batch->bytes_moved += got;
+  if (got >= read.expected_bytes) {
+    --read.batch->left;
+    read = {};
+    free_.push_back(tag);
+    return;
+  }
+  const int64_t end = read.offset_bytes + read.expected_bytes;
+  if (!passes && end > read.file->refresh_size()) {
+    fail(read, io::Kind::truncated, 0, "a file of posting lists ends early");
+  }
+  const int64_t whole = read.file->direct ? got / read.file->alignment_bytes * read.file->alignment_bytes : got;
+  read.idle_retries = whole > 0 ? 0 : read.idle_retries + 1;
+  if (read.idle_retries > kIdleRetries) fail(read, io::Kind::short_read, 0, "reading a posting list stays short");
+  read.offset_bytes += whole, read.data += whole, read.size_bytes -= whole, read.expected_bytes -= whole;
+  ++in_flight_;
+  submit(tag);
+}
+
+void Reads::fail(const Read& read, io::Kind kind, int error, const char* what) {
+  io::Failure failure;
+  failure.kind = kind;
+  failure.error = error;
+  failure.what = what;
+  failure.path = read.file->path;
+  failure.offset_bytes = read.offset_bytes;
+  failure.size_bytes = read.expected_bytes;
+  throw io::FailureError(failure);
+}
+
+}  // namespace espnx::postings
