@@ -14,6 +14,31 @@ from .output import add_json_option, emit, json_document
 _SHOWN = 10
 
 
+# Options of the command line are those of the functions, by name.
+_SHARED_OPTIONS = ("codes", "num_entry_points", "threads", "seed", "column")
+_BUILD_OPTIONS = (
+    "metric", "max_degree", "search_list_size", "alpha", "inline_pq", "pq_bytes", "vector_dtype", "device", "memory",
+)  # fmt: skip
+_IMPORT_OPTIONS = ("vectors", "data_type", "metric", "order")
+
+
+def _add_shared_options(parser: argparse.ArgumentParser) -> None:
+    """What every way to make a graph has."""
+    parser.add_argument(
+        "--codes", default="inline", choices=("inline", "paged", "memory"),
+        help="where codes lie: beside each node, so that memory does not grow with the vectors; in pages of their own, a smaller"
+        " folder and more reads; in memory, few reads (default: inline)",
+    )  # fmt: skip
+    parser.add_argument("--num-entry-points", type=int, default=1000, metavar="N", help="where searches may begin (default: 1000)")
+    parser.add_argument("--threads", type=int, metavar="N", help="that work (default: as many as torch uses)")
+    parser.add_argument("--seed", type=int, default=0, help="of samples, entry points and the order of insertion (default: 0)")
+    parser.add_argument("--column", help="of a Parquet file of vectors (default: its only one of lists)")
+
+
+def _chosen(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in names}
+
+
 def configure_build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("vectors", help="a file: .npy, .fvecs, .bvecs, .fbin, .u8bin, .i8bin or .parquet")
     parser.add_argument("graph", help="a new directory")
@@ -21,11 +46,7 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-degree", type=int, default=64, metavar="R", help="neighbours of a node (default: 64)")
     parser.add_argument("--search-list-size", type=int, default=100, metavar="L", help="candidates of the build's walks (default: 100)")
     parser.add_argument("--alpha", type=float, default=1.2, help="how far apart the neighbours of a node are kept (default: 1.2)")
-    parser.add_argument(
-        "--codes", default="inline", choices=("inline", "paged", "memory"),
-        help="where codes lie: beside each node, so that memory does not grow with the vectors; in pages of their own, a smaller"
-        " folder and more reads; in memory, few reads (default: inline)",
-    )  # fmt: skip
+    _add_shared_options(parser)
     parser.add_argument(
         "--inline-pq", type=int, metavar="N",
         help="where codes are paged or in memory: neighbours whose codes lie beside each node all the same; -1: as many as fill a page",
@@ -35,11 +56,7 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
         "--vector-dtype", default="auto", choices=("auto", "float32", "float16", "uint8", "int8"),
         help="as vectors are stored (default: whole numbers as they come, else float16)",
     )  # fmt: skip
-    parser.add_argument("--num-entry-points", type=int, default=1000, metavar="N", help="where searches may begin (default: 1000)")
-    parser.add_argument("--threads", type=int, metavar="N", help="of the build (default: as many as torch uses)")
-    parser.add_argument("--seed", type=int, default=0, help="of samples and the order of insertion (default: 0)")
     parser.add_argument("--device", default="cpu", help="that builds edges and codes: cpu, or cuda, where cuVS does (default: cpu)")
-    parser.add_argument("--column", help="of a Parquet file (default: its only one of lists)")
     parser.add_argument(
         "--memory", metavar="SIZE",
         help="that the build may take in all, such as 2GiB: it works in parts, and goes on where it was interrupted (default: as much as"
@@ -53,12 +70,7 @@ def run_build(args: argparse.Namespace) -> int:
     from .progress import ProgressLine
 
     with ProgressLine() as line:
-        report = build(
-            args.vectors, args.graph, metric=args.metric, max_degree=args.max_degree, search_list_size=args.search_list_size,
-            alpha=args.alpha, codes=args.codes, inline_pq=args.inline_pq, pq_bytes=args.pq_bytes, vector_dtype=args.vector_dtype,
-            num_entry_points=args.num_entry_points, threads=args.threads, seed=args.seed, device=args.device, column=args.column,
-            memory=args.memory, progress=line.update,
-        )  # fmt: skip
+        report = build(args.vectors, args.graph, **_chosen(args, *_BUILD_OPTIONS, *_SHARED_OPTIONS), progress=line.update)
     emit(args, report.summary(), json_document("graph build", **asdict(report)))
     return 0
 
@@ -164,18 +176,12 @@ def configure_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data-type", choices=("float32", "uint8", "int8"), help="of its vectors (default: as PREFIX_metadata.bin says)")
     parser.add_argument("--metric", choices=("l2", "ip"), help="of the index (default: as PREFIX_metadata.bin says, else l2)")
     parser.add_argument(
-        "--codes", default="inline", choices=("inline", "paged", "memory"), help="where codes lie, as for build (default: inline)"
-    )
-    parser.add_argument(
         "--order",
         default="packed",
         choices=("packed", "given"),
         help="of nodes in pages: as build packs them, or by number (default: packed)",
     )
-    parser.add_argument("--num-entry-points", type=int, default=1000, metavar="N", help="where searches may begin (default: 1000)")
-    parser.add_argument("--threads", type=int, metavar="N", help="that measure recall (default: as many as torch uses)")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of entry points (default: 0)")
-    parser.add_argument("--column", help="of a Parquet file of vectors")
+    _add_shared_options(parser)
     add_json_option(parser)
 
 
@@ -184,10 +190,7 @@ def run_import(args: argparse.Namespace) -> int:
     from .progress import ProgressLine
 
     with ProgressLine() as line:
-        report = import_diskann(
-            args.prefix, args.graph, vectors=args.vectors, data_type=args.data_type, metric=args.metric, codes=args.codes, order=args.order,
-            num_entry_points=args.num_entry_points, threads=args.threads, seed=args.seed, column=args.column, progress=line.update,
-        )  # fmt: skip
+        report = import_diskann(args.prefix, args.graph, **_chosen(args, *_IMPORT_OPTIONS, *_SHARED_OPTIONS), progress=line.update)
     emit(args, report.summary(), json_document("graph import", **asdict(report)))
     return 0
 

@@ -35,6 +35,18 @@ def test_build_search_info_verify(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["graph", "info", str(tmp_path)]) == 1
 
 
+def test_build_in_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save(tmp_path / "base.npy", np.random.default_rng(0).standard_normal((300, 8)).astype(np.float32))
+    given = ["graph", "build", str(tmp_path / "base.npy"), str(tmp_path / "g"), "--codes", "memory", "--inline-pq", "3"]
+    assert main([*given, "--memory", "1MiB"]) == 2
+    assert "at least" in capsys.readouterr().err
+    assert main([*given, "--memory", "16GiB"]) == 0
+    assert "divide: 300 of 300" in capsys.readouterr().err
+    assert main(["graph", "info", str(tmp_path / "g"), "--json", str(tmp_path / "i")]) == 0
+    assert strict_json((tmp_path / "i").read_text())["inline_pq"] == 3
+    assert main(["graph", "verify", str(tmp_path / "g")]) == 0
+
+
 def test_export_and_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = np.random.default_rng(0).standard_normal((100, 8)).astype(np.float32)
     np.save(tmp_path / "base.npy", base)
