@@ -115,3 +115,28 @@ def test_zeros_and_nothing_at_all(tmp_path: Path) -> None:
         again = postings.search_two_step([{"a": 1.0, "b": 1.0}, {}], k=3, candidates=3)
     assert found.numbers.tolist() == again.numbers.tolist() == [[2, -1, -1], [-1, -1, -1]]
     assert found.scores[0, 0] == pytest.approx(2.0)
+
+
+def test_arrays_are_the_mappings_that_they_hold(tmp_path: Path, queries: list[dict[int, float]]) -> None:
+    given = vectors(3000, 12, 5)
+    Postings.build(tmp_path / "a", vectors=given, memory_bytes=1 << 20)
+    Postings.build(tmp_path / "b", vectors=list(given))
+    with Postings.open(tmp_path / "a") as a, Postings.open(tmp_path / "b") as b:
+        assert a.search(queries, k=50).numbers.tolist() == b.search(queries, k=50).numbers.tolist()
+        assert a.search(queries, k=50).scores.tolist() == b.search(queries, k=50).scores.tolist()
+
+
+@pytest.mark.parametrize(
+    ("indptr", "indices", "data"),
+    [
+        ([0, 2], [1, 1], [1.0, 2.0]),
+        ([0, 3], [1, 2], [1.0, 1.0]),
+        ([1, 2], [0], [1.0]),
+        ([0, 1], [-1], [1.0]),
+        ([0, 1], [0.5], [1.0]),
+        ([], [], []),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(tmp_path: Path, indptr: list[int], indices: list[float], data: list[float]) -> None:
+    with pytest.raises(errors.InvalidInputError, match="CSR arrays"):
+        Postings.build(tmp_path / "x", vectors=CsrArrays(np.array(indptr), np.array(indices), np.array(data)))

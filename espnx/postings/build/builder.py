@@ -95,9 +95,7 @@ class SegmentBuilder:
         """The next record of impacts: a weight above 0 for each of its terms; 0 is as good as none. Raises InvalidInputError."""
         ids = self._vocabulary.ids
         weights = np.fromiter(vector.values(), np.float64, len(vector))
-        if not ((weights >= 0) & (weights <= np.finfo(np.float32).max)).all():
-            bad = float(weights[~((weights >= 0) & (weights <= np.finfo(np.float32).max))][0])
-            raise errors.InvalidInputError("weight of a term", got=bad, expected="0 or more, that float32 can hold")
+        _check_weights(weights)
         rounded = weights.astype(np.float32)
         kept = rounded > 0
         self._tokens.extend([ids.setdefault(_text(term), len(ids) + 1) for term, keep in zip(vector, kept.tolist(), strict=True) if keep])
@@ -105,8 +103,29 @@ class SegmentBuilder:
         self._largest = max(self._largest, float(rounded.max(initial=0)))
         self._end_record(int(kept.sum()))
 
+    def add_rows(self, terms: np.ndarray, weights: np.ndarray, counts: np.ndarray) -> None:
+        """The next records of impacts, many at once: `counts` terms each, by number. As `add_vector` of each. Raises InvalidInputError."""
+        _check_weights(weights)
+        rounded = weights.astype(np.float32)
+        kept = rounded > 0
+        record = np.repeat(np.arange(len(counts)), counts)
+        if len(np.unique(record << 32 | terms)) < len(terms):
+            raise errors.InvalidInputError("CSR arrays", got="a term that a record has twice", expected="each once")
+        known, place = np.unique(terms[kept], return_inverse=True)
+        ids = self._vocabulary.ids
+        numbers = np.array([ids.setdefault(str(term), len(ids) + 1) for term in known.tolist()], np.uint32)
+        self._tokens.frombytes(numbers[place].tobytes())
+        self._weights.frombytes(rounded[kept].tobytes())
+        self._counts.frombytes(np.bincount(record[kept], minlength=len(counts)).astype(np.uint32).tobytes())
+        self._largest = max(self._largest, float(rounded.max(initial=0)))
+        self._look_at_size()
+
     def _end_record(self, count: int) -> None:
         self._counts.append(count)
+        self._look_at_size()
+
+    def _look_at_size(self) -> None:
+        """Ends the run where memory is used up."""
         if self.n_records > RECORDS_MAX:
             raise errors.InvalidInputError("records of a segment", got=f"more than {RECORDS_MAX}", expected="fewer; build several indexes")
         vocabulary = self._vocabulary
@@ -169,6 +188,12 @@ class SegmentBuilder:
         """Removes the spool."""
         while self._runs:
             remove_run(self._runs.pop())
+
+
+def _check_weights(weights: np.ndarray) -> None:
+    fits = (weights >= 0) & (weights <= np.finfo(np.float32).max)
+    if not fits.all():
+        raise errors.InvalidInputError("weight of a term", got=float(weights[~fits][0]), expected="0 or more, that float32 can hold")
 
 
 def _text(term: str | int) -> str:

@@ -12,6 +12,8 @@ import numpy as np
 from ... import errors
 from .builder import SegmentBuilder
 
+_ROWS_AT_ONCE, _TERMS_MAX = 1024, 2**31
+
 
 @dataclass(frozen=True, eq=False)
 class CsrArrays:
@@ -27,17 +29,20 @@ class CsrArrays:
     indices: np.ndarray
     data: np.ndarray
 
-    def __iter__(self) -> Iterator[dict[int, float]]:
-        """Each record as a mapping. Raises InvalidInputError for arrays that do not fit, and for a term that comes twice."""
+    def __post_init__(self) -> None:
+        """Raises InvalidInputError for arrays that do not fit one another."""
         begins = np.asarray(self.indptr, np.int64)
         fits = begins.ndim == 1 and len(begins) > 0 and begins[0] == 0 and bool((np.diff(begins) >= 0).all())
         if not fits or not len(self.indices) == len(self.data) == begins[-1]:
             raise errors.InvalidInputError("CSR arrays", got="indptr that does not fit", expected="rising from 0 to the number of entries")
-        for begin, end in pairwise(begins.tolist()):
-            found = dict(zip(self.indices[begin:end].tolist(), self.data[begin:end].tolist(), strict=True))
-            if len(found) != end - begin:
-                raise errors.InvalidInputError("CSR arrays", got="a term that a record has twice", expected="each once")
-            yield found
+        terms = np.asarray(self.indices)
+        if terms.dtype.kind not in "iu" or (len(terms) and not 0 <= int(terms.min()) <= int(terms.max()) < _TERMS_MAX):
+            raise errors.InvalidInputError("CSR arrays", got="indices that are no terms", expected=f"whole numbers below {_TERMS_MAX}")
+
+    def __iter__(self) -> Iterator[dict[int, float]]:
+        """Each record as a mapping."""
+        for begin, end in pairwise(np.asarray(self.indptr).tolist()):
+            yield dict(zip(self.indices[begin:end].tolist(), self.data[begin:end].tolist(), strict=True))
 
 
 def add_records(
@@ -52,5 +57,12 @@ def add_records(
         builder.add_text(text)
     for each in () if terms is None else terms:
         builder.add_terms(each)
+    if isinstance(vectors, CsrArrays):
+        begins = np.asarray(vectors.indptr, np.int64)
+        for first in range(0, len(begins) - 1, _ROWS_AT_ONCE):
+            rows = begins[first : first + _ROWS_AT_ONCE + 1]
+            terms, weights = (np.asarray(each[rows[0] : rows[-1]]) for each in (vectors.indices, vectors.data))
+            builder.add_rows(terms.astype(np.int64), weights.astype(np.float64), np.diff(rows))
+        return
     for vector in () if vectors is None else vectors:
         builder.add_vector(vector)
