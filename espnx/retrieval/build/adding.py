@@ -5,6 +5,7 @@ Nothing is trained again: first stage, projection and codebooks are the store's 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -42,9 +43,10 @@ class Batch:
     """
 
     codebook: Codebook | None = None
+    scratch = ""  # known when the part has its place
 
-    def __init__(self, schema: RecordSchema, stage: FirstStage, stored: str, scratch: str):
-        self.schema, self._stage, self.scratch = schema, stage, scratch
+    def __init__(self, schema: RecordSchema, stage: FirstStage, stored: str):
+        self.schema, self._stage = schema, stage
         self._checked = RecordSchema(stored, schema.d_cls, schema.dim)  # what the vectors have to fit in the end
         self.rows: list[tuple[DocumentId, str]] = []
         self.ids = set[tuple[type, DocumentId]]()
@@ -157,13 +159,14 @@ class Addition:
         self.draft.delete(old)
 
     def _new_batch(self) -> Batch:
-        return Batch(self._schema, self.version.first_stage, self.version.schema_of("full").format, self.version.path)
+        return Batch(self._schema, self.version.first_stage, self.version.schema_of("full").format)
 
     def _write(self, batch: Batch) -> None:
         batch.seal()
+        place, path = self.draft.place()
+        batch.scratch = os.path.dirname(path)
         entries = self.version.first_stage.add(batch)
         order = np.concatenate(list(checked_order(entries, len(batch))))
-        place, path = self.draft.place()
         file, layouts = FileWriter(self.version.engine, path), {tier: Layout(each.schema) for tier, each in self._targets.items()}
         try:
             for tier, layout in layouts.items():

@@ -31,8 +31,10 @@ RECORDS, VECTORS, N_TOKENS, DIGESTS = "records.bin", "vectors.f32", "n_tokens.u1
 #: What the second pass writes of a first stage: the order of the records, and its sections.
 ARRANGED = re.compile(rf"{re.escape(ORDER)}|stage-[a-z0-9_]{{1,16}}(\.[a-z0-9_]{{1,16}})?\.bin")
 _SPOOLED = (STATE, f"{STATE}.new", RECORDS, VECTORS, N_TOKENS, TEXTS, f"{TEXTS}-journal", DIGESTS, TRAINED)
-BUILDING_FILES = re.compile("|".join([*map(re.escape, (*_SPOOLED, ownership.MARK, f"{ownership.MARK}.new")), ARRANGED.pattern]))
-_FILES = re.compile(r"(segment|coarse)-[0-9]{5,}\.bin|part\.bin|deleted\.bin")
+#: What a first stage sorts and cannot hold; left behind where it was killed.
+_SCRATCH = r"spool-[0-9a-f]{8}-f?[0-9]+\.tmp"
+BUILDING_FILES = re.compile("|".join([*map(re.escape, (*_SPOOLED, ownership.MARK, f"{ownership.MARK}.new")), ARRANGED.pattern, _SCRATCH]))
+_FILES = re.compile(rf"(segment|coarse)-[0-9]{{5,}}\.bin|part\.bin|deleted\.bin|{_SCRATCH}")
 _MARKS = re.compile(re.escape(ownership.MARK) + r"(\.new)?")
 DETACH = "give it data of its own: `espnx index detach`"
 REBUILD = "restore the store from a copy, or build it again"

@@ -163,3 +163,30 @@ def test_given_to_a_store_that_is_there(folder: Path) -> None:
     espnx.delete(path, [document.id for document in DOCUMENTS[260:]])
     with espnx.open(path, toy_encoder()) as index:
         assert [(hit.id, hit.score) for hit in index.search(queries(1)[0], k=20, first_stage="ivf")] == before
+
+
+def test_what_was_spilled_goes_with_what_it_was_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that did not fit in memory lie beside what is being written; what a killed build has left of them, the next one removes."""
+    monkeypatch.setattr("espnx.retrieval.first_stage.lexical.stage._MEMORY_BYTES", 1 << 18)
+    path = folder / "s"
+    killed: list[Path] = []
+
+    def kill(self: Any, *args: Any, **named: Any) -> Any:
+        killed.extend(path.glob("**/spool-*.tmp"))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("espnx.postings.build.writer.SegmentWriter.sections", kill)
+        with pytest.raises(KeyboardInterrupt):
+            build(path, DOCUMENTS[:300], first_stages=("ivf", "bm25"))
+    assert killed
+    (path / "building" / "spool-0123abcd-3.tmp").write_bytes(b"of a process that was killed")
+    build(path, DOCUMENTS[:300], first_stages=("ivf", "bm25"))
+    assert not list(path.glob("**/spool-*"))
+    generation = next(path.glob("gen-*"))
+    (generation / "spool-0123abcd-f0.tmp").write_bytes(b"of a process that was killed")
+    espnx.compact(path)
+    assert not list(path.glob("**/spool-*"))
+    assert not generation.exists()
+    with espnx.open(path, toy_encoder()) as index:
+        assert {hit.id for hit in index.search("word0", k=400, rerank=0, first_stage="bm25")} == set(bm25_of(DOCUMENTS[:300], "word0"))
