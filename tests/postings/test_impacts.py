@@ -140,3 +140,12 @@ def test_arrays_are_the_mappings_that_they_hold(tmp_path: Path, queries: list[di
 def test_arrays_that_do_not_fit_are_refused(tmp_path: Path, indptr: list[int], indices: list[float], data: list[float]) -> None:
     with pytest.raises(errors.InvalidInputError, match="CSR arrays"):
         Postings.build(tmp_path / "x", vectors=CsrArrays(np.array(indptr), np.array(indices), np.array(data)))
+
+
+def test_weights_of_numpy_are_numbers(tmp_path: Path) -> None:
+    """In a query as in a vector."""
+    Postings.build(tmp_path / "p", vectors=[{"a": np.float32(1.5), "b": 0.5}, {"a": 0.5}])
+    with Postings.open(tmp_path / "p") as postings:
+        plain, scalars = (postings.search([query], k=2) for query in ({"a": 2.0}, {"a": np.float32(2)}))
+        assert plain.numbers.tolist() == scalars.numbers.tolist() == [[0, 1]]
+        assert plain.scores.tolist() == scalars.scores.tolist()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ... import errors
-from ...checks import check_finite
+from ...checks import check_finite, plain
 from ..bm25 import BM25
 from ..stored.layout import COUNT, FLOAT, LIST_ALIGN_BYTES
 from ..stored.segment import Segment
@@ -246,7 +246,7 @@ def _items(query: QueryTerms) -> Iterable[tuple[str | int, float]]:
     if not isinstance(query, Mapping):
         return [(term, 1.0) for term in query]
     for weight in query.values():
-        check_finite("weight of a term", weight)
+        check_finite("weight of a term", plain(weight))
     return [(term, float(weight)) for term, weight in query.items()]
 
 
