@@ -12,7 +12,7 @@ import torch
 
 import espnx
 from espnx import errors
-from espnx.retrieval.first_stage.interface import Allowed, Candidates, Documents, Entries, LoadedStage, StoredEntries
+from espnx.retrieval.first_stage.interface import Allowed, Candidates, Documents, Entries, LoadedStage, StageReads, StoredEntries
 from espnx.storage.files import Region
 from espnx.storage.parse import Fields
 
@@ -75,7 +75,9 @@ class ExactStage:
             if part.size_bytes("vectors") != 4 * self.vector_dim * part.count:
                 raise errors.FormatError("vectors do not fit the part", path=part.path, got=part.size_bytes("vectors"))
 
-    def load(self, parts: Sequence[StoredEntries], *, threads: int = 1, gpu: int | None = None, gone: Any = None) -> LoadedExact:
+    def load(
+        self, parts: Sequence[StoredEntries], *, threads: int = 1, gpu: Any = None, gone: Any = None, path: str = "auto"
+    ) -> LoadedExact:
         self.check(parts)
         return LoadedExact(*self._all(parts))
 
@@ -132,6 +134,10 @@ class ExactSearch:
 
     def complete(self) -> list[Candidates]:
         return self.advance(1.0)
+
+    @property
+    def reads(self) -> StageReads:
+        return StageReads()
 
     def _best(self, query: np.ndarray, known: int) -> Candidates:
         numbers, scores = self.numbers[:known], (self.vectors[:known] @ query).astype(np.float32)

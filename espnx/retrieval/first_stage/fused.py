@@ -9,7 +9,7 @@ import numpy as np
 
 from ..encoder import Encoded
 from . import fusion
-from .interface import Allowed, Candidates, LoadedStage, StageSearch
+from .interface import Allowed, Candidates, LoadedStage, StageReads, StageSearch
 
 
 class FusedStage:
@@ -73,6 +73,10 @@ class FusedSearch:
         each = [search.complete() for search in self._searches.values()]
         self.found = [dict(zip(self._searches, of_query, strict=True)) for of_query in zip(*each, strict=True)]
         return self._fused(each)
+
+    @property
+    def reads(self) -> StageReads:
+        return sum((search.reads for search in self._searches.values()), StageReads())
 
     def _fused(self, each: list[list[Candidates]]) -> list[Candidates]:
         together = (fusion.fuse(of_query, self._fuse) for of_query in zip(*each, strict=True))

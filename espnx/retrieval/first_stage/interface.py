@@ -201,7 +201,8 @@ class FirstStage(Protocol):
         ...
 
     def load(
-        self, parts: Sequence[StoredEntries], *, threads: int = 1, gpu: int | None = None, gone: np.ndarray | None = None
+        self, parts: Sequence[StoredEntries], *, threads: int = 1, gpu: int | None = None, gone: np.ndarray | None = None,
+        path: str = "auto",
     ) -> LoadedStage:  # fmt: skip
         """Entries of all parts of a store; none of an empty one.
 
@@ -210,6 +211,7 @@ class FirstStage(Protocol):
             gpu: number of the one to search on; None for the CPU.
             gone: bitmap of deleted records, see `merge`; None: there is none. Searches are told what they may find: this is for
                 similarities that depend on what else is there.
+            path: of the reads of sections in place: ``auto``, ``uring``, ``posix`` or ``memory``.
 
         Raises:
             what `check` raises; PathUnavailableError, MissingDependencyError where it cannot search on a GPU.
@@ -269,6 +271,24 @@ class LoadedStage(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class StageReads:
+    """What a first stage has read from storage for a search.
+
+    Attributes:
+        requests, bytes_asked: of all queries together. bytes_moved: whole blocks, and what was read in vain.
+    """
+
+    requests: int = 0
+    bytes_asked: int = 0
+    bytes_moved: int = 0
+
+    def __add__(self, other: StageReads) -> StageReads:
+        return StageReads(
+            self.requests + other.requests, self.bytes_asked + other.bytes_asked, self.bytes_moved + other.bytes_moved
+        )  # fmt: skip
+
+
 class StageSearch(Protocol):
     """See the module. Results are of each query, in their order; m <= candidates, equal similarities by the lower record number."""
 
@@ -278,4 +298,9 @@ class StageSearch(Protocol):
 
     def complete(self) -> list[Candidates]:
         """What the whole search found."""
+        ...
+
+    @property
+    def reads(self) -> StageReads:
+        """Of all of it, once it is complete; nothing, of a stage in memory."""
         ...

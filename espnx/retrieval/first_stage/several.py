@@ -152,12 +152,13 @@ class SeveralStages:
             stage.check(_of(stage, parts))
 
     def load(
-        self, parts: Sequence[StoredEntries], *, threads: int = 1, gpu: int | None = None, gone: np.ndarray | None = None
+        self, parts: Sequence[StoredEntries], *, threads: int = 1, gpu: int | None = None, gone: np.ndarray | None = None,
+        path: str = "auto",
     ) -> LoadedSeveral:  # fmt: skip
         loaded: dict[str, LoadedStage] = {}
         try:
             for stage in self.stages:
-                loaded[stage.kind] = stage.load(_of(stage, parts), threads=threads, gpu=gpu, gone=gone)
+                loaded[stage.kind] = stage.load(_of(stage, parts), threads=threads, gpu=gpu, gone=gone, path=path)
         except BaseException:
             for each in loaded.values():
                 each.close()

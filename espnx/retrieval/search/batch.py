@@ -20,7 +20,7 @@ import numpy as np
 
 from ...device.interface import DeviceStats
 from ...device.record_score import score
-from ..first_stage.interface import Allowed, Candidates
+from ..first_stage.interface import Allowed, Candidates, StageReads
 from ..store.tier import Tier
 from .chosen_stage import ChosenStage
 from .gate import SearchGate
@@ -151,6 +151,7 @@ class QueryBatch:
         self._coarse = None if coarse is None else self._scoring(coarse)
         self._final: list[Candidates] = []
         self._by_stage: list[Mapping[str, Candidates]] = []
+        self._stage_reads = StageReads()
         self._wanted = self._missed = [0] * len(queries)
         self.timings, self.stats, self.n_hot = Timings(), DeviceStats(), 0
         self._begun = time.perf_counter()
@@ -182,6 +183,7 @@ class QueryBatch:
             self._ask(early, is_last=False)
         self._final = search.complete()
         self._by_stage = self._stage.by_stage(search, self._final)
+        self._stage_reads = search.reads
         complete = time.perf_counter()
         self.timings.prefetch_budget_s = complete - begun - self.timings.delta_s
         self._prefetch_begun = begun + self.timings.delta_s
@@ -279,6 +281,8 @@ class QueryBatch:
                 prefetch_steps=plan.steps,
                 queries_together=count,
                 stages=self._stage.kinds,
+                stage_requests=_share(self._stage_reads.requests, i, count),
+                stage_bytes=_share(self._stage_reads.bytes_moved, i, count),
                 timings=replace(timings, merge_s=merge_s, total_s=timings.total_s + merge_s + encode_s),
             )
 

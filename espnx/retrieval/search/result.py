@@ -121,6 +121,7 @@ class SearchResult:
         prefetch_steps: shares of the lists after which reads began; empty without a prefetch.
         queries_together: how many were searched together, this one included.
         stages: the first stages that found the candidates.
+        stage_requests, stage_bytes: what they read from storage for it, whole blocks; 0 of stages in memory. Not in the numbers above.
     """
 
     hits: list[Hit]
@@ -136,6 +137,8 @@ class SearchResult:
     prefetch_steps: tuple[float, ...] = ()
     queries_together: int = 1
     stages: tuple[str, ...] = ()
+    stage_requests: int = 0
+    stage_bytes: int = 0
     timings: Timings = field(default_factory=Timings)
 
     def __iter__(self) -> Iterator[Hit]:
@@ -171,8 +174,11 @@ class SearchResult:
 
     def _cost(self) -> str:
         prefetch = f"prefetch hit rate {self.hit_rate:.0%}" if self.prefetch_steps else "no prefetch"
-        return (
+        records = (
             f"{self.reranked} of {self.candidates} candidates re-ranked, {prefetch} | "
             f"{self.bytes_asked / 1e6:.2f} MB asked, {self.bytes_moved / 1e6:.2f} MB moved "
             f"in {self.requests} requests by {self.effective_path}" + (f" ({self.fallback_reason})" if self.fallback_reason else "")
         )
+        if not self.stage_requests:
+            return records
+        return f"{records} | {', '.join(self.stages)}: {self.stage_bytes / 1e6:.2f} MB in {self.stage_requests} requests"

@@ -168,7 +168,7 @@ class Version:
 
     def load_first_stage(self, *, threads: int = 1, gpu: int | None = None) -> LoadedStage:
         """Ready to be searched. Raises what `FirstStage.load` does."""
-        return self.first_stage.load(self.parts, threads=threads, gpu=gpu, gone=self.deleted)
+        return self.first_stage.load(self.parts, threads=threads, gpu=gpu, gone=self.deleted, path=self.engine.requested)
 
     @cached_property
     def projection(self) -> Projection | None:

@@ -69,6 +69,21 @@ def test_one_of_them(index: espnx.Index) -> None:
             ]
 
 
+def test_what_the_stages_have_read_is_said(index: espnx.Index) -> None:
+    """Of a graph pages, of inverted lists nothing; of a batch shares that add up."""
+    with index:
+        query = queries(1)[0]
+        one = index.search(query, k=3, first_stage="graph", prefetch_step=0.5)
+        assert one.stage_requests > 0
+        assert one.stage_bytes == 4096 * one.stage_requests
+        assert "graph: " in one.summary()
+        none = index.search(query, k=3, first_stage="ivf")
+        assert (none.stage_requests, none.stage_bytes) == (0, 0)
+        both = index.search([query, query], k=3, first_stage=("ivf", "graph"), candidates=100)
+        assert sum(each.stage_bytes for each in both) % 4096 == 0
+        assert both[0].stages == ("ivf", "graph")
+
+
 @pytest.mark.parametrize("wrong", ["bm26", ("ivf", "ivf"), 7, ("ivf", 3), ""])
 def test_stages_that_are_not_there(index: espnx.Index, wrong: object) -> None:
     with index, pytest.raises(errors.InvalidInputError, match="first_stage"):

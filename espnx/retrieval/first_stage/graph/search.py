@@ -12,7 +12,7 @@ import numpy as np
 
 from ....graph.index import LIST_SIZE_MAX, GraphIndex, GraphSearch, RowFilter
 from ...encoder import Encoded
-from ..interface import Allowed, Candidates
+from ..interface import Allowed, Candidates, StageReads
 from ..ivf.search import top
 
 #: Of a search whose caller names no number: each costs about a read.
@@ -186,6 +186,7 @@ class GraphStageSearch:
         self._at_least = min(at_least, sum(part.count for part in parts) if allowed is None else allowed.count)
         self._walks: list[tuple[GraphPart, GraphSearch]] = []
         self.pages = 0  # read by all walks, once complete
+        self.reads = StageReads()
         if candidates and len(queries):
             # Walks first: they read while the small parts are looked at.
             self._walks = [
@@ -205,6 +206,8 @@ class GraphStageSearch:
         for part, walk in self._walks:
             walked = walk.finish()
             self.pages += int(walked.pages.sum())
+            requests, moved_bytes = int((walked.pages + walked.code_pages).sum()), int(walked.bytes_read.sum())
+            self.reads += StageReads(requests, moved_bytes, moved_bytes)
             each.append(_found(part, walked.ids, walked.distances))
         final = self._together(each)
         short = [i for i, (numbers, _) in enumerate(final) if len(numbers) < self._at_least]
@@ -218,6 +221,7 @@ class GraphStageSearch:
         for place, found in zip(short, longer.complete(), strict=True):
             final[place] = found
         self.pages += longer.pages
+        self.reads += longer.reads
         return final
 
     def _together(self, walked: list[list[Candidates]]) -> list[Candidates]:

@@ -27,7 +27,7 @@ from ....storage.parse import Fields
 from ...encoder import Encoded
 from ..document_vector import DocumentVector
 from ..interface import Documents, Entries, LoadedStage, StoredEntries
-from ..ivf.probing import STEPS, distinct_sample, hits_of, known_of
+from ..ivf.probing import STEPS, describe_steps, distinct_sample, hits_of, known_of, parse_steps
 from .search import DEFAULT_CANDIDATES, FlatPart, GraphPart, LoadedGraph
 
 #: Sections of a part: what the graph's manifest says, and what its files hold; or the vectors alone.
@@ -84,24 +84,17 @@ class GraphStage:
     @classmethod
     def parse(cls, fields: Fields, d_cls: int, dim: int) -> GraphStage:
         """Raises FormatError."""
-        of, steps = DocumentVector.parse(fields, d_cls, dim), fields.inner("steps")
-        shares: dict[float, float] = {}
-        for name in steps:
-            try:
-                shares[float(name)] = steps.real(name)
-            except ValueError:
-                steps.refuse(name, "a share of the walk as a name")
         pages = fields.real("pages_per_candidate")
         if not 0 < pages < math.inf:
             fields.refuse("pages_per_candidate", "a number above 0")
-        return cls(of, fields.whole("list_size", 0, 1 << 20), pages, shares)
+        return cls(DocumentVector.parse(fields, d_cls, dim), fields.whole("list_size", 0, 1 << 20), pages, parse_steps(fields))
 
     def describe(self) -> dict[str, Any]:
         return {
             **self.of.describe(),
             "list_size": self.list_size,
             "pages_per_candidate": self.pages_per_candidate,
-            "steps": {f"{step:g}": rate for step, rate in self.steps.items()},
+            "steps": describe_steps(self.steps),
         }
 
     @property
@@ -185,7 +178,8 @@ class GraphStage:
             self._opened(part, threads=1).close()
 
     def load(
-        self, parts: Sequence[StoredEntries], *, threads: int = 1, gpu: int | None = None, gone: np.ndarray | None = None
+        self, parts: Sequence[StoredEntries], *, threads: int = 1, gpu: int | None = None, gone: np.ndarray | None = None,
+        path: str = "auto",
     ) -> LoadedGraph:  # fmt: skip
         if gpu is not None:
             raise errors.PathUnavailableError("a graph on a GPU", got="first_stage_on='cuda'", expected="'cpu'")
@@ -193,13 +187,13 @@ class GraphStage:
             # The base is where most walks go; what was added since is smaller by far.
             each: list[GraphPart | FlatPart] = []
             for part in parts:
-                each.append(self._opened(part, threads=1 if each else threads))
+                each.append(self._opened(part, threads=1 if each else threads, path=path))
                 opened.callback(each[-1].close)
             loaded = LoadedGraph(each, self.of.of_query, self.list_size, self.pages_per_candidate, self.steps)
             opened.pop_all()
             return loaded
 
-    def _opened(self, part: StoredEntries, threads: int) -> GraphPart | FlatPart:
+    def _opened(self, part: StoredEntries, threads: int, path: str = "auto") -> GraphPart | FlatPart:
         if part.count < FLAT_MAX:
             size_bytes = part.count * self.vector_dim * 2
             if part.size_bytes(VECTORS) != size_bytes:
@@ -215,7 +209,7 @@ class GraphStage:
             raise errors.FormatError("what a graph says of itself", path=part.path, got=type(manifest).__name__, fix=_FIX)
         codes = () if manifest.get("inline_pq") == manifest.get("max_degree") else (CODES,)
         regions = {section_of(name): part.place(section_of(name)) for name in (NODES, ROWS, CODEBOOK, ENTRIES, *codes)}
-        index = GraphIndex(GraphSections(part.path, manifest, regions), threads=threads)
+        index = GraphIndex(GraphSections(part.path, manifest, regions), threads=threads, engine=path)
         layout = index.facts.layout
         if (layout.n, layout.dim, index.facts.metric) != (part.count, self.vector_dim, "ip"):
             index.close()

@@ -6,10 +6,11 @@ Both belong to the data, not to the code: how clustered the vectors are decides 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from ....storage.parse import Fields
 from ..interface import Candidates
 from .search import LoadedIvf
 
@@ -21,6 +22,23 @@ _QUERIES_AT_ONCE = 8  # bounds the memory of the answers
 _SAMPLE, _SEARCHED = 64, 4096  # documents taken as queries; looked at for so many that differ
 _SEARCHED_BYTES = 16 << 20
 _ALIKE = 1e-6  # similarities that differ by less, of the largest, are those of duplicates: rounding is as much
+
+
+def parse_steps(fields: Fields) -> dict[float, float]:
+    """What `describe_steps` has written as ``steps``. Raises FormatError."""
+    listed = fields.inner("steps")
+    shares: dict[float, float] = {}
+    for name in listed:
+        try:
+            shares[float(name)] = listed.real(name)
+        except ValueError:
+            listed.refuse(name, "a share of the work as a name")
+    return shares
+
+
+def describe_steps(steps: Mapping[float, float]) -> dict[str, float]:
+    """As manifests keep it: share of a search's work -> share of its candidates that are known by then."""
+    return {f"{step:g}": rate for step, rate in steps.items()}
 
 
 def distinct_sample(count: int, dim: int, vectors: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:

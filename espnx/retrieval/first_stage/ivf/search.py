@@ -19,7 +19,7 @@ import numpy as np
 
 from ....ops.quantise import load_faiss
 from ...encoder import Encoded
-from ..interface import CANDIDATES, Allowed, Candidates
+from ..interface import CANDIDATES, Allowed, Candidates, StageReads
 
 #: Asked of FAISS beyond what is wanted: among equal similarities at the last place it keeps whichever it meets first, we the lowest number.
 _SLACK = 16
@@ -129,6 +129,10 @@ class IvfSearch:
 
     def complete(self) -> list[Candidates]:
         return self.advance(1.0)
+
+    @property
+    def reads(self) -> StageReads:
+        return StageReads()
 
 
 def merge(parts: Iterable[Candidates], count: int) -> Candidates:

@@ -33,7 +33,7 @@ from .arrays import (
     train_arrays,
 )
 from .gpu import GpuLoadedIvf
-from .probing import RECALL, distinct_sample, measure
+from .probing import RECALL, describe_steps, distinct_sample, measure, parse_steps
 from .search import ListRuns, LoadedIvf
 
 #: Sections of a part: numbers of the lists that hold records, ascending, how many each holds, and the codes in the order of the records.
@@ -94,19 +94,13 @@ class IvfStage:
     def parse(cls, fields: Fields, d_cls: int, dim: int) -> IvfStage:
         """Raises FormatError."""
         of = DocumentVector.parse(fields, d_cls, dim)
-        steps, nlist = fields.inner("steps"), fields.whole("nlist", most=_LISTS_MAX)
+        nlist = fields.whole("nlist", most=_LISTS_MAX)
         code = fields.text("code", most=16)
         try:
             code_bytes(code, of.dim)
         except errors.InvalidInputError as error:
             fields.refuse("code", error.expected)
-        shares: dict[float, float] = {}
-        for name in steps:
-            try:
-                shares[float(name)] = steps.real(name)
-            except ValueError:
-                steps.refuse(name, "a share of the lists as a name")
-        return cls(of, code, nlist, nprobe=fields.whole("nprobe", 0, max(nlist, 1)), steps=shares)
+        return cls(of, code, nlist, nprobe=fields.whole("nprobe", 0, max(nlist, 1)), steps=parse_steps(fields))
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -114,7 +108,7 @@ class IvfStage:
             "code": self.code,
             "nlist": self.nlist,
             "nprobe": self.nprobe,
-            "steps": {f"{step:g}": rate for step, rate in self.steps.items()},
+            "steps": describe_steps(self.steps),
         }
 
     @property
@@ -251,7 +245,8 @@ class IvfStage:
     # --- search ---
 
     def load(
-        self, parts: Sequence[StoredEntries], *, threads: int = 1, gpu: int | None = None, gone: np.ndarray | None = None
+        self, parts: Sequence[StoredEntries], *, threads: int = 1, gpu: int | None = None, gone: np.ndarray | None = None,
+        path: str = "auto",
     ) -> LoadedIvf:  # fmt: skip
         index, known = None, [self._lists(part) for part in parts]
         if parts:

@@ -16,7 +16,7 @@ from ....postings.stored.segment import Segment
 from ....postings.versions import removed_terms
 from ....storage import NativeEngine
 from ...encoder import Encoded
-from ..interface import CANDIDATES, Allowed, Candidates
+from ..interface import CANDIDATES, Allowed, Candidates, StageReads
 
 #: From the text of a query to its terms: as often as they come, or each with a weight.
 Words = Callable[[str], Sequence[str] | Mapping[int, float]]
@@ -80,6 +80,7 @@ class LexicalSearch:
     def __init__(self, search: PostingsSearch, queries: list[Any], candidates: int, allowed: list[np.ndarray] | None):
         self._search, self._queries, self._candidates, self._allowed = search, queries, candidates, allowed
         self._states: list[PostingsState] = []
+        self.reads = StageReads()
         if candidates and len(queries) <= _STATES_MAX:
             self._begin()
 
@@ -95,10 +96,13 @@ class LexicalSearch:
         if not self._candidates or not self._queries:
             return [_NOTHING for _ in self._queries]
         if self._states:
-            return [state.complete() for state in self._states]
-        found = self._search.search(self._queries, self._candidates, allowed=self._allowed)
+            found = [state.complete() for state in self._states]
+            self.reads = StageReads(*np.sum([state.costs for state in self._states], axis=0).tolist())
+            return found
+        batch = self._search.search(self._queries, self._candidates, allowed=self._allowed)
+        self.reads = StageReads(int(batch.requests.sum()), int(batch.bytes_asked.sum()), int(batch.bytes_moved.sum()))
         return [
-            (numbers[numbers >= 0], scores[numbers >= 0]) for numbers, scores in zip(found.numbers, found.scores, strict=True)
+            (numbers[numbers >= 0], scores[numbers >= 0]) for numbers, scores in zip(batch.numbers, batch.scores, strict=True)
         ]  # fmt: skip
 
 

@@ -148,9 +148,10 @@ class _Lexical:
         return segment
 
     def load(
-        self, parts: Sequence[StoredEntries], *, threads: int = 1, gpu: int | None = None, gone: np.ndarray | None = None
+        self, parts: Sequence[StoredEntries], *, threads: int = 1, gpu: int | None = None, gone: np.ndarray | None = None,
+        path: str = "auto",
     ) -> LoadedLexical:  # fmt: skip
-        engine = NativeEngine()
+        engine = NativeEngine(path)
         segments = list[Segment]()
         try:
             for part in parts:
