@@ -134,7 +134,7 @@ def test_no_documents(folder: Path) -> None:
 def test_what_does_not_fit(folder: Path) -> None:
     trained = train(folder / "t")
     given = {"format": "fp16", "coarse": "bit1", "pca": 4, "pooling": "mean", "nlist": 2, "centroids": 2}
-    given |= {"first_stages": "ivf", "first_stage_code": "flat"}
+    given |= {"first_stages": "ivf", "first_stage_code": "flat", "language": "german", "sparse_encoder": "splade-tiny"}
     assert set(given) == set(TRAINED_OPTIONS)
     for name, value in given.items():
         with pytest.raises(errors.InvalidInputError, match=f"option '{name}' beside trained="):
