@@ -136,7 +136,7 @@ def _row(
     times = [result.timings.total_s for result in results]
     if times:
         metrics["encode_s"] = statistics.median(result.timings.encode_s for result in results)
-    moved = [result.bytes_moved for result in results] or [0]
+    moved = [result.bytes_moved + result.stage_bytes for result in results] or [0]
     return Row(
         case="hybrid", params={"collection": given.name, "documents": len(index), "queries": len(given.queries), "best_alone": best},
         system=system.name, kind="measured", requested_path="auto", effective_path=index.store.effective_path, cache="warm", n=len(times),
