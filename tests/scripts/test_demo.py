@@ -111,7 +111,7 @@ def test_a_model_that_answers(tmp_path: Path, answering: Path) -> None:
     titles = [line.split(". ", 1)[1] for line in lines if re.match(r"\d\. ", line)]
     table = lines[lines.index(next(line for line in lines if line.startswith("in all"))) - len(titles) :][: len(titles)]
     assert len(titles) == 5
-    assert all(row.startswith(title) and float(row.split()[-1]) > 0 for row, title in zip(table, titles, strict=True))
+    assert all(row.startswith(title) and float(row.split()[-1]) >= 0 for row, title in zip(table, titles, strict=True))
     assert not list((tmp_path / "new" / "kv").iterdir())
 
 
