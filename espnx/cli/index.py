@@ -120,6 +120,7 @@ def configure_add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", help="directory of the store")
     _add_corpus_options(parser)
     parser.add_argument("--encoder", default="auto", help="the one that the store was built with (default: as the store remembers)")
+    parser.add_argument("--sparse-encoder", metavar="M", help="of splade, where it came out of a folder: that folder")
     parser.add_argument("--replace", action="store_true", help="documents whose ids are in the store take the others' places")
     parser.add_argument("--memory", metavar="SIZE", help="what the process may use (default: 1GiB)")
     add_json_option(parser)
@@ -137,6 +138,7 @@ def run_add(args: argparse.Namespace) -> int:
             args.store,
             corpus,
             args.encoder,
+            sparse_encoder=args.sparse_encoder,
             replace=args.replace,
             memory=args.memory,
             progress=progress.update,

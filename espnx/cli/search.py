@@ -72,6 +72,7 @@ def add_index_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hot", default="0", metavar="SIZE", help="RAM for documents that several queries want (default: none)")
     parser.add_argument("--coarse", default="ssd", choices=("ssd", "ram"), help="where coarse records are read from (default: %(default)s)")
     parser.add_argument("--encoder", help="default: the one the store was built with")
+    parser.add_argument("--sparse-encoder", metavar="M", help="of splade, where it came out of a folder: that folder")
     parser.add_argument(
         "--engine",
         default="auto",
@@ -103,7 +104,8 @@ def open_index(args: argparse.Namespace, progress: ProgressLine) -> Iterator[Ind
 
         directories = data_directories(args.store) if args.device or args.record else []
         with devices_of(args, directories) as device, Index(
-            args.store, args.encoder or "auto", engine=args.engine, compute=args.compute, hot=args.hot, coarse=args.coarse, device=device
+            args.store, args.encoder or "auto", engine=args.engine, compute=args.compute, hot=args.hot, coarse=args.coarse, device=device,
+            sparse_encoder=args.sparse_encoder,
         ) as index:  # fmt: skip
             yield index
 

@@ -18,8 +18,8 @@ from ...storage.lock import DirectoryLock
 from ...storage.native import given_engine
 from ..encoder import AUTO, Encoder, EncoderLike, check_same_encoder, encoder_of, remembered_encoder
 from ..first_stage.interface import FirstStage
-from ..first_stage.registry import kinds_of, new_stage
-from ..sparse_encoder import SparseEncoderLike
+from ..first_stage.registry import kinds_of, new_stage, with_sparse_encoder
+from ..sparse_encoder import SparseEncoderLike, sparse_encoder_of
 from ..store.manifest import Manifest, read_store_manifest
 from ..store.places import BUILDING, claim
 from ..store.store import Version
@@ -78,6 +78,7 @@ def add(
     documents: Iterable[Any],
     encoder: EncoderLike | None = AUTO,
     *,
+    sparse_encoder: SparseEncoderLike | None = None,
     replace: bool = False,
     memory: int | str | None = None,
     engine: NativeEngine | None = None,
@@ -90,6 +91,7 @@ def add(
             document may be used again.
         encoder: the one the store was built with, or a description of it as `espnx.load_encoder` takes it; ``auto``: the one that the store
             remembers, loaded when a document brings no vectors (one out of a folder has to be named).
+        sparse_encoder: the one that a first stage of ``splade`` was built with; None: as the store remembers, which a folder's is not.
         replace: a document whose id the store holds takes the other's place, in one step: no version has both, or neither.
         memory: what the process may use, as in `build`.
 
@@ -103,11 +105,13 @@ def add(
     check_documents(documents)
     check_callable("progress", progress)
     remembers = isinstance(encoder, str) and encoder == AUTO
-    given = None if remembers else encoder_of(encoder)
+    given, sparse = None if remembers else encoder_of(encoder), sparse_encoder_of(sparse_encoder)
     with _writing(path, engine) as version:
         name = version.manifest.encoder.name
         if given is not None:
             check_same_encoder(given, name)
+        if sparse is not None:
+            version.first_stage = with_sparse_encoder(version.first_stage, sparse)
         if not version.parts:
             return _add_to_empty(version, documents, given, memory, progress, remembers=remembers)
         draft = Draft(version)

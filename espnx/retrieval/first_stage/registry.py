@@ -8,6 +8,7 @@ from typing import Any
 
 from ... import errors
 from ...storage.parse import Fields
+from ..sparse_encoder import SparseEncoder
 from .interface import FirstStage
 
 _SEVERAL = "several"  # of which each is named
@@ -60,6 +61,14 @@ def parse_stage(fields: Fields, d_cls: int, dim: int) -> FirstStage:
 def kinds_of(stage: FirstStage) -> tuple[str, ...]:
     """As `new_stage` takes them."""
     return tuple(each.kind for each in stage.stages) if stage.kind == _SEVERAL else (stage.kind,)  # type: ignore[attr-defined]
+
+
+def with_sparse_encoder(stage: FirstStage, encoder: SparseEncoder) -> FirstStage:
+    """A stage with the model that encodes its texts at hand. Raises InvalidInputError for a stage that has none, or has another one."""
+    if not hasattr(stage, "with_sparse_encoder"):
+        raise errors.InvalidInputError("sparse_encoder", got=encoder.name, expected="an index that has a first stage of splade")
+    changed: FirstStage = stage.with_sparse_encoder(encoder)
+    return changed
 
 
 def described(stage: FirstStage) -> dict[str, Any]:

@@ -18,9 +18,10 @@ from ... import errors
 from ...storage.files import Region
 from ...storage.parse import Fields
 from ..encoder import Encoded
+from ..sparse_encoder import SparseEncoder
 from .fused import FusedStage
 from .interface import Allowed, Documents, Entries, FirstStage, LoadedStage, StageSearch, StoredEntries
-from .registry import described, parse_stage
+from .registry import described, parse_stage, with_sparse_encoder
 
 _STAGES_MAX = 8
 
@@ -172,6 +173,13 @@ class SeveralStages:
 
     def resident_bytes(self, records: int) -> int:
         return sum(stage.resident_bytes(records) for stage in self.stages)
+
+    def with_sparse_encoder(self, encoder: SparseEncoder) -> SeveralStages:
+        """Those that encode texts themselves are given the model. Raises InvalidInputError where there is none, or for another model."""
+        takers = [stage for stage in self.stages if hasattr(stage, "with_sparse_encoder")]
+        if not takers:
+            return with_sparse_encoder(self.stages[0], encoder)  # type: ignore[return-value]  # raises
+        return self._each(lambda stage: stage.with_sparse_encoder(encoder) if stage in takers else stage)  # type: ignore[attr-defined]
 
     def _each(self, change: Callable[[FirstStage], FirstStage]) -> SeveralStages:
         return replace(self, stages=tuple(change(stage) for stage in self.stages))

@@ -27,6 +27,7 @@ from ..build.documents import check_count
 from ..encoder import AUTO, Encoded, Encoder, EncoderLike, encoder_of, remembered_encoder
 from ..evaluate import DEFAULT_METRICS, Qrels, check_judged, evaluate
 from ..first_stage.interface import LoadedStage
+from ..sparse_encoder import SparseEncoderLike, sparse_encoder_of
 from ..store.manifest import data_directories, read_store_manifest
 from ..store.store import EmbeddingStore
 from ..store.texts import DocumentId, document_id, document_ids
@@ -72,6 +73,8 @@ class Index:
         cost: of the device's reads; None measures it (tens of milliseconds; small stores get the defaults).
         device: what keeps and scores the records: a name (`espnx.device.names`); an open device, or several, in whose directories the data
             files lie, or a `RecordDevice`, which stay the caller's. None: the plain SSD, read by `engine` and scored on `compute`.
+        sparse_encoder: of queries for a first stage of ``splade``, or a description of it; must be the one that the store was built with.
+            None: the one that the store remembers, loaded when it is wanted (one out of a folder has to be named).
 
     Raises:
         InvalidInputError: another encoder than the store's, or an option that is out of range.
@@ -92,6 +95,7 @@ class Index:
         coarse: str = "ssd",
         cost: DeviceCost | None = None,
         device: RecordDevice | Devices | None = None,
+        sparse_encoder: SparseEncoderLike | None = None,
     ):
         self._path = check_path("path of a store", path)
         self.compute = _device(compute)
@@ -109,7 +113,13 @@ class Index:
         if cost is not None and not isinstance(cost, DeviceCost):
             raise errors.InvalidInputError("cost", got=repr(cost), expected="a DeviceCost or None")
         self._options = OpenOptions(
-            self.compute, threads or min(4, len(os.sched_getaffinity(0))), first_stage_on, parse_size(hot), coarse, cost
+            self.compute,
+            threads or min(4, len(os.sched_getaffinity(0))),
+            first_stage_on,
+            parse_size(hot),
+            coarse,
+            cost,
+            sparse_encoder_of(sparse_encoder),
         )
         self._closed = False
         self._changing, self._swapping = threading.Lock(), threading.Lock()  # of versions: one change at a time; which one is current

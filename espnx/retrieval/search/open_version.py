@@ -19,6 +19,8 @@ from ...storage import NativeEngine
 from ...storage.engine import because
 from ..encoder import Encoded, Encoder, check_same_encoder
 from ..first_stage.interface import LoadedStage
+from ..first_stage.registry import with_sparse_encoder
+from ..sparse_encoder import SparseEncoder
 from ..store.places import DETACH
 from ..store.store import EmbeddingStore, open_current
 from ..store.tier import Tier
@@ -41,6 +43,7 @@ class OpenOptions:
         compute: where records are scored, its number known.
         threads, first_stage_on: of the first stage: how many, and ``cpu`` or ``cuda``.
         hot_bytes, coarse, cost: as for `Index`.
+        sparse_encoder: loaded, or None: the one that the store remembers.
     """
 
     compute: torch.device
@@ -49,6 +52,7 @@ class OpenOptions:
     hot_bytes: int
     coarse: str
     cost: DeviceCost | None
+    sparse_encoder: SparseEncoder | None = None
 
 
 class OpenVersion:
@@ -194,6 +198,8 @@ def _open(
     try:
         if store.shared_homes:
             warnings.warn(f"{store.path} shares data with another store ({store.shared_homes[0]}): {DETACH}", stacklevel=4)
+        if options.sparse_encoder is not None:
+            store.first_stage = with_sparse_encoder(store.first_stage, options.sparse_encoder)
         return store, store.load_first_stage(threads=options.threads, gpu=_gpu_of_first_stage(options))
     except BaseException:
         store.close()

@@ -190,3 +190,32 @@ def test_what_was_spilled_goes_with_what_it_was_for(folder: Path, monkeypatch: p
     assert not generation.exists()
     with espnx.open(path, toy_encoder()) as index:
         assert {hit.id for hit in index.search("word0", k=400, rerank=0, first_stage="bm25")} == set(bm25_of(DOCUMENTS[:300], "word0"))
+
+
+def test_a_model_that_no_store_remembers(folder: Path) -> None:
+    """One out of a folder has to be named wherever texts are encoded; another one is refused, and so is one where nothing encodes."""
+    path = folder / "s"
+    build(path, DOCUMENTS[:120], first_stages=("splade", "bm25"), sparse_encoder=Counting())
+
+    class Other(Counting):
+        name = "other"  # type: ignore[assignment]
+
+    with espnx.open(path, toy_encoder()) as index:
+        assert len(index.search("word1", first_stage="bm25", rerank=0))
+        with pytest.raises(errors.InvalidInputError):
+            index.search("word1", first_stage="splade")
+    with pytest.raises(errors.InvalidInputError):
+        espnx.add(path, DOCUMENTS[120:130])
+    with pytest.raises(errors.InvalidInputError, match="another sparse encoder"):
+        espnx.open(path, toy_encoder(), sparse_encoder=Other())
+    assert espnx.add(path, DOCUMENTS[120:130], sparse_encoder=Counting()).documents == 10
+    with espnx.open(path, toy_encoder(), sparse_encoder=Counting()) as index:
+        found = index.search("word1 word2", k=400, candidates=400, rerank=0, first_stage="splade")
+        assert {hit.id for hit in found} == set(products_of(DOCUMENTS[:130], "word1 word2"))
+        espnx.delete(path, [DOCUMENTS[0].id])
+        assert index.reload()
+        assert len(index.search("word1", first_stage="splade"))
+    for kind in ("ivf", "bm25"):
+        build(folder / kind, DOCUMENTS[:20], first_stages=kind)
+        with pytest.raises(errors.InvalidInputError, match="first stage of splade"):
+            espnx.open(folder / kind, toy_encoder(), sparse_encoder=Counting())

@@ -7,6 +7,7 @@ lengths. Statistics are of all parts and of what is alive, so scores are those o
 from __future__ import annotations
 
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,7 +27,7 @@ from ....postings.stored.segment import Segment
 from ....storage import NativeEngine
 from ....storage.parse import Fields
 from ...encoder import Encoded
-from ...sparse_encoder import SparseEncoder, remembered_sparse_encoder, sparse_encoder_of
+from ...sparse_encoder import SparseEncoder, check_same_sparse_encoder, remembered_sparse_encoder, sparse_encoder_of
 from ..interface import Documents, Entries, LoadedStage, StoredEntries
 from .search import LoadedLexical, Words
 
@@ -46,7 +47,7 @@ class LexicalSettings(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class _Lexical:
+class _Lexical(ABC):
     """What both stages share; see `FirstStage`. Nothing is trained, nothing measured."""
 
     follows: ClassVar[bool] = True
@@ -98,11 +99,13 @@ class _Lexical:
                 builder.close()
 
     @property
+    @abstractmethod
     def analyzer(self) -> Analyzer:
-        raise NotImplementedError
+        """That cuts the texts; of weights it cuts none."""
 
+    @abstractmethod
     def _fill(self, builder: SegmentBuilder, texts: Iterator[str]) -> None:
-        raise NotImplementedError
+        """Hands every text over, as terms or as weights."""
 
     def merge(self, parts: Sequence[StoredEntries], gone: np.ndarray, order: np.ndarray | None = None) -> Entries:
         if order is None:
@@ -163,8 +166,9 @@ class _Lexical:
             engine.close()
             raise
 
+    @abstractmethod
     def _words(self) -> Words:
-        raise NotImplementedError
+        """From the text of a query to its terms."""
 
     def tune(self, loaded: LoadedStage, documents: Documents | None) -> Any:
         return self
@@ -262,8 +266,9 @@ class SpladeStage(_Lexical):
             raise errors.StateError("sparse encoder", got="none", expected=self.encoder_name)
         return loaded
 
-    def with_encoder(self, encoder: SparseEncoder) -> SpladeStage:
-        """The same, with the model at hand."""
+    def with_sparse_encoder(self, encoder: SparseEncoder) -> SpladeStage:
+        """The same, with the model at hand. Raises InvalidInputError for another one."""
+        check_same_sparse_encoder(encoder, self.encoder_name)
         return replace(self, given=encoder)
 
     @property
