@@ -21,7 +21,7 @@ from tests.forks import Forks
 #: What changes files, and what a change has arrived after.
 FUNCTIONS: list[tuple[Any, tuple[str, ...]]] = [
     (NativeEngine, ("open", "write", "allocate", "truncate", "sync", "sync_directory", "rename")),
-    (os, ("open", "write", "mkdir", "unlink", "rmdir", "rename")),
+    (os, ("open", "write", "mkdir", "unlink", "rmdir", "rename", "replace")),
 ]
 
 

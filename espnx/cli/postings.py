@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import asdict
+from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInputError
@@ -13,7 +14,7 @@ from ..tables import render_table
 from .output import add_json_option, emit, json_document
 
 if TYPE_CHECKING:
-    from ..postings import Found, Postings
+    from ..postings import Analyzer, Found, Postings
 
 _SHOWN = 10
 _INDEX = "that `espnx postings build` has made"
@@ -90,12 +91,31 @@ def run_build(args: argparse.Namespace) -> int:
         options["stop_words"] = args.stop_words if args.stop_words == "english" else tuple(args.stop_words.split(","))
     given = _sources(args)
     with ProgressLine() as line:
+        if estimate := _estimate(args, Analyzer(**options)):
+            line.say(estimate)
         report = Postings.build(
             args.postings, **given, analyzer=Analyzer(**options), bm25=BM25(**_bm25_options(args)), memory_bytes=parse_size(args.memory),
             exact=args.exact or args.bm25s is not None, progress=line.update,
         )  # fmt: skip
     emit(args, report.summary(), json_document("postings build", **asdict(report)))
     return 0
+
+
+def _estimate(args: argparse.Namespace, analyzer: Analyzer) -> str | None:
+    """How large the spool will be, where that can be told before all has been read."""
+    from ..importers.corpus import read_corpus
+    from ..postings import estimate_spool
+    from ..postings.imports import read_vector_lines
+
+    source = args.corpus or args.vectors
+    n_records = length_hint(read_corpus(source, format=None if args.corpus else "jsonl"), -1) if source else -1
+    if n_records < 0:
+        return None
+    found = estimate_spool(
+        n_records, texts=_texts(args) if args.corpus else None, analyzer=analyzer, memory_bytes=parse_size(args.memory),
+        vectors=(vector for _, vector in read_vector_lines(args.vectors)) if args.vectors else None,
+    )  # fmt: skip
+    return found.summary()
 
 
 def configure_add(parser: argparse.ArgumentParser) -> None:

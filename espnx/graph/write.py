@@ -17,6 +17,7 @@ from ..ops.crc32c import crc32c_ranges
 from ..storage import NativeEngine
 from ..storage.files import StreamWriter, crc32c, write_error
 from ..storage.manifest import NAME, write_manifest
+from ..storage.work import WORK
 from .codebook import Codebook
 from .format import CODEBOOK, CODES, ENTRIES, MAGIC, NODES, ROWS, VERSION, GraphFacts, RecallPoint, in_directory
 from .index import GraphIndex
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 #: (what is being done, how much is done, of how much)
 Progress = Callable[[str, int, int], None]
 
-#: Folder of a build in bounded memory, in the directory of the graph, until that is whole.
-WORK = "work"
 # Of pages that are filled at a time: such a block stays in the cache while it is gathered, summed and copied.
 _BLOCK_BYTES = 8 << 20
 # Beside 200 queries, of which each has a distance to each row.

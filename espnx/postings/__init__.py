@@ -14,6 +14,7 @@ from ..storage.files import Region
 from .analyzer import Analyzer
 from .bm25 import BM25, VARIANTS
 from .build.builder import SegmentBuilder
+from .build.estimate import SpoolEstimate, estimate_spool
 from .build.records import CsrArrays
 from .files import PostingsReport
 from .imports import read_bm25s, read_vector_lines
@@ -46,11 +47,13 @@ __all__ = [
     "Region",
     "Segment",
     "SegmentBuilder",
+    "SpoolEstimate",
     "TermScore",
     "VerifyReport",
     "add",
     "compact",
     "delete",
+    "estimate_spool",
     "read_bm25s",
     "read_vector_lines",
     "search_two_step",

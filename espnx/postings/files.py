@@ -14,6 +14,7 @@ from ..storage import NativeEngine
 from ..storage.files import StreamWriter, read_file, write_error
 from ..storage.lock import LOCK_NAME
 from ..storage.manifest import NAME as MANIFEST
+from ..storage.work import WORK
 from .build.writer import Section
 from .deletions import Deletions
 from .format import KINDS, SECTIONS, Facts, SegmentFacts
@@ -104,10 +105,12 @@ def report_of(engine: NativeEngine, directory: str, facts: Facts, segment: Segme
 
 
 def clear_leftovers(directory: str) -> None:
-    """Of an interrupted build. Raises InvalidInputError where postings, or anything else, are there."""
+    """Of an interrupted build, but its runs. Raises InvalidInputError where postings, or anything else, are there."""
     there = set(os.listdir(directory)) - {LOCK_NAME}
     if MANIFEST in there:
         raise errors.InvalidInputError(f"directory {directory}", got="postings, or another store", expected="a new directory")
+    if os.path.isdir(os.path.join(directory, WORK)):
+        there.remove(WORK)
     if foreign := sorted(name for name in there if not is_own_file(name)):
         raise errors.InvalidInputError(
             f"directory {directory}", got=foreign[:3], expected="an empty directory, or what an interrupted build has left"

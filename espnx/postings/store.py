@@ -19,7 +19,8 @@ from ..storage.lock import DirectoryLock
 from .analyzer import Analyzer
 from .bm25 import BM25
 from .build.builder import MEMORY_BYTES, SegmentBuilder
-from .build.records import CsrArrays, add_records
+from .build.records import CsrArrays, add_records, source_name
+from .build.resume import RUNS_VERSION, KeptRuns
 from .build.writer import Progress
 from .deletions import Deletions
 from .files import PostingsReport, clear_leftovers, open_all, report_of, write_sections
@@ -91,6 +92,9 @@ class Postings:
     ) -> PostingsReport:
         """Builds postings in a new directory. Record i is the i-th text.
 
+        A build by way of a spool that was interrupted goes on when it is begun again with the same input and options: the input is read
+        anew, and of what is the same as in the attempt before nothing is cut and sorted again. The result is the same, bytes included.
+
         Args:
             path: made if it is not there; must hold nothing but what an interrupted build has left.
             texts: cut by the analyzer, one at a time: any iterable.
@@ -119,8 +123,10 @@ class Postings:
         facts = Facts(kind, analyzer or Analyzer(), bm25 or BM25())
         with DirectoryLock(directory), NativeEngine("auto") as engine:
             clear_leftovers(directory)
+            job = {"runs": RUNS_VERSION, "kind": kind, "analyzer": facts.analyzer.digest, "source": source_name(texts, terms, vectors)}
+            kept = KeptRuns(engine, directory, job)
             builder = SegmentBuilder(
-                engine, directory, kind=KINDS[facts.kind], analyzer=facts.analyzer, memory_bytes=memory_bytes, progress=progress
+                engine, directory, kind=KINDS[facts.kind], analyzer=facts.analyzer, memory_bytes=memory_bytes, progress=progress, kept=kept
             )
             try:
                 add_records(builder, texts=texts, terms=terms, vectors=vectors)
@@ -131,6 +137,7 @@ class Postings:
             facts = replace(facts, segments=(segment,))
             engine.sync_directory(directory)
             write_facts(engine, directory, facts)
+            kept.remove()
             return report_of(engine, directory, facts, segment)
 
     def __len__(self) -> int:

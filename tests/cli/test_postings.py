@@ -47,6 +47,24 @@ def test_build_search_change_info_verify(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["postings", "info", str(tmp_path)]) == 1
 
 
+def test_a_build_says_its_spool_and_what_it_goes_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, index = tmp_path / "c.jsonl", str(tmp_path / "x")
+    rows = [json.dumps({"id": str(i), "text": " ".join(f"w{i * j % 1999}" for j in range(60))}) + "\n" for i in range(1100)]
+    source.write_text("".join(rows) + '{"id": "bad"}\n')
+    build = ["postings", "build", index, "--corpus", str(source), "--memory", "1MiB"]
+    assert main(build) == 2
+    assert "1,101 records, about" in (said := capsys.readouterr().err)
+    assert " of spool" in said
+    assert (tmp_path / "x" / "work").is_dir()
+    source.write_text("".join(rows))
+    assert main(build) == 0
+    assert "records of the attempt before: " in capsys.readouterr().err
+    vectors = tmp_path / "v.jsonl"
+    vectors.write_text('{"vector": {"log": 1.5}}\n')
+    assert main(["postings", "build", str(tmp_path / "v"), "--vectors", str(vectors)]) == 0
+    assert "1 records, about 1 postings; no spool" in capsys.readouterr().err
+
+
 def test_vectors_in_two_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "v.jsonl"
     source.write_text('{"id": "a", "vector": {"log": 1.5}}\n{"id": "b", "vector": {"disk": 2, "log": 0.5}}\n')

@@ -18,8 +18,8 @@ from espnx import errors
 from espnx.graph.bounded import budget, builder
 from espnx.graph.bounded.merge import EdgesFile, Piece, interleave, number_nodes
 from espnx.graph.bounded.partition import NOBODY, divide
-from espnx.graph.bounded.work import WorkFolder
 from espnx.storage.manifest import NAME
+from espnx.storage.work import WorkFolder
 from tests.graph.conftest import clustered, exact, recall_of
 
 BUILD = sys.modules["espnx.graph.build"]  # by its name the package knows the function

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy.random  # noqa: F401 - as what `load` imports: for all children
 
@@ -13,11 +15,19 @@ from tests.kills import watch
 from tests.postings.common import corpus
 
 
+def spooled(path: str | Path) -> None:
+    """A build of several runs, whose number is no matter of chance."""
+    with patch("secrets.randbits", lambda _bits: 0x5EED):
+        Postings.build(path, terms=corpus(500, seed=1, longest=120), memory_bytes=1 << 20)
+
+
 def run(job: dict[str, Any]) -> int:
     watch(job)
     path, what = job["path"], job["what"]
-    if what == "build":  # by way of a spool
+    if what == "build":
         Postings.build(path, terms=corpus(60, seed=1), memory_bytes=1 << 20)
+    elif what == "spooled":
+        spooled(path)
     elif what == "add":
         espnx.postings.add(path, terms=corpus(30, seed=2))
     elif what == "delete":

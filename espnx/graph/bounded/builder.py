@@ -14,6 +14,7 @@ from ... import errors
 from ...ops.centroids import fit_means
 from ...storage import FileHandle, NativeEngine, Plan
 from ...storage.files import crc32c
+from ...storage.work import WorkFolder
 from ..codebook import Codebook, train_codebook
 from ..format import CODEBOOK, CODES, ENTRIES, NODES, ROWS, GraphFacts, in_directory
 from ..layout import PageLayout
@@ -24,7 +25,7 @@ from .budget import Budget, plan_parts, resident_bytes
 from .merge import EdgesFile, Piece, merge_parts, number_nodes
 from .partition import PartFiles, divide
 from .parts import build_part
-from .work import WorkFolder, identity, read_array
+from .work import identity, read_array
 
 _PAGE_BLOCK_BYTES = 2 << 20
 # Read together, with what lies between them: 16 MiB at most.

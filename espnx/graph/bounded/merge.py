@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ...storage.work import WorkFolder
 from .partition import NOBODY
-from .work import WorkFolder, read_array
+from .work import read_array
 
 _BLOCK_ROWS = 4096
 # Lists that lie so near each other in a file are read at once.

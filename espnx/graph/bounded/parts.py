@@ -9,11 +9,12 @@ import numpy as np
 import torch
 
 from ...ops._native import load_extension
+from ...storage.work import WorkFolder
 from ..codebook import Codebook
 from ..edges import build_edges
 from ..layout import PageLayout
 from ..options import GraphOptions, measured_rows
-from .work import WorkFolder, read_array
+from .work import read_array
 
 _BLOCK_ROWS = 4096
 

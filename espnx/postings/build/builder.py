@@ -7,7 +7,8 @@ import os
 import secrets
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from itertools import chain, islice
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,12 +17,14 @@ from ...storage import NativeEngine
 from ..analyzer import Analyzer
 from ..stored.layout import COUNT, RECORDS_MAX
 from ..stored.terms import term_bytes
+from .resume import InputDigest, KeptRuns, RunFacts
 from .spool import Run, TermPostings, join, merge_runs, remove_run, sort_postings
 from .writer import Progress, Section, SegmentWriter
 
 MEMORY_BYTES = 512 << 20
-_BYTES_A_TOKEN, _BYTES_A_TERM = 48, 600  # of memory, while a run is sorted; in Python's own dictionaries
+BYTES_A_TOKEN, BYTES_A_TERM = 48, 600  # of memory, while a run is sorted; in Python's own dictionaries
 _BYTES_A_MERGED_POSTING = 64
+T = TypeVar("T")
 _STOP = 0  # the id of words that are no terms
 
 
@@ -49,6 +52,7 @@ class SegmentBuilder:
         analyzer: of texts.
         memory_bytes: about so much is used, beyond two bytes a record and what the dictionary takes.
         progress: is told how many records were read and how many postings were merged.
+        kept: where runs are kept for an attempt that follows one that was killed; None: they go with this object.
     """
 
     def __init__(
@@ -60,11 +64,13 @@ class SegmentBuilder:
         analyzer: Analyzer | None = None,
         memory_bytes: int = MEMORY_BYTES,
         progress: Progress | None = None,
+        kept: KeptRuns | None = None,
     ):
         self._engine, self._directory, self._kind = engine, directory, kind
         self._analyzer = analyzer or Analyzer()
         self._memory_bytes, self._progress = memory_bytes, progress or (lambda _what, _done, _total: None)
-        self.salt = secrets.randbits(32)
+        self._kept = kept
+        self.salt = secrets.randbits(32) if kept is None else kept.salt
         self._runs: list[Run] = []
         self._lengths: list[np.ndarray] = []
         self._first_of_run, self._n_postings, self._largest = 0, 0, 0.0
@@ -73,11 +79,44 @@ class SegmentBuilder:
     def _begin_run(self) -> None:
         self._vocabulary = _Vocabulary(self._analyzer.term)
         self._tokens, self._counts, self._weights = array("I"), array("I"), array("f")
+        self._input = InputDigest()
 
     @property
     def n_records(self) -> int:
         """That were added."""
         return self._first_of_run + len(self._counts)
+
+    def resumed(self, items: Iterator[T], identity: Callable[[T], bytes]) -> Iterator[T]:
+        """Of the input, what must be added: all but what runs of an attempt before hold, which are taken as they are.
+
+        Args:
+            items: each is the argument of one call of an `add_...`; those of a run are held in memory until they are known to be its own.
+            identity: bytes by which an item differs from any other.
+        """
+        if self._kept is None:
+            yield from items
+            return
+        for facts in self._kept.facts():
+            begun = list(islice(items, facts.n_items))
+            is_same = facts.first_record == self._first_of_run and InputDigest.of(map(identity, begun)) == facts.digest
+            run = self._kept.open(facts) if is_same else None
+            if run is None:
+                self._kept.forget(facts.number)
+                items = chain(begun, items)
+                break
+            self._take(run, facts)
+            self._progress("records of the attempt before", self.n_records, 0)
+        for item in items:
+            self._input.add(identity(item))
+            yield item
+
+    def _take(self, run: Run, facts: RunFacts) -> None:
+        self._runs.append(run)
+        if facts.lengths is not None:
+            self._lengths.append(facts.lengths)
+        self._first_of_run += facts.n_records
+        self._n_postings += run.n_postings
+        self._largest = max(self._largest, facts.largest)
 
     def add_text(self, text: str) -> None:
         """The next record, cut by the analyzer. Raises InvalidInputError."""
@@ -130,7 +169,7 @@ class SegmentBuilder:
             raise errors.InvalidInputError("records of a segment", got=f"more than {RECORDS_MAX}", expected="fewer; build several indexes")
         vocabulary = self._vocabulary
         words = max(len(vocabulary), len(vocabulary.ids))
-        if len(self._tokens) * _BYTES_A_TOKEN + words * _BYTES_A_TERM > self._memory_bytes:
+        if len(self._tokens) * BYTES_A_TOKEN + words * BYTES_A_TERM > self._memory_bytes:
             self._end_run()
         if self.n_records % 1000 == 0:
             self._progress("records", self.n_records, 0)
@@ -153,16 +192,16 @@ class SegmentBuilder:
         return found
 
     def _end_run(self) -> None:
-        path = os.path.join(self._directory, f"spool-{self.salt:08x}-{len(self._runs)}.tmp")
-        self._runs.append(Run(self._engine, path, self._sorted()))
-
-    def _merged(self) -> Iterator[TermPostings]:
-        if not self._runs:
-            yield join([self._sorted()])
-            return
-        if self._counts:
-            self._end_run()
-        yield from merge_runs(self._engine, self._runs, max(1 << 16, self._memory_bytes // _BYTES_A_MERGED_POSTING))
+        first, n_records, seen = self._first_of_run, len(self._counts), self._input
+        found = self._sorted()
+        if self._kept is None:
+            path = os.path.join(self._directory, f"spool-{self.salt:08x}-{len(self._runs)}.tmp")
+            self._runs.append(Run.write(self._engine, path, found)[0])
+        else:
+            lengths = self._lengths[-1] if self._kind == COUNT else None
+            facts = RunFacts(len(self._runs), first, seen.n_items, seen.digest, n_records, len(found.names), self._largest, lengths)
+            self._runs.append(self._kept.keep(facts, found))
+        self._progress("bytes of the spool", sum(run.size_bytes for run in self._runs), 0)
 
     def sections(self) -> Iterator[Section]:
         """Name and content of each section, as uint8 arrays one after the other. Each content must be used up before the next section is
@@ -185,8 +224,8 @@ class SegmentBuilder:
             self.close()
 
     def close(self) -> None:
-        """Removes the spool."""
-        while self._runs:
+        """Removes the spool, but for kept runs: they go when what is built of them is published, by `KeptRuns.remove`."""
+        while self._runs and self._kept is None:
             remove_run(self._runs.pop())
 
 

@@ -13,6 +13,7 @@ from ... import errors
 from .builder import SegmentBuilder
 
 _ROWS_AT_ONCE, _TERMS_MAX = 1024, 2**31
+_Rows = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,17 +53,44 @@ def add_records(
     terms: Iterable[Sequence[str] | Sequence[int]] | None = None,
     vectors: Iterable[Mapping[Any, float]] | None = None,
 ) -> None:
-    """Hands all of them over, one at a time. Raises InvalidInputError."""
-    for text in () if texts is None else texts:
+    """Hands all of them over, one at a time, but for those that an attempt before has kept. Raises InvalidInputError."""
+    for text in () if texts is None else builder.resumed(iter(texts), _identity_of_text):
         builder.add_text(text)
-    for each in () if terms is None else terms:
+    for each in () if terms is None else builder.resumed(iter(terms), _identity_of_terms):
         builder.add_terms(each)
     if isinstance(vectors, CsrArrays):
-        begins = np.asarray(vectors.indptr, np.int64)
-        for first in range(0, len(begins) - 1, _ROWS_AT_ONCE):
-            rows = begins[first : first + _ROWS_AT_ONCE + 1]
-            terms, weights = (np.asarray(each[rows[0] : rows[-1]]) for each in (vectors.indices, vectors.data))
-            builder.add_rows(terms.astype(np.int64), weights.astype(np.float64), np.diff(rows))
+        for rows in builder.resumed(_row_blocks(vectors), _identity_of_rows):
+            builder.add_rows(*rows)
         return
-    for vector in () if vectors is None else vectors:
+    for vector in () if vectors is None else builder.resumed(iter(vectors), _identity_of_vector):
         builder.add_vector(vector)
+
+
+def source_name(texts: object, terms: object, vectors: object) -> str:
+    """By what the items of an input are told apart, of those above."""
+    return "texts" if texts is not None else "terms" if terms is not None else "rows" if isinstance(vectors, CsrArrays) else "vectors"
+
+
+def _row_blocks(vectors: CsrArrays) -> Iterator[_Rows]:
+    """Terms, weights and counts of some records at a time."""
+    begins = np.asarray(vectors.indptr, np.int64)
+    for first in range(0, len(begins) - 1, _ROWS_AT_ONCE):
+        rows = begins[first : first + _ROWS_AT_ONCE + 1]
+        terms, weights = (np.asarray(each[rows[0] : rows[-1]]) for each in (vectors.indices, vectors.data))
+        yield terms.astype(np.int64), weights.astype(np.float64), np.diff(rows)
+
+
+def _identity_of_text(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass") if isinstance(text, str) else repr(text).encode()
+
+
+def _identity_of_terms(terms: Sequence[str] | Sequence[int]) -> bytes:
+    return repr(list(terms)).encode("utf-8", "surrogatepass")
+
+
+def _identity_of_vector(vector: Mapping[Any, float]) -> bytes:
+    return _identity_of_terms(list(vector)) + np.fromiter(vector.values(), np.float64, len(vector)).tobytes()
+
+
+def _identity_of_rows(rows: _Rows) -> bytes:
+    return b"".join(each.tobytes() for each in (rows[2], rows[0], rows[1]))

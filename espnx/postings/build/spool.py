@@ -74,27 +74,45 @@ def _collide(hashes: np.ndarray) -> bool:
 
 
 class Run:
-    """Sorted postings in a file. Raises what a `StreamWriter` raises."""
+    """Sorted postings in a file, term after term: hashes, counts, lengths of names, names, records, values.
 
-    def __init__(self, engine: NativeEngine, path: str, postings: TermPostings):
+    Args:
+        hashes: uint64 [n]: of its terms, ascending.
+        counts, lengths: uint32 [n]: postings of each, and bytes of its name.
+    """
+
+    def __init__(self, engine: NativeEngine, path: str, hashes: np.ndarray, counts: np.ndarray, lengths: np.ndarray):
         self._engine, self.path = engine, path
+        self.n_postings, names_bytes = int(counts.sum(dtype=np.int64)), int(lengths.sum(dtype=np.int64))
+        sizes = [hashes.nbytes, counts.nbytes, lengths.nbytes, names_bytes, 4 * self.n_postings, 4 * self.n_postings]
+        *self._begin, self.size_bytes = np.cumsum([0, *sizes]).tolist()
+        buckets = (hashes >> np.uint64(64 - _BUCKET_BITS)).astype(np.int64)
+        self._terms = np.searchsorted(buckets, np.arange(_BUCKETS + 1))
+        self._postings = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])[self._terms]
+        self._names = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])[self._terms]
+
+    @classmethod
+    def write(cls, engine: NativeEngine, path: str, postings: TermPostings) -> tuple[Run, int]:
+        """A new run, on the device; and the CRC32C of its file. Raises what a `StreamWriter` raises."""
         lengths = np.array([len(name) for name in postings.names], np.uint32)
-        arrays = [
-            postings.hashes, postings.counts.astype(np.uint32), lengths, np.frombuffer(b"".join(postings.names), np.uint8),
-            postings.records, postings.values,
-        ]  # fmt: skip
-        self.size_bytes = 0
-        self._begin = []
+        counts = postings.counts.astype(np.uint32)
         with StreamWriter(engine, path) as writer:
-            for array in arrays:
-                self._begin.append(writer.size_bytes)
+            names = np.frombuffer(b"".join(postings.names), np.uint8)
+            for array in (postings.hashes, counts, lengths, names, postings.records, postings.values):
                 writer.write(np.ascontiguousarray(array).view(np.uint8))
             writer.sync()
-            self.size_bytes = writer.size_bytes
-        buckets = (postings.hashes >> np.uint64(64 - _BUCKET_BITS)).astype(np.int64)
-        self._terms = np.searchsorted(buckets, np.arange(_BUCKETS + 1))
-        self._postings = np.concatenate([np.zeros(1, np.int64), np.cumsum(postings.counts)])[self._terms]
-        self._names = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])[self._terms]
+            return cls(engine, path, postings.hashes, counts, lengths), writer.crc32c
+
+    @classmethod
+    def open(cls, engine: NativeEngine, path: str, n_terms: int) -> Run:
+        """One that was written. Raises ReadError, TruncatedFileError."""
+        file = engine.open(path)
+        try:
+            head = read_range(engine, file, 0, 16 * n_terms)
+        finally:
+            engine.close_file(file)
+        hashes = head[: 8 * n_terms].view(np.uint64)
+        return cls(engine, path, hashes, *(head[begin * n_terms : (begin + 4) * n_terms].view(np.uint32) for begin in (8, 12)))
 
     @property
     def bucket_postings(self) -> np.ndarray:

@@ -1,0 +1,87 @@
+"""How large the spool of a build will be, told from some of its records before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from ... import errors
+from ...sizes import format_size
+from ..analyzer import Analyzer
+from .builder import BYTES_A_TOKEN, MEMORY_BYTES
+from .records import CsrArrays
+
+SAMPLE_RECORDS = 1000
+#: Of a posting in a run: its record and its value. In what forward records are sorted from: its term, too.
+_RUN_BYTES, _FORWARD_BYTES = 8, 12
+
+
+@dataclass(frozen=True)
+class SpoolEstimate:
+    """What a build will put into its directory beside the index, until that is whole.
+
+    Attributes:
+        n_records, n_postings: of the index, the latter as far as a sample tells.
+        size_bytes: of the spool; 0 where all is sorted in memory.
+    """
+
+    n_records: int
+    n_postings: int
+    size_bytes: int
+
+    def summary(self) -> str:
+        """In a line."""
+        spool = f"about {format_size(self.size_bytes)} of spool" if self.size_bytes else "no spool: they fit in memory"
+        return f"{self.n_records:,} records, about {self.n_postings:,} postings; {spool}"
+
+
+def estimate_spool(
+    n_records: int | None = None,
+    *,
+    texts: Iterable[str] | None = None,
+    terms: Iterable[Sequence[str] | Sequence[int]] | None = None,
+    vectors: Iterable[Mapping[str, float] | Mapping[int, float]] | CsrArrays | None = None,
+    analyzer: Analyzer | None = None,
+    memory_bytes: int = MEMORY_BYTES,
+) -> SpoolEstimate:
+    """What `espnx.Postings.build` with these arguments will need.
+
+    Args:
+        n_records: of the whole input; None: it knows its length.
+        texts, terms, vectors: the input. Of one with a length that can be indexed, 1,000 records are looked at, from everywhere; of any
+            other iterable the first 1,000, which are used up.
+        analyzer, memory_bytes: of the build.
+
+    Raises InvalidInputError for no input, or one of unknown length.
+    """
+    given: Any = next((each for each in (texts, terms, vectors) if each is not None), None)
+    if given is None:
+        raise errors.InvalidInputError("estimate of a spool", got="nothing", expected="texts, terms or vectors")
+    if isinstance(given, CsrArrays):
+        return _estimate(len(given.indptr) - 1, len(given.data), len(given.data), is_vectors=True, memory_bytes=memory_bytes)
+    if n_records is None and not hasattr(given, "__len__"):
+        raise errors.InvalidInputError("estimate of a spool", got="an input of unknown length", expected="n_records")
+    total = len(given) if n_records is None else n_records
+    tokens = postings = seen = 0
+    cut = analyzer or Analyzer()
+    for record in _sample(given):
+        found = cut.words(record) if texts is not None else list(record)
+        tokens, seen = tokens + len(found), seen + 1
+        postings += len(set(found))
+    each = total / max(1, seen)
+    return _estimate(total, round(tokens * each), round(postings * each), is_vectors=vectors is not None, memory_bytes=memory_bytes)
+
+
+def _estimate(n_records: int, n_tokens: int, n_postings: int, *, is_vectors: bool, memory_bytes: int) -> SpoolEstimate:
+    # How many terms there are, no sample tells: a quarter of the memory is theirs.
+    if n_tokens * BYTES_A_TOKEN < memory_bytes * 3 // 4:
+        return SpoolEstimate(n_records, n_postings, 0)
+    return SpoolEstimate(n_records, n_postings, n_postings * (_RUN_BYTES + (_FORWARD_BYTES if is_vectors else 0)))
+
+
+def _sample(records: Any) -> Iterable[Any]:
+    if isinstance(records, Sequence) and len(records) > SAMPLE_RECORDS:
+        return (records[i * len(records) // SAMPLE_RECORDS] for i in range(SAMPLE_RECORDS))
+    return islice(iter(records), SAMPLE_RECORDS)
