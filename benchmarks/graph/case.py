@@ -30,7 +30,8 @@ that of a process that has opened nothing, with 64 queries under way, over --n.
   espnx bench graph --path /mnt/nvme --show memory --n 10000,100000 --system espnx-inline,espnx-memory
   espnx bench graph --quick                                                     does everything work here?
 
-Vectors by recipe: 100 overlapping clusters in 24 dimensions, as 128 float32 with noise. DiskANN is diskannpy-rust (or diskannpy), in an
+Vectors by recipe: 100 overlapping clusters in 24 dimensions, as 128 (--dim) float32 with noise; as uint8 each value rounded to one of 256
+steps over four standard deviations to both sides. DiskANN is diskannpy-rust (or diskannpy), in an
 environment of its own: python -m venv ENV; ENV/bin/pip install diskannpy-rust. What is not installed has a row that says so, and nothing
 stays on disk."""
 
@@ -46,6 +47,8 @@ def configure(parser: ArgumentParser) -> None:
     add("--show", choices=("sweep", "memory"), default="sweep", help="sweep or memory (default: %(default)s)")
     add("--system", metavar="S,...", help=f"of {', '.join(SYSTEMS)} (default: all)")
     add("--n", metavar="N,...", default="50000", help="vectors by recipe (default: %(default)s)")
+    add("--dim", metavar="N", default="128", help="of vectors by recipe (default: %(default)s)")
+    add("--dtype", choices=("float32", "uint8"), default="float32", help="of vectors by recipe (default: %(default)s)")
     add("--base", metavar="FILE", help="vectors instead: .npy, .fbin, .u8bin, .fvecs, ... (with --queries)")
     add("--queries", metavar="FILE", help="their queries")
     add("--n-queries", metavar="N", default="1000", help="at most (default: %(default)s)")
@@ -91,7 +94,7 @@ def _sets(args: Namespace) -> Iterator[Data]:
         yield from_files(args.base, args.queries, n_queries, K)
         return
     for n in [700] if args.quick else _many("--n", args.n):
-        yield by_recipe(n, n_queries, K, args.seed)
+        yield by_recipe(n, n_queries, K, args.seed, dim=positive("--dim", args.dim), dtype=args.dtype)
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:

@@ -11,7 +11,9 @@ from espnx.errors import InvalidInputError
 from espnx.graph import read_vectors
 from espnx.ops.quantise import load_faiss
 
-DIM, LATENT, CLUSTERS, NOISE = 128, 24, 100, 0.1
+LATENT, CLUSTERS, NOISE = 24, 100, 0.1
+#: Standard deviations that the steps of uint8 go, to both sides; what lies beyond is cut.
+SPAN = 4.0
 #: Of the squared size of a distance's parts: vectors may be stored as float16, and their distances are those of what is stored.
 TOLERANCE = 2.0**-9
 
@@ -54,16 +56,20 @@ class Data:
         return None
 
 
-def by_recipe(n: int, n_queries: int, k: int, seed: int) -> Data:
+def by_recipe(n: int, n_queries: int, k: int, seed: int, dim: int = 128, dtype: str = "float32") -> Data:
     """Overlapping clusters: hard, since the nearest of a vector are in several of them. Queries are drawn as the vectors are."""
     rng = np.random.default_rng(seed)
-    centres, spread = rng.standard_normal((CLUSTERS, LATENT)), rng.standard_normal((LATENT, DIM)) / np.sqrt(LATENT)
+    centres, spread = rng.standard_normal((CLUSTERS, LATENT)), rng.standard_normal((LATENT, dim)) / np.sqrt(LATENT)
 
     def draw(count: int) -> np.ndarray:
         inside = centres[rng.integers(0, CLUSTERS, count)] + rng.standard_normal((count, LATENT))
-        return (inside @ spread + NOISE * rng.standard_normal((count, DIM))).astype(np.float32)
+        return (inside @ spread + NOISE * rng.standard_normal((count, dim))).astype(np.float32)
 
-    return Data(f"hard, {n:,} x {DIM} float32", draw(n), draw(n_queries), k)
+    base, queries = draw(n), draw(n_queries)
+    if dtype == "uint8":
+        step = SPAN * float(base.std()) / 128
+        base, queries = (np.clip(np.rint(values / step) + 128, 0, 255).astype(np.uint8) for values in (base, queries))
+    return Data(f"hard, {n:,} x {dim} {dtype}", base, queries, k)
 
 
 def from_files(base: str, queries: str, n_queries: int, k: int) -> Data:

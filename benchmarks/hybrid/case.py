@@ -11,12 +11,19 @@ from espnx.errors import InvalidInputError
 from ..harness.registry import Case, Say
 from ..harness.result import Row
 
-DESCRIPTION = """One index of a test collection with three first stages: BM25 and SPLADE from posting lists on SSD, and inverted lists over
-CLS vectors, whose candidates MaxSim ranks. Rankings of each, reciprocal rank fusion (k = 60, nothing fitted) of two and of all three, and
-MaxSim over the union of what the three find. Fused searches are compared with what fusing the rankings by hand gives. Quality by the
-collection's judgements, with the interval of a paired bootstrap of the difference from the best of the three alone.
+SHOWS = ("rankings", "candidates", "overlap")
+DESCRIPTION = """One index of a test collection with four first stages: BM25 and SPLADE from posting lists on SSD, inverted lists in memory
+and a graph on SSD over CLS vectors, whose candidates MaxSim ranks. Quality by the collection's judgements.
+
+rankings: those of BM25, SPLADE and MaxSim alone, reciprocal rank fusion (k = 60, nothing fitted) of two and of all three, and MaxSim over
+the union of what the three find. Fused searches are compared with what fusing the rankings by hand gives. The difference from the best of
+the three alone comes with the interval of a paired bootstrap.
+candidates: MaxSim over 50 to 1,000 candidates of the graph, and of the inverted lists; scores are compared with a search of all documents.
+overlap: what BM25, SPLADE and the inverted lists take to find all that they find, alone and together, nothing re-ranked and without
+encoding; beside the sum of their CPU over two cores plus the longest wait of one of them.
 
   espnx bench hybrid --path /mnt/ssd/bench --collection cranfield --json benchmarks/results/hybrid.json
+  espnx bench hybrid --path /mnt/ssd/bench --collection cranfield --show candidates
   espnx bench hybrid --quick                                          does everything work here?
 
 Times are of one query after the other, past the page cache where the file system allows it; encoding is timed apart, and in the time.
@@ -29,6 +36,7 @@ def configure(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--path", metavar="DIR", default=".", help="a directory on the SSD (default: the current one)")
     add("--collection", metavar="FOLDER", help="in BEIR's form: corpus.jsonl, queries.jsonl, qrels.tsv")
+    add("--show", choices=SHOWS, default=SHOWS[0], help="(default: %(default)s)")
     add("--encoder", default="minilm", metavar="M", help="of token vectors (default: %(default)s)")
     add("--sparse-encoder", default="splade-tiny", metavar="M", help="(default: %(default)s)")
 
@@ -39,20 +47,23 @@ def run(args: Namespace, say: Say) -> list[Row]:
 
     if args.collection is None and not args.quick:
         raise InvalidInputError("--collection", got="none", expected="a folder in BEIR's form", fix="or --quick")
-    return measure(args.path, args.collection, args.encoder, args.sparse_encoder, 1 if args.quick else args.pairs, say)
+    return measure(args.path, args.collection, args.encoder, args.sparse_encoder, args.show, 1 if args.quick else args.pairs, say)
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Of rows of one show: those of the first."""
+    from .candidates import candidates_table
+    from .overlap import overlap_table
+
+    show = rows[0].params["show"] if rows else "rankings"
+    tables = {"candidates": candidates_table, "overlap": overlap_table, "rankings": _rankings_table}
+    return tables[show]([row for row in rows if row.params["show"] == show])
+
+
+def _rankings_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     headers = [
-        "ranking",
-        "nDCG@10",
-        "recall@100",
-        "nDCG@10 beyond the best alone (95 %)",
-        "ms a query",
-        "of that encoding",
-        "KiB read",
-        "right",
-    ]
+        "ranking", "nDCG@10", "recall@100", "nDCG@10 beyond the best alone (95 %)", "ms a query", "of that encoding", "KiB read", "right",
+    ]  # fmt: skip
     return headers, [_cells(row) for row in rows]
 
 

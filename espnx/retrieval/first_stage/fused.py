@@ -35,6 +35,10 @@ class FusedStage:
         """As many as the one of them can find cheaply that finds them at the highest price."""
         return min(stage.default_candidates for stage in self.stages.values())
 
+    @property
+    def needs_vectors(self) -> bool:
+        return any(stage.needs_vectors for stage in self.stages.values())
+
     def prepare(self, query: Encoded, text: str | None = None) -> tuple[Any, ...]:
         return tuple(stage.prepare(query, text) for stage in self.stages.values())
 

@@ -234,6 +234,7 @@ class LoadedStage(Protocol):
         auto_effort: what an effort of None means.
         default_candidates: of a search whose caller names no number: where each costs a read of its own, they are few.
         hit_rates: share of a search's candidates that are known after a share of its work, measured; empty where unknown.
+        needs_vectors: whether `prepare` looks at a query's vectors; where it does not, a text need not be encoded for it.
     """
 
     @property
@@ -244,6 +245,9 @@ class LoadedStage(Protocol):
 
     @property
     def hit_rates(self) -> Mapping[float, float]: ...
+
+    @property
+    def needs_vectors(self) -> bool: ...
 
     def prepare(self, query: Encoded, text: str | None = None) -> Any:
         """A query as `start` takes it, opaque to whoever searches. `text`: where the query was given as one."""

@@ -228,6 +228,10 @@ class LoadedSeveral:
     def hit_rates(self) -> Mapping[float, float]:
         return self._default.hit_rates
 
+    @property
+    def needs_vectors(self) -> bool:
+        return self._default.needs_vectors
+
     def prepare(self, query: Encoded, text: str | None = None) -> Any:
         return self._default.prepare(query, text)
 

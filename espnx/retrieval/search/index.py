@@ -385,31 +385,31 @@ class Index:
         return results[0] if is_one else results
 
     def _search(self, wanted: Sequence[Query], options: SearchOptions) -> list[SearchResult]:
-        begun = time.perf_counter()
-        encoded = self._encode(wanted)
-        encode_s = (time.perf_counter() - begun) / max(1, len(wanted))
-        with self._gate as is_alone, self._current() as version:
-            self._check_open()  # it may have been closed before our turn came
-            if options.is_cascade:
-                version.coarse_tier("cascade")
-            weight = version.cls_weight(options.cls_weight)
-            texts = [query if isinstance(query, str) else None for query in wanted]
-            stage = version.stage(options)
-            if options.candidates is None:
-                options = replace(options, candidates=stage.loaded.default_candidates)
-            begun = time.perf_counter()
-            vectors = [version.query(query, text, weight, stage) for query, text in zip(encoded, texts, strict=True)]
-            encode_s += (time.perf_counter() - begun) / max(1, len(wanted))  # a stage of words may have a model of its own
-            return list(search_in_batches(version, stage, self._gate, vectors, options, encode_s, is_alone=is_alone))
+        for query in wanted:
+            if not isinstance(query, (str, Encoded)):
+                raise errors.InvalidInputError("a query", got=type(query).__name__, expected="a str or an Encoded")
+        with self._current() as version:
+            begun, stage = time.perf_counter(), version.stage(options)
+            encoded = self._encode(wanted) if options.reads_records or stage.loaded.needs_vectors else version.without_vectors(wanted)
+            encode_s = (time.perf_counter() - begun) / max(1, len(wanted))
+            with self._gate as is_alone:
+                self._check_open()  # it may have been closed before our turn came
+                if options.is_cascade:
+                    version.coarse_tier("cascade")
+                weight = version.cls_weight(options.cls_weight)
+                texts = [query if isinstance(query, str) else None for query in wanted]
+                if options.candidates is None:
+                    options = replace(options, candidates=stage.loaded.default_candidates)
+                begun = time.perf_counter()
+                vectors = [version.query(query, text, weight, stage) for query, text in zip(encoded, texts, strict=True)]
+                encode_s += (time.perf_counter() - begun) / max(1, len(wanted))  # a stage of words may have a model of its own
+                return list(search_in_batches(version, stage, self._gate, vectors, options, encode_s, is_alone=is_alone))
 
     def _check_open(self) -> None:
         if self._closed:
             raise errors.EngineClosedError("the index is closed", fix="open it again")
 
     def _encode(self, queries: Sequence[Query]) -> list[Encoded]:
-        for query in queries:
-            if not isinstance(query, (str, Encoded)):
-                raise errors.InvalidInputError("a query", got=type(query).__name__, expected="a str or an Encoded")
         texts = [query for query in queries if isinstance(query, str)]
         if texts:
             encoder = self.encoder

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import warnings
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -133,6 +134,12 @@ class OpenVersion:
             if key not in self._chosen:
                 self._chosen[key] = ChosenStage.of(self.store.first_stage, self.first_stage, *key)
             return self._chosen[key]
+
+    def without_vectors(self, queries: Sequence[str | Encoded]) -> list[Encoded]:
+        """Of queries whose words alone are looked at: nothing is encoded."""
+        built = self.store.manifest.encoder
+        none = Encoded(torch.zeros(built.d_cls), torch.empty(0, built.dim))
+        return [query if isinstance(query, Encoded) else none for query in queries]
 
     def query(self, query: Encoded, text: str | None, cls_weight: float, stage: ChosenStage) -> QueryVectors:
         """`text`: where the query was given as one. Raises InvalidInputError for vectors that are not finite or do not fit the store."""

@@ -98,6 +98,11 @@ class SearchOptions:
         return self.wanted if wanted is None else min(wanted, self.wanted)
 
     @property
+    def reads_records(self) -> bool:
+        """Whether a query's own vectors are looked at, beside what the first stage makes of it."""
+        return self.depth > 0 or self.explain
+
+    @property
     def effort(self) -> int | None:
         """Of the first stage; None: its own choice."""
         return self.nprobe if isinstance(self.nprobe, int) else None

@@ -112,6 +112,21 @@ def test_queries_without_text(folder: Path) -> None:
                 index.search(queries(1)[0], first_stage=named)
 
 
+def test_words_alone_need_no_vectors(folder: Path) -> None:
+    """Where nothing is scored by vectors, no text is encoded, and no encoder is needed."""
+    build(folder / "s", DOCUMENTS[:60], first_stages=("ivf", "bm25"))
+    encoder = toy_encoder()
+    with espnx.open(folder / "s", encoder) as index:
+        whole = [index.search(text, k=60, first_stage="bm25", rerank=0).hits for text in ASKED]
+        assert any(whole)
+    with espnx.open(folder / "s", None) as index:
+        assert [index.search(text, k=60, first_stage="bm25", rerank=0).hits for text in ASKED] == whole
+        assert [result.hits for result in index.search(ASKED, k=60, first_stage="bm25", rerank=0)] == whole
+        for options in ({"rerank": None}, {"rerank": 0, "explain": True}, {"rerank": 0, "first_stage": ("bm25", "ivf")}):
+            with pytest.raises(errors.InvalidInputError, match="no encoder"):
+                index.search(ASKED[0], **{"first_stage": "bm25", **options})
+
+
 def test_other_words(folder: Path) -> None:
     """Without a language words stand as they are written; one that has no stemmer is refused before anything is encoded."""
     documents = [replace(DOCUMENTS[0], text="the running horses"), replace(DOCUMENTS[1], text="a horse runs")]

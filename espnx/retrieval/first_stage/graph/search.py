@@ -106,6 +106,7 @@ class LoadedGraph:
     """
 
     default_candidates = DEFAULT_CANDIDATES
+    needs_vectors = True
 
     def __init__(
         self,

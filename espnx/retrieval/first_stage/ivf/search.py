@@ -152,6 +152,7 @@ class LoadedIvf:
     """
 
     default_candidates = CANDIDATES
+    needs_vectors = True
 
     def __init__(
         self,

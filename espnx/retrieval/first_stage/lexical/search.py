@@ -36,6 +36,7 @@ class LoadedLexical:
 
     auto_effort = 1
     default_candidates = CANDIDATES
+    needs_vectors = False
     hit_rates: Mapping[float, float] = {}
 
     def __init__(self, engine: NativeEngine, segments: Sequence[Segment], words: Words, kind: str, gone: np.ndarray | None = None):
