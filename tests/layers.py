@@ -59,9 +59,10 @@ THIRD_PARTY = {
 }
 # GPUDirect Storage stays behind one door.
 GDS_ONLY = {"cuda", "cupy"}
-# FAISS is loaded in one place; what takes it from there beside that are the files of inverted lists, and benchmarks that compare with it.
+# FAISS is loaded in one place; what takes it from there beside that are the files of inverted lists, HNSW graphs that it has built, and
+# benchmarks that compare with it.
 FAISS_LOADER = "espnx.ops.quantise"
-FAISS_USERS = ("espnx.retrieval.first_stage.ivf", "espnx.benchmarks.")
+FAISS_USERS = ("espnx.retrieval.first_stage.ivf", "espnx.graph.hnsw.", "espnx.benchmarks.")
 
 
 def modules() -> list[tuple[Path, str, bool]]:

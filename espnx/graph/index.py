@@ -86,6 +86,24 @@ class RowFilter:
         return np.flatnonzero(np.unpackbits(self.bits.numpy(), bitorder="little"))
 
 
+def row_mask(rows: Any, n: int, name: str) -> np.ndarray:
+    """bool [n] of rows as `GraphIndex.search` takes them. `name`: of the argument. Raises InvalidInputError."""
+    if isinstance(rows, RowFilter):
+        return rows.mask(n)
+    found = rows.detach().cpu().numpy() if isinstance(rows, torch.Tensor) else np.asarray(rows)
+    if found.dtype == bool and found.shape == (n,):
+        return found
+    if found.size == 0:
+        return np.zeros(n, bool)
+    if found.ndim != 1 or found.dtype.kind not in "iu" or found.min() < 0 or found.max() >= n:
+        raise errors.InvalidInputError(
+            f"rows to {name}", got=f"{found.dtype} {list(found.shape)}", expected=f"bool [{n}], or numbers from 0 to {n - 1}"
+        )
+    mask = np.zeros(n, bool)
+    mask[found] = True
+    return mask
+
+
 class GraphSearch:
     """A search under way in the threads of a graph; see `GraphIndex.start`. One thread at a time may ask it. Ends when nobody holds it."""
 
@@ -330,22 +348,7 @@ class GraphIndex:
         return RowFilter.of(allowed if exclude is None else allowed & ~self._mask(exclude, "exclude"))
 
     def _mask(self, rows: Any, name: str) -> np.ndarray:
-        if isinstance(rows, RowFilter):
-            return rows.mask(len(self))
-        found = rows.detach().cpu().numpy() if isinstance(rows, torch.Tensor) else np.asarray(rows)
-        if found.dtype == bool and found.shape == (len(self),):
-            return found
-        if found.size == 0:
-            return np.zeros(len(self), bool)
-        if found.ndim != 1 or found.dtype.kind not in "iu" or found.min() < 0 or found.max() >= len(self):
-            raise errors.InvalidInputError(
-                f"rows to {name}",
-                got=f"{found.dtype} {list(found.shape)}",
-                expected=f"bool [{len(self)}], or numbers from 0 to {len(self) - 1}",
-            )
-        mask = np.zeros(len(self), bool)
-        mask[found] = True
-        return mask
+        return row_mask(rows, len(self), name)
 
     def _scan(self, queries: torch.Tensor, k: int, rows: np.ndarray, deadline_s: float) -> Neighbours:
         """All of these rows are measured, whatever their number."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import errors
 from .build import GraphReport, build
-from .index import GraphIndex, Neighbours
+from .index import GraphIndex, Neighbours, row_mask
 from .vectors import read_vectors
 
 
@@ -60,18 +60,23 @@ class PrivateGraphs:
     def __len__(self) -> int:
         return int(self._first[-1])
 
-    def search(self, queries: Any, k: int = 10, **options: Any) -> Neighbours:
+    def search(self, queries: Any, k: int = 10, *, include: Any = None, exclude: Any = None, **options: Any) -> Neighbours:
         """The k nearest vectors of each query, of all graphs; what a query took is the sum over them.
 
         Args:
             queries, k: see `GraphIndex.search`.
-            options: of it, but for `include` and `exclude`: each graph has a list of its own, as long as a single graph's would be.
+            include, exclude: rows of the whole input, see `GraphIndex.search`. A graph with few of them measures those.
+            options: of it: each graph has a list of its own, as long as a single graph's would be.
 
         Raises what `GraphIndex.search` raises.
         """
-        if named := {"include", "exclude"} & options.keys():
-            raise errors.InvalidInputError("filters of private graphs", got=sorted(named), expected="none", fix="search each graph")
-        found = list(self._pool.map(lambda graph: graph.search(queries, k, **options), self.graphs))
+        shares = self._shares(include, "include"), self._shares(exclude, "exclude")
+        found = list(
+            self._pool.map(
+                lambda graph, included, excluded: graph.search(queries, k, include=included, exclude=excluded, **options),
+                self.graphs, *shares,
+            )
+        )  # fmt: skip
         ids = np.concatenate(
             [np.where(each.ids < 0, -1, each.ids + first) for each, first in zip(found, self._first, strict=False)], axis=1
         )
@@ -82,6 +87,12 @@ class PrivateGraphs:
             np.take_along_axis(ids, order, axis=1), np.take_along_axis(far, order, axis=1), **total,
             seconds=np.max([each.seconds for each in found], axis=0), page_bytes=found[0].page_bytes,
         )  # fmt: skip
+
+    def _shares(self, rows: Any, name: str) -> list[np.ndarray | None]:
+        """Each graph's part of some rows of the whole input, bool [its vectors]."""
+        if rows is None:
+            return [None] * len(self.graphs)
+        return [*np.split(row_mask(rows, len(self), name), self._first[1:-1])]
 
     def close(self) -> None:
         """Closes all of them."""

@@ -55,11 +55,37 @@ def test_private_graphs_find_what_one_finds(tmp_path: Path, base: np.ndarray, qu
         assert len(graphs) == len(base)
         whole = graphs.search(queries, 10, list_size=3000)
         some = graphs.search(queries, 10, list_size=40)
-        with pytest.raises(errors.InvalidInputError):
-            graphs.search(queries, 10, include=[1])
     assert np.array_equal(np.sort(whole.ids), np.sort(true)), "ties may change places by the rounding of float32"
     assert recall_of(some.ids, true) > 0.95
     assert (some.pages > 0).all()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_filters_of_private_graphs_are_of_the_whole_input(tmp_path: Path, base: np.ndarray, queries: np.ndarray, count: int) -> None:
+    """As numbers and as a mask; where one graph has none of the rows, where few are measured, where most are walked over."""
+    paths = [tmp_path / str(number) for number in range(count)]
+    espnx.graph.build_private(base, paths, max_degree=16, search_list_size=40, num_entry_points=20)
+    stored, rows = base.astype(np.float16), np.arange(len(base))
+    with espnx.graph.PrivateGraphs(paths) as graphs:
+        for included in (np.array([2999, 5]), rows[::7], rows[rows % 50 != 0], rows[:900]):
+            true = included_exact(stored, queries, np.sort(included))
+            found = graphs.search(queries, 10, list_size=3000, include=included)
+            assert np.array_equal(np.sort(found.ids), np.sort(true))
+            mask = np.isin(rows, included)
+            for other in ({"include": mask}, {"exclude": ~mask}, {"include": torch.from_numpy(mask), "exclude": rows[~mask]}):
+                again = graphs.search(queries, 10, list_size=3000, **other)
+                assert np.array_equal(again.ids, found.ids)
+                assert np.array_equal(again.distances, found.distances)
+        assert (graphs.search(queries, 3, include=[]).ids == -1).all()
+        for wrong in ([3000], [-1], np.ones(2999, bool), [0.5]):
+            with pytest.raises(errors.InvalidInputError, match="rows to exclude"):
+                graphs.search(queries, 10, exclude=wrong)
+
+
+def included_exact(base: np.ndarray, queries: np.ndarray, included: np.ndarray) -> np.ndarray:
+    """int64 [q, 10]: the nearest of these rows; -1 where there are fewer."""
+    nearest = included[exact(base[included], queries, 10)]
+    return np.pad(nearest, ((0, 0), (0, 10 - nearest.shape[1])), constant_values=-1)
 
 
 def test_fewer_vectors_than_directories(tmp_path: Path) -> None:

@@ -10,15 +10,17 @@ import torch
 
 from ... import errors
 from ...storage import Engine
+from ..graph.device import SsdGraphDevice
 from ..interface import READ_AHEAD_BYTES, RecordDevice, RowDevice
 from ..model.spec import DeviceSpec, load_spec
 from ..near_storage import NearStorageDevice
 from ..plain import PlainDevice
 from ..ssd_rows import SsdRowDevice
 from ..vectors.encoding import Encoding, encode_on_host
-from ..vectors.interface import ClusterDevice
+from ..vectors.interface import ClusterDevice, Graph, GraphDevice
 from .clusters import EmulatedClusterDevice
 from .faults import DeviceFault, Faults, Guard
+from .graphs import EmulatedGraphDevice
 from .records import EmulatedRecordDevice
 from .report import Report, report
 from .rows import HAND_OVERS, EmulatedRowDevice, HandedOver, capabilities_of
@@ -88,6 +90,11 @@ class EmulatedDevice(NearStorageDevice):
         """See `NearStorageDevice`."""
         inner = PlainDevice(self.path).open_clusters(directory, engine=engine, threads=threads)
         return EmulatedClusterDevice(inner, self.topology, self.number, computes=self._computes("distances"), guard=self._guard)
+
+    def open_graph(self, graph: Graph, *, engine: Any = "auto") -> GraphDevice:
+        """See `NearStorageDevice`."""
+        inner = SsdGraphDevice(graph, engine=engine)
+        return EmulatedGraphDevice(inner, self.topology, self.number, walks=self._computes("search"), guard=self._guard)
 
     def encode(self, encode: Callable[[Sequence[str]], T], texts: Sequence[str], *, flop: float | None = None) -> Encoding[T]:
         """See `NearStorageDevice`. On a device that encodes, the seconds are virtual: of `flop` at the spec's rate.

@@ -28,6 +28,7 @@ _UNBOUND = 1e300  # a second, of anything
 
 #: A route's legs, each a kind of link, in the order in which bytes pass them.
 ROUTES = {
+    "flash_sense": ("cells",),
     "flash_read": ("flash_read", "memory"),
     "flash_write": ("flash_write",),
     "host_to_device": ("uplink_in", "port_in", "link_in", "memory"),
@@ -121,6 +122,8 @@ class Topology:
         kinds: dict[str, tuple[str, float | None, float]] = {
             "flash_read": (f"{own} flash read", _value(flash.read_bandwidth), 0.0),
             "flash_write": (f"{own} flash write", _value(write), 0.0),
+            # For reads that wait for one another; of many at once, dies sense while others send, and the bandwidth has it.
+            "cells": (f"{own} cells", _UNBOUND, _value(flash.cell_read_time) or 0.0),
             "memory": (f"{own} memory", _value(self.spec.memory.bandwidth), 0.0),
             "accelerator": (f"{own} accelerator", 1.0 if accelerator else None, 0.0),
         }
@@ -137,7 +140,7 @@ class Topology:
     @property
     def links(self) -> dict[str, float]:
         """Bytes/s of each link by its name. An accelerator's rate is its spec's, by how many query heads share a pass: here it has 1.0."""
-        return dict(self._rates)
+        return {name: per_s for name, per_s in self._rates.items() if per_s < _UNBOUND}
 
     def transfer(self, device: int, route: str, size_bytes: int, after: Transfer | Sequence[Transfer] | None = None) -> Transfer:
         """Bytes on one of `ROUTES`, from now on, or when `after` (all of it) has ended if that is later.

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future as WalkFuture
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,7 +18,7 @@ from ...checks import check_whole
 from ...ops.distances.checks import check_metric, check_query
 from ...storage import Future, NativeEngine, Plan
 from ..interface import Capabilities, DeviceStats, FilePath
-from ..vectors.interface import Graph, SearchCommand, WalkStats
+from ..vectors.interface import Graph, Round, SearchCommand, WalkStats
 from .walk import Walk
 
 LENGTH_MAX = 1 << 20
@@ -62,14 +62,17 @@ class SsdGraphDevice:
         self._check(query, L, k, beam)
         return SearchCommand(query.contiguous().numpy().tobytes(), L, k, beam)
 
-    def search(self, query: torch.Tensor, L: int, k: int, *, beam: int = 4, deadline_s: float = 30.0) -> SsdSearchTicket:
-        """See `GraphDevice`."""
+    def search(
+        self, query: torch.Tensor, L: int, k: int, *, beam: int = 4, deadline_s: float = 30.0,
+        watch: Callable[[Round], None] | None = None,
+    ) -> SsdSearchTicket:  # fmt: skip
+        """See `GraphDevice`. `watch` gets every round once it has been measured, in the walk's thread."""
         self._check(query, L, k, beam)
         self.check_process()
         with self._lock:
             if self._closed:
                 raise errors.EngineClosedError("the device is closed", fix="open it again")
-            ticket = SsdSearchTicket(self, query.clone(), L, beam, deadline_s)
+            ticket = SsdSearchTicket(self, query.clone(), L, beam, deadline_s, watch)
             self._live.add(ticket)
             ticket.begin(self._pool, k)
         return ticket
@@ -137,8 +140,11 @@ class SsdGraphDevice:
 class SsdSearchTicket:
     """See `espnx.device.vectors.interface.SearchTicket`."""
 
-    def __init__(self, device: SsdGraphDevice, query: torch.Tensor, length: int, beam: int, deadline_s: float):
-        self._device, self._deadline_s = device, deadline_s
+    def __init__(
+        self, device: SsdGraphDevice, query: torch.Tensor, length: int, beam: int, deadline_s: float,
+        watch: Callable[[Round], None] | None,
+    ):  # fmt: skip
+        self._device, self._deadline_s, self._watch = device, deadline_s, watch
         self._query, self._length, self._beam = query, length, beam
         self._cancelled = threading.Event()
         self._read: Future | None = None
@@ -152,7 +158,7 @@ class SsdSearchTicket:
     def _run(self, k: int) -> np.ndarray:
         self._check()
         walk = Walk(
-            self._device.graph, self._start_read, self._query, length=self._length, beam=self._beam, check=self._check
+            self._device.graph, self._start_read, self._query, length=self._length, beam=self._beam, check=self._check, watch=self._watch
         )  # fmt: skip
         self._walk = walk
         try:
@@ -195,6 +201,11 @@ class SsdSearchTicket:
     def walk(self) -> WalkStats:
         """See `SearchTicket`."""
         return WalkStats() if self._walk is None else self._walk.stats
+
+    @property
+    def rounds(self) -> Sequence[Round]:
+        """See `SearchTicket`."""
+        return () if self._walk is None else tuple(self._walk.rounds)
 
     @property
     def stats(self) -> DeviceStats:

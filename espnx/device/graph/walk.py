@@ -7,6 +7,9 @@ are. Either way what is returned was measured to the vectors themselves.
 
 Nodes of a hop are parsed and measured as they arrive, and become candidates when all of them are there: so the walk, its result and its
 counters depend on the graph and the query alone, and not on the order in which a drive answers.
+
+A graph with layers above (HNSW) is descended first, greedily, and with reads like any other. A node that was met above alone is no
+result and no candidate until the walk meets it below, as in the paper; then it is not read again.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import torch
 from ... import errors
 from ...ops.distances import distances
 from ...storage import Future, Plan
-from ..vectors.interface import WALK_REPLY, Estimate, Graph, Nodes, WalkStats
+from ..vectors.interface import WALK_REPLY, Estimate, Graph, LayeredGraph, Nodes, Round, WalkStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +70,25 @@ class Walk:
         length: of the list of candidates, L.
         beam: candidates that are expanded in one hop.
         check: called before every hop; raises to end the walk.
+        watch: gets every round once it has been measured.
 
     Attributes:
         stats: so far.
+        rounds: so far.
     """
 
     def __init__(
-        self, graph: Graph, read: Callable[[Plan], Future], query: torch.Tensor, *, length: int, beam: int, check: Callable[[], None]
-    ):
+        self, graph: Graph, read: Callable[[Plan], Future], query: torch.Tensor, *, length: int, beam: int, check: Callable[[], None],
+        watch: Callable[[Round], None] | None = None,
+    ):  # fmt: skip
         self._graph, self._read, self._query, self._beam, self._check = graph, read, query, beam, check
+        self.rounds: list[Round] = []
+        self._watch = watch
         self._estimate = graph.estimator(query)
         self._candidates = _Candidates(length)
         self._known: dict[int, _Known] = {}
         self._fresh: list[int] = []  # known since candidates were last added
+        self._above = set[int]()  # of those known: met in layers above alone
         self._seen = set[int]()  # whose distance was estimated, or need not be
         self.stats = WalkStats()
 
@@ -89,6 +98,8 @@ class Walk:
         entry = np.unique(np.asarray(self._graph.entry_points(self._query), dtype=np.int64))
         self._check_numbers(entry, "an entry point")
         self._hop(entry)
+        if isinstance(self._graph, LayeredGraph) and entry.size:
+            entry = np.array([self._descend(self._graph, entry.tolist())], np.int64)
         expanded: list[int] = []
         if self._estimate is None:
             self._add_measured()
@@ -102,19 +113,41 @@ class Walk:
             if not expanded:
                 break
             self._hop_of(expanded)
-        far = np.array([each.distance for each in self._known.values()], np.float32)
-        ids = np.array([each.id for each in self._known.values()], np.int64)
+        met = [each for node, each in self._known.items() if node not in self._above]
+        far = np.array([each.distance for each in met], np.float32)
+        ids = np.array([each.id for each in met], np.int64)
         order = np.lexsort((ids, far))[:k]
         found = np.empty(len(order), WALK_REPLY)
         found["id"], found["distance"] = ids[order], far[order]
         return found
 
+    def _descend(self, graph: LayeredGraph, entry: list[int]) -> int:
+        """The node that the layers above lead to; it is met below, and what was read on the way is not yet."""
+        nearest = min(entry, key=lambda node: (self._known[node].distance, node))
+        for layer in range(graph.n_upper_layers, 0, -1):
+            while True:
+                near = graph.upper_neighbours(layer, nearest)
+                self._check_neighbours(near, nearest)
+                self._hop(np.array(sorted({node for node in near.tolist() if node not in self._known}), np.int64))
+                before = nearest
+                for node in near.tolist():  # in their order: of equally near ones the first, as FAISS does
+                    if self._known[node].distance < self._known[nearest].distance:
+                        nearest = node
+                if nearest == before:
+                    break
+        self._above, self._fresh = self._known.keys() - {nearest}, [nearest]
+        return nearest
+
     def _hop_of(self, expanded: list[int]) -> None:
         """Reads what the expansion of these needs: themselves, or their neighbours."""
         if self._estimate is not None:
+            self._above.difference_update(expanded)
             self._hop(np.array([node for node in expanded if node not in self._known], np.int64))
             return
         near = np.unique(np.concatenate([self._known[node].neighbours for node in expanded]))
+        met = self._above.intersection(near.tolist())
+        self._fresh += sorted(met)
+        self._above -= met
         self._hop(np.array([node for node in near.tolist() if node not in self._known], np.int64))
         self._add_measured()
 
@@ -143,6 +176,7 @@ class Walk:
         self._check()
         if nodes.size == 0:
             return
+        measured = self.stats.distances
         future = self._read(self._graph.plan(nodes))
         position = future.position_bytes.numpy()
         for items in future:
@@ -155,6 +189,9 @@ class Walk:
             hops=1, nodes=len(nodes), read_requests=future.request_count, bytes_asked=future.bytes_asked, bytes_moved=future.bytes_moved
         )
         self._count(moved)
+        self.rounds.append(Round(nodes, future.bytes_moved, self.stats.distances - measured))
+        if self._watch is not None:
+            self._watch(self.rounds[-1])
 
     def _take(self, asked: np.ndarray, memory: torch.Tensor, position_bytes: np.ndarray) -> None:
         """What arrived becomes known."""
@@ -177,19 +214,25 @@ class Walk:
 
     def _check_nodes(self, nodes: Nodes) -> None:
         self._check_numbers(nodes.numbers, "a node that was read")
-        outside = np.flatnonzero((nodes.neighbours < 0) | (nodes.neighbours >= self._graph.n_nodes))
+        outside = self._outside(nodes.neighbours)
         if outside.size:
-            at = int(outside[0])
-            owner = int(nodes.numbers[int(np.searchsorted(nodes.first, at, side="right")) - 1])
+            owner = int(nodes.numbers[int(np.searchsorted(nodes.first, int(outside[0]), side="right")) - 1])
+            self._check_neighbours(nodes.neighbours[outside[:1]], owner)
+
+    def _outside(self, nodes: np.ndarray) -> np.ndarray:
+        """Places of those that are not there."""
+        return np.flatnonzero((nodes < 0) | (nodes >= self._graph.n_nodes))
+
+    def _check_neighbours(self, nodes: np.ndarray, owner: int) -> None:
+        if (outside := self._outside(nodes)).size:
             raise errors.FormatError(
-                f"neighbour of node {owner} of a graph", got=int(nodes.neighbours[at]), expected=f"0 to {self._graph.n_nodes - 1}",
+                f"neighbour of node {owner} of a graph", got=int(nodes[outside[0]]), expected=f"0 to {self._graph.n_nodes - 1}",
                 fix="restore the graph from a copy, or build it again",
             )  # fmt: skip
 
     def _check_numbers(self, nodes: np.ndarray, what: str) -> None:
-        outside = (nodes < 0) | (nodes >= self._graph.n_nodes)
-        if outside.any():
-            raise errors.FormatError(f"{what} of a graph", got=int(nodes[outside][0]), expected=f"0 to {self._graph.n_nodes - 1}")
+        if (outside := self._outside(nodes)).size:
+            raise errors.FormatError(f"{what} of a graph", got=int(nodes[outside[0]]), expected=f"0 to {self._graph.n_nodes - 1}")
 
     def _count(self, more: WalkStats) -> None:
         self.stats = self.stats + more

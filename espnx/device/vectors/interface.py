@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -180,6 +180,21 @@ class WalkStats:
 
 
 @dataclass(frozen=True, eq=False)
+class Round:
+    """Reads of a walk that waited for those of the round before.
+
+    Attributes:
+        nodes: int64 [m]: that were asked for, in the order of their numbers.
+        bytes_moved: across the device's queue, alignment included.
+        distances: measured to vectors that this round brought.
+    """
+
+    nodes: np.ndarray
+    bytes_moved: int
+    distances: int
+
+
+@dataclass(frozen=True, eq=False)
 class Nodes:
     """What the bytes of some nodes say.
 
@@ -241,6 +256,20 @@ class Graph(Protocol):
         before it is known how far it is."""
 
 
+@runtime_checkable
+class LayeredGraph(Graph, Protocol):
+    """A graph with layers above, each of fewer nodes (HNSW, arXiv 1603.09320, algorithm 5). A walk begins in the highest at the entry point
+    that is nearest, goes to the nearest neighbour as long as one is nearer, and down; where it comes out of the lowest, the walk over
+    `Graph`'s own neighbours begins. Vectors of nodes above are read like any other; their neighbours there are known without reading."""
+
+    @property
+    def n_upper_layers(self) -> int:
+        """Layers above; they are numbered from 1, the lowest."""
+
+    def upper_neighbours(self, layer: int, node: int) -> np.ndarray:
+        """int64 [m]: of a node that has that layer."""
+
+
 class SearchTicket(Ticket, Protocol):
     """A walk over a graph."""
 
@@ -251,6 +280,10 @@ class SearchTicket(Ticket, Protocol):
     @property
     def walk(self) -> WalkStats:
         """What the walk took; of a finished one."""
+
+    @property
+    def rounds(self) -> Sequence[Round]:
+        """What it read, round after round: the trace of a walk, `walk.hops` of them; of a finished one."""
 
 
 class GraphDevice(Device, Protocol):
