@@ -521,6 +521,10 @@ struct PyTicket {
     return to_results({found}, given->request.k);
   }
 
+  void cancel() {
+    if (ticket->in_own_process()) ticket->cancel();
+  }
+
   std::unique_ptr<PyRequest> given;
   std::unique_ptr<Ticket> ticket;
 };
@@ -543,7 +547,8 @@ void bind_postings(py::module_& m) {
   m.def("score_forward", &score_forward_records);
   py::class_<PyTicket>(m, "PostingsTicket")
       .def(py::init<const std::shared_ptr<io::Engine>&, const py::dict&>())
-      .def("result", &PyTicket::result);
+      .def("result", &PyTicket::result)
+      .def("cancel", &PyTicket::cancel, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace espnx::python

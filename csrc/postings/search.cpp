@@ -178,7 +178,9 @@ Ticket::Ticket(std::shared_ptr<io::Engine> engine, SearchRequest request)
   transfer_ = submit(*engine_, request_, 0, lists());
 }
 
-Ticket::~Ticket() { cancel(transfer_); }
+Ticket::~Ticket() { cancel(); }
+
+void Ticket::cancel() { postings::cancel(transfer_); }
 
 QueryResult Ticket::result(int64_t n_lists, const std::function<bool()>& interrupted) {
   std::vector<int64_t> items;

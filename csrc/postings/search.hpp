@@ -68,6 +68,8 @@ class Ticket {
 
   // The best by the first `lists` lists alone; all of them: the result.
   QueryResult result(int64_t lists, const std::function<bool()>& interrupted);
+  // Whoever waits for its lists, or will, fails, unless all of them have arrived. From any thread.
+  void cancel();
   int64_t lists() const { return static_cast<int64_t>(request_.lists.size()); }
   bool in_own_process() const { return engine_->in_own_process(); }
 

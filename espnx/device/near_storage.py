@@ -11,6 +11,7 @@ import torch
 from .. import errors
 from ..storage import Engine
 from .interface import READ_AHEAD_BYTES, Capabilities, RecordDevice, RowDevice
+from .postings.interface import PostingLists, PostingsDevice
 from .vectors.encoding import Encoding, encode_on_host
 from .vectors.interface import ClusterDevice, Graph, GraphDevice
 
@@ -94,6 +95,10 @@ class NearStorageDevice:
     def open_graph(self, graph: Graph, *, engine: Any = "auto") -> GraphDevice:
         """For walks over a graph whose files lie on the device. Raises InvalidInputError; what opening the files does."""
         raise self._lacks("graphs")
+
+    def open_postings(self, lists: PostingLists, *, engine: Any = "auto") -> PostingsDevice:
+        """For scans of posting lists whose files lie on the device. Raises InvalidInputError; what opening the files does."""
+        raise self._lacks("posting lists")
 
     def encode(self, encode: Callable[[Sequence[str]], T], texts: Sequence[str], *, flop: float | None = None) -> Encoding[T]:
         """Makes vectors of texts beside the storage they are looked up in (RAGX, section 3): by the host's cores where the device has no

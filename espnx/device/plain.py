@@ -12,6 +12,7 @@ from ..storage import Engine
 from ..storage.native import host_engine
 from .interface import READ_AHEAD_BYTES, RecordDevice, RowDevice
 from .near_storage import NearStorageDevice
+from .postings.interface import PostingLists, PostingsDevice
 from .ssd_rows import SsdRowDevice
 from .vectors.interface import ClusterDevice, Graph, GraphDevice
 
@@ -66,6 +67,12 @@ class PlainDevice(NearStorageDevice):
         from .graph.device import SsdGraphDevice
 
         return SsdGraphDevice(graph, engine=engine)
+
+    def open_postings(self, lists: PostingLists, *, engine: Any = "auto") -> PostingsDevice:
+        """See `NearStorageDevice`."""
+        from .postings.device import SsdPostingsDevice
+
+        return SsdPostingsDevice(lists, engine=engine)
 
 
 class SsdDevice(PlainDevice):

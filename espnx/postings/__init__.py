@@ -22,6 +22,7 @@ from .inspection import Explanation, TermScore, VerifyReport
 from .search.plan import Collection, QueryTerms
 from .search.search import Found, PostingsSearch, PostingsState
 from .search.two_step import search_two_step
+from .split import SplitFound, SplitPostings, build_split
 from .store import Postings
 from .stored.layout import COUNT, FLOAT, IMPACT, RESIDENT
 from .stored.segment import Segment
@@ -47,10 +48,13 @@ __all__ = [
     "Region",
     "Segment",
     "SegmentBuilder",
+    "SplitFound",
+    "SplitPostings",
     "SpoolEstimate",
     "TermScore",
     "VerifyReport",
     "add",
+    "build_split",
     "compact",
     "delete",
     "estimate_spool",

@@ -19,6 +19,9 @@ MAGIC, VERSION = "espnx-postings", 1
 KINDS = {"bm25": COUNT, "impact": IMPACT, "float": FLOAT}
 SECTIONS = (DICTIONARY, LENGTHS, TERMS, LISTS, FORWARD, ROWS)
 SEGMENTS_MAX = 4096
+#: How a collection is split: each part has all postings of its records, or all postings of its terms.
+PLACEMENTS = ("passages", "terms")
+PARTS_MAX = 4096
 _REBUILD = "restore the index from a copy, or build it again"
 
 
@@ -47,6 +50,24 @@ class SegmentFacts:
 
 
 @dataclass(frozen=True)
+class SplitFacts:
+    """Of a directory that holds one part of a collection which is split over several.
+
+    Attributes:
+        collection: 32 hexadecimal digits, the same in all parts.
+        part, n_parts: which of them this is.
+        placement: a key of `PLACEMENTS`.
+        n_records: of the whole collection.
+    """
+
+    collection: str
+    part: int
+    n_parts: int
+    placement: str
+    n_records: int
+
+
+@dataclass(frozen=True)
 class Facts:
     """What a manifest says.
 
@@ -58,6 +79,7 @@ class Facts:
         generation: counts published versions, from 1.
         deletions: file of the deleted records, or None.
         n_deleted: records that were deleted.
+        split: what this is a part of, or None.
     """
 
     kind: str
@@ -67,6 +89,7 @@ class Facts:
     generation: int = 1
     deletions: str | None = None
     n_deleted: int = 0
+    split: SplitFacts | None = None
 
     @property
     def end_number(self) -> int:
@@ -90,11 +113,13 @@ class Facts:
 
 def write_facts(engine: NativeEngine, directory: str, facts: Facts) -> None:
     """Publishes a version. Everything that it names must be on disk. Raises WriteError, DiskFullError."""
-    fields = {
+    fields: dict[str, Any] = {
         "kind": facts.kind, "analyzer": facts.analyzer.fields | {"digest": facts.analyzer.digest}, "bm25": asdict(facts.bm25),
         "segments": [asdict(segment) for segment in facts.segments], "generation": facts.generation, "deletions": facts.deletions or "",
         "n_deleted": facts.n_deleted,
     }  # fmt: skip
+    if facts.split is not None:
+        fields["split"] = asdict(facts.split)
     write_manifest(engine, directory, MAGIC, VERSION, fields)
 
 
@@ -123,7 +148,17 @@ def read_facts(engine: NativeEngine, directory: str) -> Facts:
     return Facts(
         fields.choice("kind", KINDS), analyzer, bm25, tuple(segments), fields.whole("generation", 1),
         fields.file_name("deletions") if deletions else None, fields.whole("n_deleted"),
+        _split(fields.inner("split")) if "split" in fields else None,
     )  # fmt: skip
+
+
+def check_whole_collection(facts: Facts, directory: str) -> None:
+    """Raises InvalidInputError for a part of a collection, which is searched, and changed, with its other parts or not at all."""
+    if facts.split is not None:
+        raise errors.InvalidInputError(
+            f"postings in {directory}", got=f"part {facts.split.part} of {facts.split.n_parts} of a collection", expected="a whole one",
+            fix="search it by espnx.postings.SplitPostings([...]); to change it, build it again",
+        )  # fmt: skip
 
 
 def parse_analyzer(fields: Fields) -> Analyzer:
@@ -135,6 +170,14 @@ def parse_analyzer(fields: Fields) -> Analyzer:
     if found.digest != fields.hexadecimal("digest", 64):
         fields.refuse("digest", f"{found.digest}, of the analyzer that this espnx makes of it")
     return found
+
+
+def _split(fields: Fields) -> SplitFacts:
+    n_parts = fields.whole("n_parts", 1, PARTS_MAX)
+    return SplitFacts(
+        fields.hexadecimal("collection", 32), fields.whole("part", most=n_parts - 1), n_parts, fields.choice("placement", PLACEMENTS),
+        fields.whole("n_records", most=RECORDS_MAX * PARTS_MAX),
+    )  # fmt: skip
 
 
 def _bm25(fields: Fields) -> BM25:

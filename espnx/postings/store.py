@@ -24,14 +24,13 @@ from .build.resume import RUNS_VERSION, KeptRuns
 from .build.writer import Progress
 from .deletions import Deletions
 from .files import PostingsReport, clear_leftovers, open_all, report_of, write_sections
-from .format import KINDS, Facts, SegmentFacts, read_facts, write_facts
+from .format import KINDS, Facts, SegmentFacts, check_whole_collection, read_facts, write_facts
 from .inspection import Explanation, VerifyReport, explain, verify
-from .search.plan import Collection, QueryTerms
+from .queries import Query, mask_of, rule_of, terms_of
+from .search.plan import Collection
 from .search.search import Found, PostingsSearch, PostingsState
 from .search.two_step import search_two_step
 from .stored.segment import Segment
-
-Query = str | QueryTerms
 
 
 class Postings:
@@ -65,6 +64,7 @@ class Postings:
         self._deletions = Deletions()
         try:
             self.facts: Facts = read_facts(self._engine, self.directory)
+            check_whole_collection(self.facts, self.directory)
             self._segments, self._deletions = open_all(self._engine, self.directory, self.facts)
             self._search = PostingsSearch(self._engine, self._collection())
         except BaseException:
@@ -222,10 +222,10 @@ class Postings:
             ChecksumError: a list is damaged. ReadError, TruncatedFileError, DeadlineExceededError: of reads. No result is given then.
             EngineClosedError: after `close`.
         """
-        given = {"variant": variant, "k1": k1, "b": b, "delta": delta}
+        rule = rule_of(self.facts.bm25, variant=variant, k1=k1, b=b, delta=delta)
         return self._search.search(
-            [self._terms(query) for query in _as_queries(queries)], k, bm25=self._rule(given), allowed=self._allowed(include, exclude),
-            threads=threads, deadline_s=deadline_s,
+            terms_of(queries, self.facts.analyzer), k, bm25=rule, allowed=self._allowed(include, exclude), threads=threads,
+            deadline_s=deadline_s,
         )  # fmt: skip
 
     def search_two_step(
@@ -253,14 +253,15 @@ class Postings:
         Raises as `search`, and InvalidInputError for BM25.
         """
         return search_two_step(
-            self._search, [self._terms(query) for query in _as_queries(queries)], k, query_terms=query_terms, candidates=candidates,
+            self._search, terms_of(queries, self.facts.analyzer), k, query_terms=query_terms, candidates=candidates,
             allowed=self._allowed(include, exclude), threads=threads, deadline_s=deadline_s,
         )  # fmt: skip
 
     def begin(self, query: Query, k: int = 10, *, include: Any = None, exclude: Any = None, deadline_s: float = 30.0) -> PostingsState:
         """Starts one query's reads; its result, or a first one of some of its terms, is asked for later. Raises as `search`."""
         allowed = self._allowed(include, exclude)
-        return self._search.begin(self._terms(query), k, bm25=self.facts.bm25, allowed=allowed, deadline_s=deadline_s)
+        (terms,) = terms_of([query], self.facts.analyzer)
+        return self._search.begin(terms, k, bm25=self.facts.bm25, allowed=allowed, deadline_s=deadline_s)
 
     def explain(
         self,
@@ -277,22 +278,13 @@ class Postings:
         Raises InvalidInputError for a number that no record has; else as `search`.
         """
         check_whole("number of a record", number, 0, max(0, self.facts.end_number - 1))
-        rule = self._rule({"variant": variant, "k1": k1, "b": b, "delta": delta})
-        return explain(self._engine, self._search.collection, self._terms(query), number, rule)
+        (terms,) = terms_of([query], self.facts.analyzer)
+        rule = rule_of(self.facts.bm25, variant=variant, k1=k1, b=b, delta=delta)
+        return explain(self._engine, self._search.collection, terms, number, rule)
 
     def verify(self) -> VerifyReport:
         """Reads all that there is, and checks it. Raises ChecksumError, FormatError: the first thing that is not what was written."""
         return verify(self._engine, self._segments)
-
-    def _rule(self, given: Mapping[str, Any]) -> BM25:
-        named = {name: value for name, value in given.items() if value is not None}
-        if not named:
-            return self.facts.bm25
-        own = self.facts.bm25
-        return BM25(**{"variant": own.variant, "k1": own.k1, "b": own.b, "delta": own.delta, **named})
-
-    def _terms(self, query: Query) -> QueryTerms:
-        return self.facts.analyzer.terms(query) if isinstance(query, str) else query
 
     def _collection(self) -> Collection:
         held = self._deletions
@@ -300,35 +292,16 @@ class Postings:
         return Collection(self._segments, (len(held.numbers), held.sum_lengths), removed)
 
     def _allowed(self, include: Any, exclude: Any) -> list[np.ndarray | None] | None:
-        deleted = self._deletions.numbers if self._deletions.n_present else np.zeros(0, np.int64)
-        if include is None and exclude is None and not len(deleted):
+        allowed, deleted = mask_of(include, exclude, self.facts.end_number), self._deletions.numbers
+        if self._deletions.n_present:
+            allowed = np.ones(self.facts.end_number, bool) if allowed is None else allowed
+            allowed[deleted] = False
+        if allowed is None:
             return None
-        allowed = np.ones(self.facts.end_number, bool)
-        allowed[deleted] = False
-        if include is not None:
-            allowed &= self._marked("include", include)
-        if exclude is not None:
-            allowed &= ~self._marked("exclude", exclude)
         return [
             np.packbits(allowed[segment.first_number : segment.first_number + len(segment)], bitorder="little")
             for segment in self._segments
         ]
-
-    def _marked(self, name: str, given: Any) -> np.ndarray:
-        values, total = np.asarray(given), self.facts.end_number
-        if values.dtype == bool and values.shape == (total,):
-            return values
-        if values.size == 0:
-            values = values.astype(np.int64)
-        if values.ndim != 1 or values.dtype.kind not in "iu":
-            raise errors.InvalidInputError(
-                name, got=f"{values.dtype} {list(values.shape)}", expected=f"bool [{total}], or numbers of records"
-            )
-        if values.size and not 0 <= int(values.min()) <= int(values.max()) < total:
-            raise errors.InvalidInputError(name, got=f"numbers from {values.min()} to {values.max()}", expected=f"from 0 to {total - 1}")
-        marked = np.zeros(total, bool)
-        marked[values] = True
-        return marked
 
     def close(self) -> None:
         """Ends the reads; may be called twice."""
@@ -339,9 +312,3 @@ class Postings:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-def _as_queries(queries: Query | Sequence[Query]) -> list[Query]:
-    if isinstance(queries, (str, Mapping, tuple)):
-        return [queries]
-    return list(queries)  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from .build.writer import Progress
 from .compaction import bits_of, merged_sections
 from .deletions import Deletions
 from .files import PostingsReport, is_own_file, open_all, remove_files, report_of, write_sections
-from .format import KINDS, SEGMENTS_MAX, Facts, SegmentFacts, read_facts, write_facts
+from .format import KINDS, SEGMENTS_MAX, Facts, SegmentFacts, check_whole_collection, read_facts, write_facts
 from .stored.layout import REMOVED
 from .stored.lists import read_lists
 from .stored.segment import Segment
@@ -67,6 +67,7 @@ def _changing(path: str | os.PathLike[str]) -> Iterator[_Writer]:
         read_facts(engine, directory)  # no lock file is left where no postings are
         with DirectoryLock(directory):
             facts = read_facts(engine, directory)
+            check_whole_collection(facts, directory)
             segments, deletions = open_all(engine, directory, facts)
             try:
                 yield _Writer(directory, engine, facts, segments, deletions)

@@ -15,12 +15,14 @@ from ..interface import READ_AHEAD_BYTES, RecordDevice, RowDevice
 from ..model.spec import DeviceSpec, load_spec
 from ..near_storage import NearStorageDevice
 from ..plain import PlainDevice
+from ..postings.interface import PostingLists, PostingsDevice
 from ..ssd_rows import SsdRowDevice
 from ..vectors.encoding import Encoding, encode_on_host
 from ..vectors.interface import ClusterDevice, Graph, GraphDevice
 from .clusters import EmulatedClusterDevice
 from .faults import DeviceFault, Faults, Guard
 from .graphs import EmulatedGraphDevice
+from .postings import EmulatedPostingsDevice
 from .records import EmulatedRecordDevice
 from .report import Report, report
 from .rows import HAND_OVERS, EmulatedRowDevice, HandedOver, capabilities_of
@@ -95,6 +97,11 @@ class EmulatedDevice(NearStorageDevice):
         """See `NearStorageDevice`."""
         inner = SsdGraphDevice(graph, engine=engine)
         return EmulatedGraphDevice(inner, self.topology, self.number, walks=self._computes("search"), guard=self._guard)
+
+    def open_postings(self, lists: PostingLists, *, engine: Any = "auto") -> PostingsDevice:
+        """See `NearStorageDevice`."""
+        inner = PlainDevice(self.path).open_postings(lists, engine=engine)
+        return EmulatedPostingsDevice(inner, self.topology, self.number, computes=self._computes("scan"), guard=self._guard)
 
     def encode(self, encode: Callable[[Sequence[str]], T], texts: Sequence[str], *, flop: float | None = None) -> Encoding[T]:
         """See `NearStorageDevice`. On a device that encodes, the seconds are virtual: of `flop` at the spec's rate.

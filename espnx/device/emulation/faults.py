@@ -19,7 +19,7 @@ from ...checks import check_whole
 from .topology import Topology
 
 Kind = Literal["stall", "drop", "short", "nan", "die"]
-VERBS = ("put", "attend", "visit", "maxsim", "distances", "search")
+VERBS = ("put", "attend", "visit", "maxsim", "distances", "search", "scan")
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ SUFFIXES = (".yaml", ".yml")
 #: computed from other figures; known from memory, and not looked up; taken because something had to be taken.
 CONFIDENCES = ("measured", "datasheet", "paper", "derived", "recalled", "assumed")
 #: What a device may compute beside its data.
-VERBS = ("attend", "maxsim", "distances", "search", "encode")
+VERBS = ("attend", "maxsim", "distances", "search", "scan", "encode")
 SET_UPS = ("synchronous", "asynchronous")
 
 #: Of a spec.

@@ -29,10 +29,12 @@ from ..interface import (
     Space,
 )
 from ..near_storage import NearStorageDevice
+from ..postings.interface import PostingLists, PostingsDevice
 from ..record_layout import RecordLayout
 from ..row_layout import RowLayout
 from ..vectors.encoding import Encoding
 from ..vectors.interface import ClusterDevice, Graph, GraphDevice
+from .recorded_postings import RecordedPostings
 from .writer import TraceWriter
 
 if TYPE_CHECKING:
@@ -47,7 +49,8 @@ def recorded(devices: Sequence[NearStorageDevice], writer: TraceWriter) -> list[
 
 
 class RecordedDevice(NearStorageDevice):
-    """See `espnx.device.near_storage.NearStorageDevice`. Rows and records are recorded; clusters, graphs and encoding pass unrecorded.
+    """See `espnx.device.near_storage.NearStorageDevice`. Rows, records and posting lists are recorded; clusters, graphs and encoding pass
+    unrecorded.
 
     Args:
         inner: does the work; is closed with this one.
@@ -83,6 +86,10 @@ class RecordedDevice(NearStorageDevice):
     def open_graph(self, graph: Graph, *, engine: Any = "auto") -> GraphDevice:
         """See `NearStorageDevice`."""
         return self._inner.open_graph(graph, engine=engine)
+
+    def open_postings(self, lists: PostingLists, *, engine: Any = "auto") -> PostingsDevice:
+        """See `NearStorageDevice`."""
+        return RecordedPostings(self._inner.open_postings(lists, engine=engine), self._number, self._writer)
 
     def encode(self, encode: Callable[[Sequence[str]], T], texts: Sequence[str], *, flop: float | None = None) -> Encoding[T]:
         """See `NearStorageDevice`."""

@@ -5,6 +5,7 @@ Commands that ran beside one another do so again: one begins once all have ended
 
 from __future__ import annotations
 
+import base64
 import functools
 import threading
 import time
@@ -23,9 +24,10 @@ from ...storage.engine import FileHandle, Future
 from ...storage.parse import Fields
 from ..interface import Pairs, RecordQuery, RecordTicket, RowDevice, Segment, SegmentView
 from ..near_storage import NearStorageDevice
+from ..postings import PostingLists, PostingsDevice, ScanCommand
 from ..record_layout import RecordSchema
 from ..row_layout import DTYPES, RowLayout
-from .reader import Command, Trace
+from .reader import LINE_BYTES_MAX, Command, Trace
 
 _ROWS_MAX = 1 << 31  # of one command, in values: what a trace asks for is made in memory
 
@@ -71,36 +73,44 @@ class Replayed:
 
 
 def replay(
-    trace: Trace, devices: Sequence[NearStorageDevice], records: Sequence[Records] = (), *, with_host: bool = True, **row_options: Any
-) -> Replayed:
+    trace: Trace, devices: Sequence[NearStorageDevice], records: Sequence[Records] = (), *, lists: Sequence[PostingLists] = (),
+    with_host: bool = True, **row_options: Any,
+) -> Replayed:  # fmt: skip
     """Runs a trace once.
 
     Args:
         trace: commands that failed when they were recorded are left out.
         devices: one for each of the trace's.
         records: those that its searches asked for; they are found by the names of their files.
+        lists: posting lists that its searches scanned, found in the same way; they are opened on their devices.
         with_host: waits between commands as long as the host worked there.
         row_options: of `NearStorageDevice.open_rows`.
 
     Raises:
-        InvalidInputError: other devices than the trace has, records that are not there.
+        InvalidInputError: other devices than the trace has, records or lists that are not there.
         FormatError: a line that says what cannot be.
         what a device raises.
     """
     if len(devices) != len(trace.devices):
         raise errors.InvalidInputError("devices for a trace", got=len(devices), expected=f"{len(trace.devices)}, as it was recorded on")
-    run = _Replay(trace, devices, records, with_host, row_options)
+    run = _Replay(trace, devices, _Kept(records, lists), with_host, row_options)
     return run()
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What is there to be asked for."""
+
+    records: Sequence[Records]
+    lists: Sequence[PostingLists]
 
 
 class _Replay:
     """One run: a thread for each device, which asks for that device's commands in order."""
 
-    def __init__(
-        self, trace: Trace, devices: Sequence[NearStorageDevice], records: Sequence[Records], with_host: bool, row_options: dict[str, Any]
-    ):
+    def __init__(self, trace: Trace, devices: Sequence[NearStorageDevice], kept: _Kept, with_host: bool, row_options: dict[str, Any]):
         self._commands = [each for each in trace.commands if not each.failed]
-        self._devices, self._records, self._with_host, self._row_options = devices, records, with_host, row_options
+        self._devices, self._kept, self._with_host, self._row_options = devices, kept, with_host, row_options
         self._recorded_s = trace.wall_s
         by_end = sorted(self._commands, key=lambda each: each.end_s)
         self._ends = [each.end_s for each in by_end]
@@ -125,7 +135,7 @@ class _Replay:
         return self.found
 
     def _run(self, device: int) -> None:
-        player = _Player(self._devices[device], self._records, self._row_options)
+        player = _Player(self._devices[device], self._kept, self._row_options)
         try:
             for command in self._commands:
                 if command.device == device:
@@ -166,17 +176,19 @@ class _Replay:
 class _Player:
     """Turns lines into calls of one device."""
 
-    def __init__(self, device: NearStorageDevice, records: Sequence[Records], row_options: dict[str, Any]):
-        self._device, self._records, self._row_options = device, records, row_options
+    def __init__(self, device: NearStorageDevice, there: _Kept, row_options: dict[str, Any]):
+        self._device, self._there, self._row_options = device, there, row_options
         self._rows = dict[int, RowDevice]()
         self._segments = dict[tuple[int, int], Segment]()
         self._tickets = dict[tuple[int, int], tuple[int, Fields]]()
         self._kept = dict[int, Records]()
+        self._lists = dict[int, PostingsDevice]()
         self._verbs: dict[str, Callable[[Command], Callable[[], Any]]] = {
             "put": self._put, "restore": self._put, "join": self._join, "release": self._release, "ahead": self._ahead,
             "attend": self._attend, "visit": self._visit, "forget": self._forget,
             "flush": lambda command: self._of(command).flush, "sync": lambda command: self._of(command).sync,
             "keep_records": self._keep_records, "maxsim": self._maxsim, "read": self._read,
+            "keep_lists": self._keep_lists, "scan": self._scan,
         }  # fmt: skip
 
     def prepare(self, command: Command) -> Callable[[], Any]:
@@ -187,8 +199,8 @@ class _Player:
         return verb(command)
 
     def close(self) -> None:
-        for rows in self._rows.values():
-            rows.close()
+        for part in (*self._rows.values(), *self._lists.values()):
+            part.close()
 
     def _of(self, command: Command) -> RowDevice:
         if command.part not in self._rows:
@@ -284,12 +296,12 @@ class _Player:
 
     def _keep_records(self, command: Command) -> Callable[[], None]:
         files = sorted(command.detail.texts("files", count=1 << 20))
-        for each in self._records:
+        for each in self._there.records:
             if sorted(file.path for file in each.files) == files:
                 self._kept[command.part] = each
                 return lambda: None
         raise errors.InvalidInputError(
-            "records that a trace asks for", got="an index of other files" if self._records else "no index",
+            "records that a trace asks for", got="an index of other files" if self._there.records else "no index",
             expected=", ".join(files[:3]), fix="name the index that was searched (--index)",
         )  # fmt: skip
 
@@ -320,6 +332,28 @@ class _Player:
     def _read(self, command: Command) -> Callable[[], Any]:
         kept, numbers = self._asked(command)
         return lambda: kept.read(numbers, gap_bytes=0).wait()
+
+    def _keep_lists(self, command: Command) -> Callable[[], None]:
+        files = command.detail.texts("files", count=1)
+        found = next((each for each in self._there.lists if [each.path] == files), None)
+        if found is None:
+            raise errors.InvalidInputError(
+                "posting lists that a trace asks for", got="others" if self._there.lists else "none", expected=", ".join(files),
+                fix="name the directories of the collection that was searched (--postings)",
+            )  # fmt: skip
+        self._lists[command.part] = self._device.open_postings(found)
+        return lambda: None
+
+    def _scan(self, command: Command) -> Callable[[], Any]:
+        if command.part not in self._lists:
+            command.detail.refuse("part", "one that `keep_lists` names")
+        text = command.detail.text("payload", most=LINE_BYTES_MAX)
+        try:
+            asked = ScanCommand.parse(base64.b64decode(text, validate=True))
+        except (ValueError, errors.FormatError) as error:
+            command.detail.refuse("payload", "the command of a scan, in base64", str(error))
+        held = self._lists[command.part]
+        return lambda: held.scan(asked.lists, asked.weights, asked.k, allowed=asked.allowed).finish()
 
 
 def _layout(said: Fields) -> RowLayout:

@@ -53,6 +53,10 @@ class SegmentBuilder:
         memory_bytes: about so much is used, beyond two bytes a record and what the dictionary takes.
         progress: is told how many records were read and how many postings were merged.
         kept: where runs are kept for an attempt that follows one that was killed; None: they go with this object.
+
+    Attributes:
+        largest: weight of any posting, of impacts, whose steps are a 255th of it; builders whose segments are to have the same steps are
+            given the same before `sections`.
     """
 
     def __init__(
@@ -73,7 +77,7 @@ class SegmentBuilder:
         self.salt = secrets.randbits(32) if kept is None else kept.salt
         self._runs: list[Run] = []
         self._lengths: list[np.ndarray] = []
-        self._first_of_run, self._n_postings, self._largest = 0, 0, 0.0
+        self._first_of_run, self._n_postings, self.largest = 0, 0, 0.0
         self._begin_run()
 
     def _begin_run(self) -> None:
@@ -116,7 +120,7 @@ class SegmentBuilder:
             self._lengths.append(facts.lengths)
         self._first_of_run += facts.n_records
         self._n_postings += run.n_postings
-        self._largest = max(self._largest, facts.largest)
+        self.largest = max(self.largest, facts.largest)
 
     def add_text(self, text: str) -> None:
         """The next record, cut by the analyzer. Raises InvalidInputError."""
@@ -139,7 +143,7 @@ class SegmentBuilder:
         kept = rounded > 0
         self._tokens.extend([ids.setdefault(_text(term), len(ids) + 1) for term, keep in zip(vector, kept.tolist(), strict=True) if keep])
         self._weights.frombytes(rounded[kept].tobytes())
-        self._largest = max(self._largest, float(rounded.max(initial=0)))
+        self.largest = max(self.largest, float(rounded.max(initial=0)))
         self._end_record(int(kept.sum()))
 
     def add_rows(self, terms: np.ndarray, weights: np.ndarray, counts: np.ndarray) -> None:
@@ -156,7 +160,7 @@ class SegmentBuilder:
         self._tokens.frombytes(numbers[place].tobytes())
         self._weights.frombytes(rounded[kept].tobytes())
         self._counts.frombytes(np.bincount(record[kept], minlength=len(counts)).astype(np.uint32).tobytes())
-        self._largest = max(self._largest, float(rounded.max(initial=0)))
+        self.largest = max(self.largest, float(rounded.max(initial=0)))
         self._look_at_size()
 
     def _end_record(self, count: int) -> None:
@@ -199,7 +203,7 @@ class SegmentBuilder:
             self._runs.append(Run.write(self._engine, path, found)[0])
         else:
             lengths = self._lengths[-1] if self._kind == COUNT else None
-            facts = RunFacts(len(self._runs), first, seen.n_items, seen.digest, n_records, len(found.names), self._largest, lengths)
+            facts = RunFacts(len(self._runs), first, seen.n_items, seen.digest, n_records, len(found.names), self.largest, lengths)
             self._runs.append(self._kept.keep(facts, found))
         self._progress("bytes of the spool", sum(run.size_bytes for run in self._runs), 0)
 
@@ -215,7 +219,7 @@ class SegmentBuilder:
         lengths = np.concatenate([np.zeros(0, np.int64), *self._lengths]) if self._kind == COUNT else None
         writer = SegmentWriter(
             self._engine, self._directory, salt=self.salt, kind=self._kind, n_records=self.n_records, n_postings=self._n_postings,
-            largest=self._largest, memory_bytes=self._memory_bytes, progress=self._progress,
+            largest=self.largest, memory_bytes=self._memory_bytes, progress=self._progress,
         )  # fmt: skip
         try:
             yield from writer.sections(merged, lengths)

@@ -116,7 +116,7 @@ class QueryPlan:
         self._weigh()
 
     def leave_out(self, places: np.ndarray) -> None:
-        """Of lists that are of other terms than those with whose hash they were found."""
+        """Of lists that are of other terms than those with whose hash they were found. `places`: among the last `rows`."""
         for segment, name in self._rows[places][:, [0, 9]].tolist():
             self._numbers[segment, name] = -1
         self._weigh()
@@ -143,10 +143,8 @@ class QueryPlan:
     def request(self, common: dict[str, Any], heaviest: int | None = None) -> dict[str, Any]:
         """What the compiled part is asked. `heaviest`: first layers alone, of so many terms of each query, those that can weigh most."""
         n_queries = self.n_queries
-        rows = self._ordered_rows(heaviest)
-        self._rows = rows
         names = [name_of(term) for term in self._terms]
-        rows[:, 6] = np.array([is_digest for _, is_digest in names], np.int64)[rows[:, 9]] if names else 0
+        rows = self.rows(heaviest)
         segments = self.collection.segments
         norms = self.collection.norms(self.bm25) if self.collection.kind == COUNT else [None] * len(segments)
         views = [segment.view(allowed, norm) for segment, allowed, norm in zip(segments, self._allowed, norms, strict=True)]
@@ -156,8 +154,21 @@ class QueryPlan:
             "lists": torch.from_numpy(rows[:, :_COLUMNS].copy()),
             "first_list": torch.from_numpy(np.searchsorted(rows[:, 10], np.arange(n_queries + 1))),
             "names": torch.frombuffer(bytearray(b"".join(name for name, _ in names) + b"\0"), dtype=torch.uint8),
-            "name_begin": torch.from_numpy(begin), "constants": torch.from_numpy(self._constants(n_queries)),
+            "name_begin": torch.from_numpy(begin), "constants": torch.from_numpy(self.constants()),
         }  # fmt: skip
+
+    def rows(self, heaviest: int | None = None) -> np.ndarray:
+        """int64 [lists, 12]: the lists that are wanted, by query, segment, and the order of the query's terms. Ten columns as the compiled
+        part takes them (csrc/bindings/postings.cpp), the query, and the term's place among those of all queries."""
+        rows = self._ordered_rows(heaviest)
+        self._rows = rows
+        is_digest = np.array([name_of(term)[1] for term in self._terms], np.int64)
+        rows[:, 6] = is_digest[rows[:, 9]] if len(is_digest) else 0
+        return rows
+
+    def name(self, i: int) -> bytes:
+        """What stands in the lists of a term that was looked up, by the ninth of the columns of `rows`, counted from 0."""
+        return name_of(self._terms[i])[0]
 
     def _ordered_rows(self, heaviest: int | None) -> np.ndarray:
         """int64 [lists, columns]: by query, segment, and the order of the query's terms."""
@@ -217,7 +228,7 @@ class QueryPlan:
 
     def constant(self, query: int) -> float:
         """What every record gets of a query, float32's value."""
-        return float(self._constants(self.n_queries)[query])
+        return float(self.constants()[query])
 
     def forward_terms(self, query: int, number: int) -> tuple[np.ndarray, np.ndarray]:
         """(uint32 terms, float64 weights) of a query in a segment, in the order in which they are summed."""
@@ -226,8 +237,9 @@ class QueryPlan:
         there = terms >= 0
         return terms[there].astype(np.uint32), self._token_weight(number, places[there])
 
-    def _constants(self, n_queries: int) -> np.ndarray:
+    def constants(self) -> np.ndarray:
         """float32 [q]: what every record gets, of terms that it does not have; as bm25s sums it."""
+        n_queries = self.n_queries
         there = np.any(self._numbers >= 0, axis=0)
         found = np.zeros(n_queries, np.float32)
         if not self._absent.any():

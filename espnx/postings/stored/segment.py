@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +118,11 @@ class Segment:
 
     def __len__(self) -> int:
         return self.dictionary.n_records
+
+    @property
+    def files(self) -> Sequence[FileHandle]:
+        """That are open for it, until `close`."""
+        return self._files
 
     @property
     def memory_bytes(self) -> int:

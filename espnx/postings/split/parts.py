@@ -1,0 +1,112 @@
+"""One part of a collection, as a device that scans it needs to know it, and what all parts are together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ... import errors
+from ...checks import check_path, check_whole
+from ...device.postings import Rule
+from ...storage import FileHandle, NativeEngine
+from ..bm25 import BM25, VARIANTS
+from ..files import open_segment
+from ..format import PARTS_MAX, Facts, SplitFacts, read_facts
+from ..search.plan import Collection
+from ..stored.layout import COUNT, LISTS
+from ..stored.segment import Segment
+
+
+class PartLists:
+    """The lists of a directory. See `espnx.device.postings.interface.PostingLists`.
+
+    Args:
+        directory: that `build_split` has made. facts: of it.
+    """
+
+    def __init__(self, directory: str, facts: Facts):
+        (self._stored,) = facts.segments
+        self.directory, self._facts = directory, facts
+        self.path, self.n_records = self._stored.regions(directory)[LISTS].path, self._stored.n_records
+        self._segment: Segment | None = None
+        self._norms: tuple[Rule, torch.Tensor] | None = None
+
+    @property
+    def segment(self) -> Segment:
+        """Raises StateError before `open`."""
+        if self._segment is None:
+            raise errors.StateError("a part of a collection", got="lists that are not open", expected="lists on a device")
+        return self._segment
+
+    def open(self, engine: NativeEngine) -> Sequence[FileHandle]:
+        """See `PostingLists`."""
+        self._segment = open_segment(engine, self.directory, self._facts, self._stored)
+        return self._segment.files
+
+    def reopened(self, engine: NativeEngine) -> Segment:
+        """The same by another engine; the caller closes it."""
+        return open_segment(engine, self.directory, self._facts, self._stored)
+
+    def view(self, rule: Rule, allowed: torch.Tensor | None) -> dict[str, Any]:
+        """See `PostingLists`."""
+        return self.segment.view(allowed, self._norms_of(rule) if self.segment.dictionary.kind == COUNT else None)
+
+    def _norms_of(self, rule: Rule) -> torch.Tensor:
+        """The bits of the float64 norm of each length; kept for the next scan."""
+        held = self._norms
+        if held is None or held[0] != rule:
+            bm25 = BM25(VARIANTS[rule.variant], rule.k1, rule.b, rule.delta)
+            made = bm25.norms(self.segment.length_table, rule.average_length)
+            self._norms = held = rule, torch.from_numpy(made.view(np.int64))
+        return held[1]
+
+
+def read_parts(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[PartLists], Facts, SplitFacts]:
+    """The parts of a collection in the order of their numbers, what they have in common, and how they are split.
+
+    Raises InvalidInputError for directories that are not all parts of one collection; as `read_facts`.
+    """
+    if isinstance(paths, (str, os.PathLike)):
+        raise errors.InvalidInputError("directories of a collection", got=repr(paths), expected="all of them, in a list")
+    check_whole("directories of a collection", len(paths), 1, PARTS_MAX)
+    directories = [check_path("directory of postings", path) for path in paths]
+    with NativeEngine("auto") as engine:
+        found = [read_facts(engine, directory) for directory in directories]
+    splits = list[SplitFacts]()
+    for directory, facts in zip(directories, found, strict=True):
+        if facts.split is None or len(facts.segments) != 1:
+            raise errors.InvalidInputError(
+                f"postings in {directory}", got="an index of their own", expected="a part of a collection", fix="open it by espnx.Postings"
+            )
+        splits.append(facts.split)
+    wanted = splits[0]
+    if len({each.collection for each in splits}) > 1:
+        raise errors.InvalidInputError("parts of a collection", got=f"those of several, in {directories}", expected="of one")
+    if sorted(each.part for each in splits) != list(range(wanted.n_parts)):
+        got = f"{sorted(each.part for each in splits)} of {wanted.n_parts}"
+        raise errors.InvalidInputError("parts of a collection", got=got, expected="each once", fix="name the directories of all of them")
+    order = sorted(range(len(splits)), key=lambda i: splits[i].part)
+    return [PartLists(directories[i], found[i]) for i in order], found[0], wanted
+
+
+def collection_of(parts: Sequence[PartLists], split: SplitFacts) -> Collection:
+    """The totals of all parts: how many records there are, how long they are, and how many have a term.
+
+    Raises FormatError where they are not those of the whole.
+    """
+    segments = [each.segment for each in parts]
+    found = Collection(segments)
+    if split.placement == "terms":  # every part has all records: they count once
+        held = segments[0]
+        n_others = len(segments) - 1
+        found = Collection(segments, (n_others * len(held), n_others * held.dictionary.sum_lengths))
+    if found.n_records != split.n_records:
+        raise errors.FormatError(
+            "parts of a collection", path=parts[0].directory, got=f"{found.n_records} records", expected=split.n_records,
+            fix="restore them from a copy, or build them again",
+        )  # fmt: skip
+    return found

@@ -1,0 +1,202 @@
+"""A collection that lies on several devices: each scans its own lists, the host asks them all at once and merges what they give back.
+
+Placed by passages, each gives its best records, and the best of all are among them. Placed by terms, no device knows a record's score: each
+gives every posting's part of it, and the host adds them up in the order of the query's terms, as one index does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...checks import check_whole
+from ...device.interface import DeviceStats
+from ...device.postings import PostingsDevice, ScanTicket
+from ...device.registry import Devices, devices_in
+from ...storage import NativeEngine
+from ..inspection import VerifyReport, verify
+from ..queries import Query, mask_of, rule_of, terms_of
+from ..search.plan import QueryPlan
+from ..search.search import K_MAX, Found
+from .asking import Asked, asked_of
+from .merging import best_of, best_of_partial
+from .parts import collection_of, read_parts
+
+_QUERIES_AHEAD = 8  # whose lists are being read while one is scored
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SplitFound(Found):
+    """What a search of q queries on n devices found. See `espnx.postings.Found`.
+
+    Attributes:
+        command_bytes, reply_bytes: int64 [q, n]: to and from each device that scans by itself, of its commands
+            (`espnx.device.postings.ScanCommand`); 0 where a device has no list of a query, and is not asked.
+        flash_bytes: int64 [q, n]: that each reads of its flash, in pages of 4096 bytes. From a device that does not scan, these cross the
+            link instead.
+    """
+
+    command_bytes: np.ndarray
+    reply_bytes: np.ndarray
+    flash_bytes: np.ndarray
+
+
+class SplitPostings:
+    """The parts of a collection, open together. Every method may be called from any thread. A context manager.
+
+    >>> import espnx.postings                                               # doctest: +SKIP
+    >>> espnx.postings.build_split(["/mnt/a/my.bm25", "/mnt/b/my.bm25"], texts)
+    >>> with espnx.postings.SplitPostings(["/mnt/a/my.bm25", "/mnt/b/my.bm25"]) as postings:
+    ...     found = postings.search("who writes to the log?", k=10)
+
+    Args:
+        paths: the directories of `build_split`, in any order.
+        device: the name of what to open in each directory (`espnx.device.open`), or open devices, one for each directory, which stay the
+            caller's.
+        engine: path of the reads, or a storage engine, which stays the caller's.
+
+    Raises:
+        InvalidInputError: directories that are not all parts of one collection; devices that lie elsewhere, or keep no posting lists.
+        StoreNotFoundError, FormatError, ChecksumError, TruncatedFileError, FileMissingError: no postings, or damaged ones.
+        PathUnavailableError: the named path cannot be had here.
+    """
+
+    def __init__(self, paths: Sequence[str | os.PathLike[str]], *, device: Devices = "ssd", engine: NativeEngine | str = "auto"):
+        self._parts, self.facts, self.split = read_parts(paths)
+        self.directories = [each.directory for each in self._parts]
+        with ExitStack() as opened:
+            given = [os.fspath(path) for path in paths]
+            devices = dict(zip(given, devices_in(device, given), strict=True))
+            if isinstance(device, str):
+                for each in devices.values():
+                    opened.callback(each.close)
+            self._devices: list[PostingsDevice] = []
+            for part in self._parts:
+                self._devices.append(devices[part.directory].open_postings(part, engine=engine))
+                opened.callback(self._devices[-1].close)
+            self._collection = collection_of(self._parts, self.split)
+            self._pool = ThreadPoolExecutor(len(self._devices), thread_name_prefix="espnx-postings")
+            opened.callback(self._pool.shutdown)
+            self._opened = opened.pop_all()
+
+    def __len__(self) -> int:
+        return self.split.n_records
+
+    def __repr__(self) -> str:
+        kind, placement = self.facts.kind, self.split.placement
+        return f"<SplitPostings: {len(self):,} records, {kind}, {len(self._devices)} parts by {placement}>"
+
+    @property
+    def placement(self) -> str:
+        """``passages`` or ``terms``."""
+        return self.split.placement
+
+    @property
+    def devices(self) -> Sequence[PostingsDevice]:
+        """Of the parts, in their order."""
+        return self._devices
+
+    @property
+    def memory_bytes(self) -> Sequence[int]:
+        """Of the dictionary and the lengths of each part."""
+        return [each.segment.memory_bytes for each in self._parts]
+
+    def search(
+        self,
+        queries: Query | Sequence[Query],
+        k: int = 10,
+        *,
+        variant: str | None = None,
+        k1: float | None = None,
+        b: float | None = None,
+        delta: float | None = None,
+        include: Any = None,
+        exclude: Any = None,
+        deadline_s: float = 30.0,
+    ) -> SplitFound:
+        """The k best records of each query: those of one index of the whole collection, scores to the bit.
+
+        Args:
+            queries, k, variant, k1, b, delta, include, exclude: see `espnx.Postings.search`.
+            deadline_s: of each device's reads for a query.
+
+        Raises as `espnx.Postings.search`; what a device raises names its directory. No result is given then.
+        """
+        check_whole("k", k, 1, K_MAX)
+        rule = rule_of(self.facts.bm25, variant=variant, k1=k1, b=b, delta=delta)
+        plan = QueryPlan(self._collection, terms_of(queries, self.facts.analyzer), rule, None)
+        allowed = mask_of(include, exclude, len(self))
+        for _ in range(len(self._devices) + 1):
+            asked = asked_of(plan, self._parts, k, self.split, allowed)
+            found, others = self._run(asked, k, allowed, deadline_s)
+            if not len(others):
+                break
+            plan.leave_out(others)  # of another term with the same hash: the totals change, too
+        return found
+
+    def _run(self, asked: Asked, k: int, allowed: np.ndarray | None, deadline_s: float) -> tuple[SplitFound, np.ndarray]:
+        """What the devices gave back, and places of lists of other terms."""
+        q, n = asked.n_queries, len(self._devices)
+        numbers, scores = np.full((q, k), -1, np.int64), np.full((q, k), -np.inf, np.float32)
+        link, costs, others = np.zeros((3, q, n), np.int64), np.zeros((3, q), np.int64), list[int]()
+        for query, replies in self._replies(asked, deadline_s):
+            for part, (ticket, _) in replies.items():
+                command = ticket.command
+                link[:, query, part] = command.payload_bytes, command.data_len, command.flash_bytes
+                costs[:, query] += _read_costs(ticket.stats)
+                others += asked.rows(query, part)[ticket.other_terms].tolist()
+            if self.placement == "passages":
+                best = best_of({part: reply for part, (_, reply) in replies.items()}, n, k)
+            else:
+                parts = {part: (asked.order(query, part), ticket.command.lists, reply) for part, (ticket, reply) in replies.items()}
+                best = best_of_partial(parts, asked.constants[query], k, allowed)
+            numbers[query, : len(best)], scores[query, : len(best)] = best["number"], best["score"]
+        return SplitFound(numbers, scores, *costs, *link), np.array(others, np.int64)
+
+    def _replies(self, asked: Asked, deadline_s: float) -> Iterator[tuple[int, dict[int, tuple[ScanTicket, np.ndarray]]]]:
+        """Of each query, what every device that has a list of it gave back. Reads of several queries run ahead."""
+        under_way = deque[tuple[int, dict[int, tuple[ScanTicket, Future[np.ndarray]]]]]()
+        following = 0
+        try:
+            for query in range(asked.n_queries):
+                while following < min(asked.n_queries, query + _QUERIES_AHEAD):
+                    under_way.append((following, {}))
+                    for part, command in asked.commands(following).items():
+                        ticket = self._devices[part].scan(
+                            command.lists, command.weights, command.k, allowed=command.allowed, deadline_s=deadline_s
+                        )
+                        under_way[-1][1][part] = ticket, self._pool.submit(ticket.finish)
+                    following += 1
+                replies = {part: (ticket, reply.result()) for part, (ticket, reply) in under_way[0][1].items()}
+                under_way.popleft()
+                yield query, replies
+        finally:
+            for _, tickets in under_way:
+                for ticket, _ in tickets.values():
+                    ticket.cancel()
+
+    def verify(self) -> list[VerifyReport]:
+        """Reads all that there is on every device, and checks it. Raises as `espnx.Postings.verify`; the error names the directory."""
+        with NativeEngine("auto") as engine:
+            return [verify(engine, [each.reopened(engine)]) for each in self._parts]
+
+    def close(self) -> None:
+        """Ends the reads, and closes the devices that were opened by name; may be called twice."""
+        self._opened.close()
+
+    def __enter__(self) -> SplitPostings:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _read_costs(stats: DeviceStats) -> tuple[int, int, int]:
+    return stats.read_requests, stats.bytes_asked, stats.bytes_moved
