@@ -35,6 +35,7 @@ from ..row_layout import RowLayout
 from ..vectors.encoding import Encoding
 from ..vectors.interface import ClusterDevice, Graph, GraphDevice
 from .recorded_postings import RecordedPostings
+from .recorded_vectors import RecordedClusters, RecordedGraph
 from .writer import TraceWriter
 
 if TYPE_CHECKING:
@@ -49,8 +50,7 @@ def recorded(devices: Sequence[NearStorageDevice], writer: TraceWriter) -> list[
 
 
 class RecordedDevice(NearStorageDevice):
-    """See `espnx.device.near_storage.NearStorageDevice`. Rows, records and posting lists are recorded; clusters, graphs and encoding pass
-    unrecorded.
+    """See `espnx.device.near_storage.NearStorageDevice`. Encoding passes unrecorded.
 
     Args:
         inner: does the work; is closed with this one.
@@ -81,11 +81,11 @@ class RecordedDevice(NearStorageDevice):
 
     def open_clusters(self, directory: str | os.PathLike[str], *, engine: Any = "auto", threads: int | None = None) -> ClusterDevice:
         """See `NearStorageDevice`."""
-        return self._inner.open_clusters(directory, engine=engine, threads=threads)
+        return RecordedClusters(self._inner.open_clusters(directory, engine=engine, threads=threads), self._number, self._writer)
 
     def open_graph(self, graph: Graph, *, engine: Any = "auto") -> GraphDevice:
         """See `NearStorageDevice`."""
-        return self._inner.open_graph(graph, engine=engine)
+        return RecordedGraph(self._inner.open_graph(graph, engine=engine), self._number, self._writer)
 
     def open_postings(self, lists: PostingLists, *, engine: Any = "auto") -> PostingsDevice:
         """See `NearStorageDevice`."""

@@ -13,7 +13,6 @@ import torch
 
 import espnx
 from espnx import errors
-from espnx.device.clusters import write_clusters
 from espnx.device.conformance.row_checks import CHECKS
 from espnx.device.near_storage import NearStorageDevice
 from espnx.device.trace.reader import Trace, read_trace
@@ -151,15 +150,10 @@ def test_a_recorded_device_is_a_device(check: Any, folder: Path) -> None:
 
 
 def test_what_is_not_recorded_passes(tmp_path: Path) -> None:
-    """Clusters and encoding are those of the device inside, and write no line."""
-    vectors = np.arange(80, dtype=np.uint8).reshape(10, 8)
-    write_clusters(tmp_path / "clusters", np.arange(10), vectors, np.zeros(10, np.int64))
+    """Encoding is that of the device inside, and writes no line."""
     devices = espnx.device.open("smartssd", [tmp_path / "a"], stretch=0)
     with TraceWriter(tmp_path / "trace", "a test", devices) as writer:
         (device,) = recorded(devices, writer)
-        clusters = device.open_clusters(tmp_path / "clusters")
-        assert len(clusters.distances(torch.from_numpy(vectors[3]), [0]).finish()) == 10
-        clusters.close()
         assert device.encode(len, ["a", "b"]).value == 2
         assert getattr(device, "topology") is devices[0].topology  # type: ignore[attr-defined] # noqa: B009
     assert read_trace(tmp_path / "trace").commands == []

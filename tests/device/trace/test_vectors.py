@@ -1,0 +1,92 @@
+"""Traces of clusters and of walks over graphs: which were measured, which nodes were read, and what failed; results are the device's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import espnx
+from espnx import errors
+from espnx.device.clusters import nearest_by_command, write_clusters
+from espnx.device.trace.reader import read_trace
+from espnx.device.trace.recorded import recorded
+from espnx.device.trace.replay import replay
+from espnx.device.trace.writer import TraceWriter
+from tests.device.graph.made import expected_walk, query_of, random_graph
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """But for the first."""
+    return [json.loads(line) for line in path.read_text().splitlines()[1:]]
+
+
+@pytest.mark.parametrize("name", ["ssd", "ragx"])
+def test_walks(folder: Path, tmp_path: Path, name: str) -> None:
+    graph = random_graph(folder, 200, 8)
+    devices = espnx.device.open(name, [tmp_path], **({"stretch": 0} if name == "ragx" else {}))
+    with TraceWriter(tmp_path / "trace", "a test", devices) as writer:
+        walked = recorded(devices, writer)[0].open_graph(graph)
+        for seed in range(3):
+            ticket = walked.search(query_of(seed), 20, 5)
+            assert ticket.finish()[0].tolist() == [node for _, node in expected_walk(graph, query_of(seed), 20, 5, 4)[0]]
+            ticket.finish()  # written once
+            rounds = [each.nodes.tolist() for each in ticket.rounds]
+            assert ticket.stats.bytes_asked == ticket.walk.bytes_asked
+        assert walked.command(query_of(0), 20, 5).k == 5
+        assert walked.graph is graph
+        with pytest.raises(errors.InvalidInputError):
+            walked.search(query_of(0), 1, 5)
+        cancelled = walked.search(query_of(0), 20, 5)
+        cancelled.cancel()
+        walked.forget()
+        assert walked.path_report()
+        assert walked.capabilities == walked.capabilities
+        assert walked.stats().stored_bytes > 0
+        walked.close()
+    opened, *walks, refused, ended = lines_of(tmp_path / "trace")
+    assert (opened["verb"], opened["nodes"], opened["metric"], opened["files"]) == ("open_graph", 200, "l2", [str(graph.path)])
+    assert [each["verb"] for each in walks] == ["search"] * 3
+    assert (walks[-1]["rounds"], walks[-1]["L"], walks[-1]["k"], walks[-1]["beam"], walks[-1]["part"]) == (rounds, 20, 5, 4, opened["part"])
+    assert walks[-1]["bytes"] == sum(walks[-1]["round_bytes"])
+    assert (refused["failed"], ended["failed"]) == ("InvalidInputError", "cancelled")
+    trace = read_trace(tmp_path / "trace")
+    assert [each.size_bytes for each in trace.commands][1:4] == [each["bytes"] for each in walks]
+    with pytest.raises(errors.FormatError, match="verb"):
+        replay(trace, devices)
+    devices[0].close()
+
+
+def test_clusters(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    vectors = rng.integers(0, 256, (300, 16), dtype=np.uint8)
+    write_clusters(tmp_path / "clusters", np.arange(300), vectors, np.arange(300) % 7, n_clusters=8)
+    query, devices = torch.from_numpy(vectors[5]), espnx.device.open("ssd", [tmp_path])
+    with TraceWriter(tmp_path / "trace", "a test", devices) as writer:
+        clusters = recorded(devices, writer)[0].open_clusters(tmp_path / "clusters")
+        ids, far = nearest_by_command(clusters, query, [5, 7, 1], 3)
+        assert (ids[0], far[0]) == (5, 0)
+        assert len(clusters.commands(query, [5, 7])) == 1
+        ticket, finished = clusters.distances(query, [2, 3]), False
+        while not finished:
+            items, finished = ticket.next()
+            assert all(len(ticket.reply(item)) for item in items.tolist())
+        with pytest.raises(errors.InvalidInputError):
+            clusters.distances(query, [8])
+        cancelled = clusters.distances(query, [0])
+        cancelled.cancel()
+        with pytest.raises(errors.TransferCancelledError):
+            cancelled.finish()
+        assert ticket.stats.read_requests >= 1
+        clusters.close()
+    opened, *measured, refused, ended = lines_of(tmp_path / "trace")
+    assert (opened["verb"], opened["clusters"], opened["dim"]) == ("open_clusters", 8, 16)
+    assert [each["clusters"] for each in measured] == [[5, 7, 1], [2, 3]]
+    assert [each["vectors"] for each in measured] == [86, 86]
+    assert [each["bytes"] for each in measured] == [8192, 8192]
+    assert (refused["failed"], ended["failed"]) == ("InvalidInputError", "cancelled")
+    devices[0].close()
