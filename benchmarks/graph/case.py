@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """sweep: every system builds an index of the same vectors and searches it with lists of many sizes (L; efSearch of HNSW,
 nprobe of inverted lists): recall@10 against exact neighbours, reads and bytes of a query, queries a second, times of a query alone, memory,
-folder, build. A summary compares at recall .95 and .99, between two list sizes by a straight line: queries a second with DiskANN's best
-threads and W, pass by pass; reads with its W = 1 and PQ codes of as many bytes (espnx-inline-full: as many as fill the page). memory: above
+folder, build. A summary compares at recall .95 and .99, between two list sizes by a straight line: queries a second with the best threads
+and W of each, pass by pass; reads with W = 1 and PQ codes of as many bytes (espnx-inline-full: as many as fill the page). memory: above
 that of a process that has opened nothing, with 64 queries under way, over --n.
 
   espnx bench graph --path /mnt/nvme --diskann-python ENV/bin/python --json graph.json

@@ -20,7 +20,7 @@ from ..harness.result import Row
 from ..machine import page_cache
 from . import rows
 from .data import Data
-from .names import IN_RAM, MAPPED, PEER
+from .names import IN_RAM, MAPPED, OURS, PEER
 from .rows import Built, Point, Way
 from .service import Setting
 
@@ -52,7 +52,8 @@ class Plan:
         """(threads, beamwidth) that a system is measured with."""
         if system == PEER:
             return [(threads, width) for threads in self.peer_threads for width in self.peer_beamwidths]
-        return [(self.threads, None)]
+        widths = (None, 2) if system in OURS else (None,)  # one page of each query under way at a time, or two
+        return [(self.threads, width) for width in widths]
 
 
 class Bench:

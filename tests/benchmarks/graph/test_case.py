@@ -91,7 +91,7 @@ def test_a_quick_run(folder: Path, peer: str, monkeypatch: pytest.MonkeyPatch, c
         if row.system in OURS:
             assert row.bytes_asked == pytest.approx(20 * 4096 * row.metrics["reads"])
     for system in OURS:
-        short, long = (row.metrics for row in swept if row.system == system)
+        short, long = (row.metrics for row in swept if (row.system, row.params["beamwidth"]) == (system, None))
         assert short["recall"] < long["recall"]
         assert short["reads"] < long["reads"]
     summed = [row for row in found if row.params["show"] == "summary"]
@@ -136,7 +136,8 @@ def test_memory(folder: Path) -> None:
     assert [(row.system, row.params["in_flight"], row.params["n"]) for row in found] == [
         (name, 64, 700) for name in OURS if "full" not in name
     ]
-    assert all(row.metrics["more_bytes"] >= 0 < row.metrics["folder_bytes"] for row in found)
+    # Not how much: what this process holds may be less than before, where the kernel reclaims pages of idle ones.
+    assert all("more_bytes" in row.metrics and row.metrics["folder_bytes"] > 0 for row in found)
     headers, cells = rows.memory_table(found)
     assert {len(line) for line in cells} == {len(headers)}
 
