@@ -55,9 +55,10 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     from .candidates import candidates_table
     from .overlap import overlap_table
 
-    show = rows[0].params["show"] if rows else "rankings"
+    shows = [row.params.get("show", "rankings") for row in rows]  # results of before there were others
+    show = shows[0] if rows else "rankings"
     tables = {"candidates": candidates_table, "overlap": overlap_table, "rankings": _rankings_table}
-    return tables[show]([row for row in rows if row.params["show"] == show])
+    return tables[show]([row for row, own in zip(rows, shows, strict=True) if own == show])
 
 
 def _rankings_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:

@@ -51,8 +51,9 @@ class Table:
         version = f"commit {commit[:10]}{' with changes' if self.document['dirty'] else ''}" if commit else "unknown commit"
         runs = sorted({row.n for row in self.rows})
         count = f"{runs[0]}" if len(runs) == 1 else f"{runs[0]} to {runs[-1]}"
+        how_often = "" if runs == [0] else f" {count} runs each;"  # 0: of what is counted, or sized
         place = f" on machine {LETTERS[machines.index(describe(self.document['machine']))]}" if len(machines) > 1 else ""
-        return f"({self.kind.capitalize()}{place}; {count} runs each; `{self.document['command']}`, {version}; file `{self.path.name}`.)"
+        return f"({self.kind.capitalize()}{place};{how_often} `{self.document['command']}`, {version}; file `{self.path.name}`.)"
 
 
 def _line(cells: Sequence[str]) -> str:
