@@ -54,7 +54,20 @@ THIRD_PARTY = {
     "importers": {"torch", "numpy", "safetensors", "pyarrow", "tokenizers", "semantic_text_splitter"},
     "integrations": {"torch", "numpy", "safetensors", "tokenizers", "transformers", "flexgen", "lm_eval"},
     "cli": {"torch", "numpy", "rich"},
-    "benchmarks": {"torch", "numpy", "rich", "matplotlib", "faiss", "safetensors", "transformers", "flexgen", "bm25s", "tantivy"},
+    "benchmarks": {
+        "torch",
+        "numpy",
+        "rich",
+        "matplotlib",
+        "faiss",
+        "safetensors",
+        "transformers",
+        "flexgen",
+        "bm25s",
+        "tantivy",
+        "lancedb",
+        "pyarrow",
+    },
     "kernels": {"triton"},
 }
 # GPUDirect Storage stays behind one door.

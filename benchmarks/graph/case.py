@@ -1,4 +1,4 @@
-"""``espnx bench graph``: nearest neighbours from SSD at equal recall, beside DiskANN and FAISS."""
+"""``espnx bench graph``: nearest neighbours from SSD at equal recall, beside DiskANN, FAISS and LanceDB."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from .data import Data
 
 DESCRIPTION = """sweep: every system builds an index of the same vectors and searches it with lists of many sizes (L; efSearch of HNSW,
-nprobe of inverted lists): recall@10 against exact neighbours, reads and bytes of a query, queries a second, times of a query alone, memory,
-folder, build. A summary compares at recall .95 and .99, between two list sizes by a straight line: queries a second with the best threads
-and W of each, pass by pass; reads with W = 1 and PQ codes of as many bytes (espnx-inline-full: as many as fill the page). memory: above
-that of a process that has opened nothing, with 64 queries under way, over --n.
+nprobe of inverted lists, of LanceDB with as many candidates refined): recall@10 against exact neighbours, reads and bytes of a query,
+queries a second, times of a query alone, memory, folder, build. A summary compares at recall .95 and .99, between two list sizes by a
+straight line: queries a second with the best threads and W of each, pass by pass; reads with W = 1 and PQ codes of as many bytes
+(espnx-inline-full: as many as fill the page; espnx-paged: with those of code pages, of which 5 MiB are kept). memory: above that of a
+process that has opened nothing, with 64 queries under way, over --n.
 
   espnx bench graph --path /mnt/nvme --diskann-python ENV/bin/python --json graph.json
   espnx bench graph --path /mnt/nvme --base sift.fbin --queries sift-queries.fbin --pq-bytes 32
@@ -31,8 +32,8 @@ that of a process that has opened nothing, with 64 queries under way, over --n.
   espnx bench graph --quick                                                     does everything work here?
 
 Vectors by recipe: 100 overlapping clusters in 24 dimensions, as 128 (--dim) float32 with noise; as uint8 each value rounded to one of 256
-steps over four standard deviations to both sides. DiskANN is diskannpy-rust (or diskannpy), in an
-environment of its own: python -m venv ENV; ENV/bin/pip install diskannpy-rust. What is not installed has a row that says so, and nothing
+steps over four standard deviations to both sides. DiskANN is diskannpy-rust (or diskannpy), in an environment of its own: python -m venv
+ENV; ENV/bin/pip install diskannpy-rust. LanceDB, in ours: pip install lancedb. What is not installed has a row that says so, and nothing
 stays on disk."""
 
 LIST_SIZES = "10,14,18,22,28,34,42,56,80,120"
@@ -106,4 +107,4 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     return tables[show]([row for row in rows if row.params["show"] == show])
 
 
-CASE = Case("graph", "nearest neighbours from SSD at equal recall, beside DiskANN and FAISS", configure, run, table)
+CASE = Case("graph", "nearest neighbours from SSD at equal recall, beside DiskANN, FAISS and LanceDB", configure, run, table)

@@ -150,7 +150,7 @@ class Bench:
             return "warm"
         if built.system == MAPPED:
             worker.ask("close")
-        states = {page_cache.prepare(path, "cold") for path in Path(built.folder).iterdir() if path.is_file() and path.stat().st_size}
+        states = {page_cache.prepare(path, "cold") for path in Path(built.folder).rglob("*") if path.is_file() and path.stat().st_size}
         if built.system == MAPPED:
             self._open(worker, built)
         return "cold" if states == {"cold"} else "warm"

@@ -65,7 +65,7 @@ class Session(Service):
         )  # fmt: skip
         return {"pq_bytes": pq_bytes}
 
-    def load(self, system: str) -> None:
+    def load(self, system: str, threads: int) -> None:
         importlib.import_module("diskannpy")
 
     def open(self, system: str, folder: str, threads: int, in_flight: int) -> Opened:

@@ -60,7 +60,7 @@ class Service(ABC):
         """Builds the index of the vectors in a file. Returns what there is to say of it. ImportError: what it needs is not installed."""
 
     @abstractmethod
-    def load(self, system: str) -> None:
+    def load(self, system: str, threads: int) -> None:
         """Imports what `open` needs: its memory is not the index's."""
 
     @abstractmethod
@@ -93,7 +93,7 @@ class Service(ABC):
 
     def _open(self, system: str, folder: str, queries: str, k: int, threads: int, in_flight: int) -> dict[str, Any]:
         self._queries, self._k = np.load(queries), k
-        self.load(system)
+        self.load(system, threads)
         self._empty_bytes, begun = rss_bytes(), time.perf_counter()
         self._opened = self.open(system, folder, threads, in_flight)
         return {"open_s": time.perf_counter() - begun}

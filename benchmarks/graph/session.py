@@ -1,4 +1,4 @@
-"""The processes of espnx and of FAISS; see worker.py."""
+"""The processes of espnx, of FAISS and of LanceDB; see worker.py."""
 
 from __future__ import annotations
 
@@ -10,21 +10,28 @@ import numpy as np
 import espnx.graph
 from espnx.ops.quantise import load_faiss
 
+from .lance import LanceTable, build_lance, load_lance
+from .names import LANCE
 from .service import Found, Opened, Service, Setting
 
 HNSW_DEGREE, HNSW_CONSTRUCTION = 32, 100
 _INDEX, _LISTS = "index", "lists"
+#: Of all threads together: pages of codes that are kept, where codes are paged.
+CODE_CACHE_BYTES = 5 << 20
+_CODES = {"espnx-memory": "memory", "espnx-paged": "paged"}
 
 
 class EspnxGraph(Opened):
     """A graph of espnx."""
 
     def __init__(self, folder: str, threads: int, in_flight: int):
-        self._graph = espnx.graph.open(folder, threads=threads, walks=max(1, in_flight // threads))
+        walks = max(1, in_flight // threads)
+        self._graph = espnx.graph.open(folder, threads=threads, walks=walks, code_cache_bytes=CODE_CACHE_BYTES // threads)
 
     def search(self, queries: np.ndarray, k: int, setting: Setting) -> Found:
         found = self._graph.search(queries, k, list_size=setting.list_size, beamwidth=setting.beamwidth)
-        return Found(found.ids, found.distances, float(found.pages.sum()), float(found.bytes_read.sum()))
+        reads = found.pages.sum() + found.code_pages.sum()
+        return Found(found.ids, found.distances, float(reads), float(found.bytes_read.sum()))
 
     def close(self) -> None:
         self._graph.close()
@@ -60,10 +67,12 @@ class Session(Service):
 
     def build(self, system: str, base: str, folder: str, pq_bytes: int, threads: int) -> dict[str, Any]:
         if system.startswith("espnx"):
-            codes = "memory" if system == "espnx-memory" else "inline"
             wanted = None if system == "espnx-inline-full" else pq_bytes
-            report = espnx.graph.build(base, folder, codes=codes, pq_bytes=wanted, threads=threads)
+            report = espnx.graph.build(base, folder, codes=_CODES.get(system, "inline"), pq_bytes=wanted, threads=threads)
             return {"pq_bytes": report.pq_bytes}
+        if system == LANCE:
+            build_lance(base, folder, pq_bytes, threads)
+            return {"pq_bytes": pq_bytes}
         faiss = load_faiss()
         faiss.omp_set_num_threads(threads)
         vectors = np.load(base).astype(np.float32)
@@ -83,9 +92,13 @@ class Session(Service):
         faiss.write_index(index, os.path.join(folder, _INDEX))
         return {}
 
-    def load(self, system: str) -> None:
+    def load(self, system: str, threads: int) -> None:
         if system.startswith("faiss"):
             load_faiss()
+        if system == LANCE:
+            load_lance(threads)
 
     def open(self, system: str, folder: str, threads: int, in_flight: int) -> Opened:
+        if system == LANCE:
+            return LanceTable(folder, threads)
         return EspnxGraph(folder, threads, in_flight) if system.startswith("espnx") else FaissIndex(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
@@ -13,9 +14,10 @@ import pytest
 
 from espnx.benchmarks.graph import measure, rows
 from espnx.benchmarks.graph.data import Data, by_recipe, from_files
-from espnx.benchmarks.graph.names import OURS, PEER, SYSTEMS
+from espnx.benchmarks.graph.names import LANCE, OURS, PEER, SYSTEMS
 from espnx.benchmarks.graph.rows import Built, Point
-from espnx.benchmarks.graph.session import EspnxGraph
+from espnx.benchmarks.graph.service import Setting
+from espnx.benchmarks.graph.session import EspnxGraph, Session
 from espnx.benchmarks.harness.processes import Worker
 from espnx.benchmarks.harness.result import load, rows_of
 from espnx.benchmarks.report import plots
@@ -73,12 +75,13 @@ def quick(folder: Path, *more: str) -> tuple[int, list[Any]]:
 
 def test_a_quick_run(folder: Path, peer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(folder)  # the processes start elsewhere
-    code, found = quick(Path(), "--diskann-python", os.path.relpath(peer))
+    systems = [name for name in SYSTEMS if name != LANCE]
+    code, found = quick(Path(), "--diskann-python", os.path.relpath(peer), "--system", ",".join(systems))
     assert code == 0
     assert [path.name for path in folder.iterdir()] == ["r.json"]
     swept = [row for row in found if row.params["show"] == "sweep"]
-    assert {row.system for row in swept} == set(SYSTEMS)
-    assert [(row.params["beamwidth"], row.params["list_size"]) for row in swept if row.system == PEER] == [
+    assert {row.system for row in swept} == set(systems)
+    assert sorted((row.params["beamwidth"], row.params["list_size"]) for row in swept if row.system == PEER) == [
         (1, 10),
         (1, 80),
         (2, 10),
@@ -95,9 +98,9 @@ def test_a_quick_run(folder: Path, peer: str, monkeypatch: pytest.MonkeyPatch, c
         assert short["recall"] < long["recall"]
         assert short["reads"] < long["reads"]
     summed = [row for row in found if row.params["show"] == "summary"]
-    assert [(row.params["recall"], row.system) for row in summed] == [(recall, name) for recall in rows.TARGETS for name in SYSTEMS]
+    assert [(row.params["recall"], row.system) for row in summed] == [(recall, name) for recall in rows.TARGETS for name in systems]
     sizes = {row.system: row.metrics["pq_bytes"] for row in summed if "pq_bytes" in row.metrics}
-    assert sizes["espnx-inline"] == sizes["espnx-memory"] == sizes[PEER] == 16 < sizes["espnx-inline-full"]
+    assert sizes["espnx-inline"] == sizes["espnx-memory"] == sizes["espnx-paged"] == sizes[PEER] == 16 < sizes["espnx-inline-full"]
     for row in summed:
         if row.n:  # a toy graph need not reach every recall
             assert (PEER in row.ratio) == ("reads_over_peer" in row.metrics) == (row.system in OURS)
@@ -117,6 +120,41 @@ def test_a_peer_that_is_not_there_is_said(folder: Path, python: str | None, caps
     assert found[0].params["why"] in capsys.readouterr().out
 
 
+def test_lancedb(folder: Path) -> None:
+    pytest.importorskip("lancedb", reason="lancedb is not installed: pip install lancedb")
+    code, found = quick(folder, "--system", LANCE)
+    assert code == 0
+    short, long = (row.metrics for row in found if row.params["show"] == "sweep")
+    assert short["recall"] < long["recall"]
+    assert all(row.correct for row in found)
+
+
+def test_lancedb_that_is_not_there_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "lancedb", None)
+    code, found = quick(folder, "--system", LANCE)
+    assert code == 0
+    assert all(row.n == 0 and row.params["why"].startswith("not installed") for row in found)
+    assert found[0].params["why"] in capsys.readouterr().out
+
+
+def test_reads_of_code_pages_count(folder: Path) -> None:
+    """A cache that holds all of them after the first pass still has to read each once."""
+    rng = np.random.default_rng(0)
+    base = folder / "base.npy"
+    np.save(base, rng.standard_normal((600, 16), np.float32))
+    session = Session()
+    session.build("espnx-paged", str(base), str(folder / "graph"), 8, 2)
+    session.load("espnx-paged", 1)
+    with contextlib.closing(session.open("espnx-paged", str(folder / "graph"), 1, 1)) as opened:
+        queries = rng.standard_normal((8, 16), np.float32)
+        first, second = (opened.search(queries, 10, Setting(20, 1, None)) for _ in range(2))
+    n_code_pages = -(-600 // ((4096 - 16) // 8))
+    assert first.reads is not None
+    assert second.reads is not None
+    assert first.reads - second.reads == n_code_pages
+    assert np.array_equal(first.ids, second.ids)
+
+
 def test_a_wrong_system_is_not_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = EspnxGraph.search
 
@@ -134,7 +172,7 @@ def test_memory(folder: Path) -> None:
     code, found = quick(folder, "--show", "memory", "--system", "espnx-inline,espnx-memory")
     assert code == 0
     assert [(row.system, row.params["in_flight"], row.params["n"]) for row in found] == [
-        (name, 64, 700) for name in OURS if "full" not in name
+        (name, 64, 700) for name in ("espnx-inline", "espnx-memory")
     ]
     # Not how much: what this process holds may be less than before, where the kernel reclaims pages of idle ones.
     assert all("more_bytes" in row.metrics and row.metrics["folder_bytes"] > 0 for row in found)
