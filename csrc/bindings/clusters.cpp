@@ -61,11 +61,11 @@ DistanceQuery to_query(const Tensor& query, const std::string& format, const std
   const int of_metric = number_of(kMetricNames, metric.c_str());
   if (of_format < 0 || of_metric < 0) invalid("unknown format or metric '" + format + "', '" + metric + "'");
   const auto kind = static_cast<VectorFormat>(of_format);
-  const bool is_whole = kind == VectorFormat::kUint8 || kind == VectorFormat::kInt8;
   const int64_t d = query.dim() == 1 ? query.numel() : 0;
   if (d < 1 || d > kMaxVectorDim) invalid("a query has one dimension, of 1 to " + std::to_string(kMaxVectorDim));
-  const void* values = is_whole ? static_cast<const void*>(contiguous<uint8_t>(query, Dtype::uint8, "query", "uint8"))
-                                : contiguous<float>(query, Dtype::float32, "query", "float32");
+  const void* values = is_whole(kind)
+                           ? static_cast<const void*>(contiguous<uint8_t>(query, Dtype::uint8, "query", "uint8"))
+                           : contiguous<float>(query, Dtype::float32, "query", "float32");
   return {values, d, kind, static_cast<Metric>(of_metric)};
 }
 

@@ -33,6 +33,7 @@ Metric to_metric(const std::string& name) {
 const uint8_t* rows_of(const Tensor& tensor, VectorFormat format, int64_t dim, const char* name) {
   const Dtype dtype = format == VectorFormat::kFp32   ? Dtype::float32
                       : format == VectorFormat::kFp16 ? Dtype::float16
+                      : format == VectorFormat::kBf16 ? Dtype::bfloat16
                                                       : Dtype::uint8;
   const auto* data = contiguous<const uint8_t>(tensor, dtype, name, kVectorFormatNames[static_cast<int>(format)]);
   if (tensor.dim() != 2 || tensor.size(1) != dim) invalid(std::string(name) + " must be [n, dim]");
@@ -192,12 +193,12 @@ class PyGraphSearch {
                 double deadline_s)
       : searcher_(std::move(searcher)) {
     const graph::PageLayout& layout = searcher_->view().layout;
-    request_.queries = rows_of(queries, layout.format == VectorFormat::kFp16 ? VectorFormat::kFp32 : layout.format,
-                               layout.dim, "queries");
+    request_.queries =
+        rows_of(queries, is_whole(layout.format) ? layout.format : VectorFormat::kFp32, layout.dim, "queries");
     request_.n_queries = queries.size(0);
     request_.queries_f32 = contiguous<const float>(queries_f32, Dtype::float32, "queries_f32", "float32");
     if (queries_f32.numel() != queries.numel()) invalid("queries_f32 must be the same queries");
-    request_.query_bytes = layout.dim * (layout.format == VectorFormat::kFp16 ? 4 : value_bytes(layout.format));
+    request_.query_bytes = layout.dim * (is_whole(layout.format) ? 1 : 4);
     if (k < 1 || list_size < k || beam < 1 || !(stop_beyond >= 0) || !(deadline_s > 0)) {
       invalid("k must be 1 or more, list_size k or more, beam 1 or more");
     }
@@ -268,6 +269,18 @@ class PyGraphSearch {
   pid_t process_ = getpid();
 };
 
+// Centroids [256, dim] of parts that begin so, the last number being dim.
+graph::Codebook to_codebook(const std::vector<int64_t>& parts, const Tensor& centroids, int64_t dim) {
+  if (parts.size() < 2 || parts.front() != 0 || parts.back() != dim || !std::is_sorted(parts.begin(), parts.end())) {
+    invalid("parts must go from 0 to dim");
+  }
+  const auto* values = contiguous<const float>(centroids, Dtype::float32, "centroids", "float32");
+  if (centroids.dim() != 2 || centroids.size(0) != kCentroids || centroids.size(1) != dim) {
+    invalid("centroids must be [256, dim]");
+  }
+  return {parts, values};
+}
+
 // A searcher in the process that opened it: its threads are not in a child's.
 class PyGraphSearcher {
  public:
@@ -275,12 +288,14 @@ class PyGraphSearcher {
                   std::optional<bool> direct, int64_t n, int64_t dim, const std::string& format,
                   const std::string& metric, int64_t degree, int64_t code_bytes, const std::string& codes_in,
                   int64_t inline_pq, int64_t page_bytes, int64_t nodes_per_page, uint64_t salt,
-                  const std::vector<int64_t>& parts, const Tensor& centroids, const std::optional<Tensor>& codes,
+                  const std::vector<int64_t>& parts, const Tensor& centroids, const std::vector<int64_t>& disk_parts,
+                  const std::optional<Tensor>& disk_centroids, const std::optional<Tensor>& codes,
                   const Tensor& entries, const Tensor& entry_codes, const std::string& engine, int threads,
                   int64_t walks, int64_t code_cache_bytes, const std::vector<py::dict>& rules, uint64_t seed) {
     GraphView view;
     view.layout = {n,         dim,        to_format(format), degree, code_bytes,
                    inline_pq, page_bytes, nodes_per_page,    salt,   codes_in == "paged"};
+    view.layout.disk_pq_bytes = disk_parts.empty() ? 0 : static_cast<int64_t>(disk_parts.size()) - 1;
     view.metric = to_metric(metric);
     const graph::PageLayout& layout = view.layout;
     if (n < 0 || n >= UINT32_MAX || dim < 1 || dim > kMaxVectorDim || degree < 0 || degree > 65535 ||
@@ -289,16 +304,10 @@ class PyGraphSearcher {
         graph::kPageHeaderBytes + nodes_per_page * layout.node_bytes() > page_bytes) {
       invalid("the layout of a graph's pages is out of range");
     }
-    if (static_cast<int64_t>(parts.size()) != code_bytes + 1 || parts.front() != 0 || parts.back() != dim ||
-        !std::is_sorted(parts.begin(), parts.end())) {
-      invalid("parts must go from 0 to dim");
-    }
-    view.book.begin = parts;
-    const auto* values = contiguous<const float>(centroids, Dtype::float32, "centroids", "float32");
-    if (centroids.dim() != 2 || centroids.size(0) != kCentroids || centroids.size(1) != dim) {
-      invalid("centroids must be [256, dim]");
-    }
-    view.book.centroids.assign(values, values + centroids.numel());
+    if (static_cast<int64_t>(parts.size()) != code_bytes + 1) invalid("parts must be code_bytes + 1 numbers");
+    view.book = to_codebook(parts, centroids, dim);
+    if (disk_centroids) view.disk_book = to_codebook(disk_parts, *disk_centroids, dim);
+    if (disk_centroids.has_value() == disk_parts.empty()) invalid("disk_parts and disk_centroids belong together");
     if (codes) {
       view.codes = contiguous<const uint8_t>(*codes, Dtype::uint8, "codes", "uint8");
       if (codes->dim() != 2 || codes->size(0) != n || codes->size(1) != code_bytes) invalid("codes must be [n, bytes]");
@@ -390,15 +399,15 @@ void bind_graph(py::module_& m) {
   py::class_<PyGraphSearcher>(m, "GraphSearcher")
       .def(py::init<const std::string&, int64_t, const std::string&, int64_t, std::optional<bool>, int64_t, int64_t,
                     const std::string&, const std::string&, int64_t, int64_t, const std::string&, int64_t, int64_t,
-                    int64_t, uint64_t, const std::vector<int64_t>&, const Tensor&, const std::optional<Tensor>&,
-                    const Tensor&, const Tensor&, const std::string&, int, int64_t, int64_t,
-                    const std::vector<py::dict>&, uint64_t>(),
+                    int64_t, uint64_t, const std::vector<int64_t>&, const Tensor&, const std::vector<int64_t>&,
+                    const std::optional<Tensor>&, const std::optional<Tensor>&, const Tensor&, const Tensor&,
+                    const std::string&, int, int64_t, int64_t, const std::vector<py::dict>&, uint64_t>(),
            py::kw_only(), py::arg("path"), py::arg("begin"), py::arg("codes_path"), py::arg("codes_begin"),
            py::arg("direct"), py::arg("n"), py::arg("dim"), py::arg("format"), py::arg("metric"), py::arg("degree"),
            py::arg("code_bytes"), py::arg("codes_in"), py::arg("inline_pq"), py::arg("page_bytes"),
-           py::arg("nodes_per_page"), py::arg("salt"), py::arg("parts"), py::arg("centroids"), py::arg("codes"),
-           py::arg("entries"), py::arg("entry_codes"), py::arg("engine"), py::arg("threads"), py::arg("walks"),
-           py::arg("code_cache_bytes"), py::arg("rules"), py::arg("seed"))
+           py::arg("nodes_per_page"), py::arg("salt"), py::arg("parts"), py::arg("centroids"), py::arg("disk_parts"),
+           py::arg("disk_centroids"), py::arg("codes"), py::arg("entries"), py::arg("entry_codes"), py::arg("engine"),
+           py::arg("threads"), py::arg("walks"), py::arg("code_cache_bytes"), py::arg("rules"), py::arg("seed"))
       .def("start", &PyGraphSearcher::start, py::kw_only(), py::arg("queries"), py::arg("queries_f32"), py::arg("k"),
            py::arg("list_size"), py::arg("beam"), py::arg("stop_beyond"), py::arg("allowed"), py::arg("deadline_s"))
       .def("close", &PyGraphSearcher::close)

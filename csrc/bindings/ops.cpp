@@ -144,7 +144,7 @@ NewTensor crc32c_ranges(const Tensor& buffer, const Tensor& offset_bytes, const 
 // `query` [d] or [Q, d]: of whole numbers the vectors' own bytes, else float32.
 std::vector<espnx::DistanceQuery> to_distance_queries(const Tensor& query, espnx::VectorFormat format,
                                                       espnx::Metric metric) {
-  const bool is_whole = format == espnx::VectorFormat::kUint8 || format == espnx::VectorFormat::kInt8;
+  const bool is_whole = espnx::is_whole(format);
   const int64_t dim = query.dim() == 2 ? 2 : 1;
   const uint8_t* values = is_whole ? memory<const uint8_t>(query, dim, Dtype::uint8, "query", "bytes [d] or [Q, d]")
                                    : reinterpret_cast<const uint8_t*>(memory<const float>(

@@ -1,25 +1,64 @@
 // See codebook.hpp.
 #include "codebook.hpp"
 
+#include <algorithm>
+
+#include "cpu/cpu_level.hpp"
+
 namespace espnx::graph {
 namespace {
 
 // Codes whose sums are in flight at a time: one sum's additions would wait for each other.
 constexpr int64_t kTile = 8;
 
+// row[c] += a query value's part of the distance to each centroid. Products are rounded before they are added, on
+// every processor: no instruction does both here.
+template <Metric kMetric>
+inline __attribute__((always_inline)) void add_dimension(float value, const float* column, float* row) {
+  for (int64_t c = 0; c < kCentroids; ++c) {
+    const float difference = value - column[c];
+    row[c] += kMetric == Metric::kL2 ? difference * difference : -value * column[c];
+  }
+}
+
+using AddDimension = void (*)(float value, const float* column, float* row);
+
+template <Metric kMetric>
+void add_portable(float value, const float* column, float* row) {
+  add_dimension<kMetric>(value, column, row);
+}
+
+#if defined(__x86_64__)
+template <Metric kMetric>
+__attribute__((target("avx2"))) void add_avx2(float value, const float* column, float* row) {
+  add_dimension<kMetric>(value, column, row);
+}
+#endif
+
+template <Metric kMetric>
+AddDimension in_force() {
+#if defined(__x86_64__)
+  if (cpu_level() >= CpuLevel::kAvx2) return add_avx2<kMetric>;
+#endif
+  return add_portable<kMetric>;
+}
+
 }  // namespace
 
+Codebook::Codebook(std::vector<int64_t> begin_of_parts, const float* centroids) : begin(std::move(begin_of_parts)) {
+  const int64_t dim = begin.back();
+  columns.resize(dim * kCentroids);
+  for (int64_t k = 0; k < dim; ++k) {
+    for (int64_t c = 0; c < kCentroids; ++c) columns[k * kCentroids + c] = centroids[c * dim + k];
+  }
+}
+
 void fill_table(const Codebook& book, const float* query, Metric metric, float* table) {
-  const int64_t dim = book.begin.back();
+  const AddDimension add = metric == Metric::kL2 ? in_force<Metric::kL2>() : in_force<Metric::kIp>();
+  std::fill(table, table + book.parts() * kCentroids, 0.0f);
   for (int64_t part = 0; part < book.parts(); ++part) {
-    for (int64_t c = 0; c < kCentroids; ++c) {
-      const float* centroid = book.centroids.data() + c * dim;
-      float sum = 0;
-      for (int64_t k = book.begin[part]; k < book.begin[part + 1]; ++k) {
-        const float difference = query[k] - centroid[k];
-        sum += metric == Metric::kL2 ? difference * difference : -query[k] * centroid[k];
-      }
-      table[part * kCentroids + c] = sum;
+    for (int64_t k = book.begin[part]; k < book.begin[part + 1]; ++k) {
+      add(query[k], book.columns.data() + k * kCentroids, table + part * kCentroids);
     }
   }
 }

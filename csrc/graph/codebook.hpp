@@ -12,8 +12,12 @@ namespace espnx::graph {
 
 // Centroids of the parts of a vector. Part p has the dimensions [begin[p], begin[p + 1]).
 struct Codebook {
-  std::vector<int64_t> begin;    // [parts + 1]
-  std::vector<float> centroids;  // [256, dim]
+  std::vector<int64_t> begin;  // [parts + 1]
+  std::vector<float> columns;  // [dim, 256]: of each dimension the values of all centroids
+
+  Codebook() = default;
+  // `centroids`: [256, dim].
+  Codebook(std::vector<int64_t> begin, const float* centroids);
 
   int64_t parts() const { return static_cast<int64_t>(begin.size()) - 1; }
 };

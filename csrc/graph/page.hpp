@@ -1,7 +1,8 @@
 // Pages of nodes, as docs/graph-format.md describes them: a header, and nodes of equal size one after the other.
 //
 //   page   crc32c of what follows: u32 | number of the page: u32 | salt of the graph: u64 | nodes | zeros
-//   node   vector | row of the vector in the input: u32 | neighbours: u16 | zero: u16 | u32 [R] | codes of the first
+//   node   vector, or a code in its place | row of the vector in the input: u32 | neighbours: u16 | zero: u16 | u32 [R]
+//   | codes of the first
 //          neighbours, code_bytes each
 //
 // and where codes are paged, pages of them: the same header, codes of successive nodes, zeros.
@@ -29,11 +30,12 @@ struct PageLayout {
   int64_t page_bytes = 0;
   int64_t nodes_per_page = 0;
   uint64_t salt = 0;
-  bool paged_codes = false;  // codes lie in pages of their own, in a file of their own
+  bool paged_codes = false;   // codes lie in pages of their own, in a file of their own
+  int64_t disk_pq_bytes = 0;  // of the code that a node has in place of its vector; 0: it has the vector
 
   int64_t codes_per_page() const { return (kCodePageBytes - kPageHeaderBytes) / code_bytes; }
   int64_t code_page_of(uint32_t node) const { return node / codes_per_page(); }
-  int64_t vector_bytes() const { return dim * value_bytes(format); }
+  int64_t vector_bytes() const { return disk_pq_bytes > 0 ? disk_pq_bytes : dim * value_bytes(format); }
   int64_t node_bytes() const { return vector_bytes() + kNodeFixedBytes + 4 * degree + inline_codes * code_bytes; }
   int64_t pages() const { return (n + nodes_per_page - 1) / nodes_per_page; }
   int64_t page_of(uint32_t node) const { return node / nodes_per_page; }

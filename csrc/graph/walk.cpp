@@ -53,7 +53,12 @@ void GraphWalk::begin(const GraphView& view, const WalkOptions& options, const v
   view_ = &view;
   options_ = options;
   allowed_ = allowed;
-  exact_.emplace(query, view.layout.dim, view.layout.format, view.metric);
+  if (view.layout.disk_pq_bytes > 0) {
+    disk_table_.resize(view.disk_book.parts() * kCentroids);
+    fill_table(view.disk_book, query_f32, view.metric, disk_table_.data());
+  } else {
+    exact_.emplace(query, view.layout.dim, view.layout.format, view.metric);
+  }
   table_.resize(view.book.parts() * kCentroids);
   fill_table(view.book, query_f32, view.metric, table_.data());
   list_.clear();
@@ -112,8 +117,7 @@ void GraphWalk::arrived(int64_t page, const uint8_t* bytes) {
   rows_.resize(count);
   distance_.resize(count);
   for (int64_t i = 0; i < count; ++i) rows_[i] = NodeView(layout, bytes, i).vector();
-  exact_->measure(rows_.data(), count, distance_.data());
-  costs_.distances += count;
+  measure(count);
   for (int64_t i = 0; i < count; ++i) {
     const NodeView node(layout, bytes, i);
     const uint32_t number = first + static_cast<uint32_t>(i);
@@ -123,6 +127,15 @@ void GraphWalk::arrived(int64_t page, const uint8_t* bytes) {
     if (!stop_waiting(number) && !add_candidate({distance_[i], number, false})) continue;
     expand(node);
   }
+}
+
+void GraphWalk::measure(int64_t count) {
+  if (exact_) {
+    exact_->measure(rows_.data(), count, distance_.data());
+  } else {
+    estimate(disk_table_.data(), view_->disk_book.parts(), rows_.data(), count, distance_.data());
+  }
+  costs_.distances += count;
 }
 
 bool GraphWalk::stop_waiting(uint32_t node) {
@@ -152,6 +165,7 @@ void GraphWalk::expand(const NodeView& node) {
     }
     fresh_.push_back(neighbour);
     fresh_codes_.push_back(is_inline ? node.code(i) : view_->codes + neighbour * layout.code_bytes);
+    if (!is_inline) __builtin_prefetch(fresh_codes_.back());  // anywhere in memory
   }
   estimate_fresh();
 }

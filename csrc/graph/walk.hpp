@@ -17,6 +17,7 @@ struct GraphView {
   PageLayout layout;
   Metric metric = Metric::kL2;
   Codebook book;
+  Codebook disk_book;                // of the codes that nodes have in place of vectors, where they do
   const uint8_t* codes = nullptr;    // [n, code_bytes] of all nodes, where they are in memory; else null
   std::vector<uint32_t> entries;     // walks begin at the one that is nearest by its code
   std::vector<uint8_t> entry_codes;  // [entries, code_bytes]
@@ -109,7 +110,10 @@ class GraphWalk {
   const GraphView* view_ = nullptr;
   WalkOptions options_;
   const uint8_t* allowed_ = nullptr;
-  std::optional<DistanceQuery> exact_;
+  void measure(int64_t count);  // distance_ of what lies at rows_
+
+  std::optional<DistanceQuery> exact_;  // or, of codes in place of vectors:
+  std::vector<float> disk_table_;
   std::vector<float> table_;
   std::vector<Candidate> list_;  // nearest first
   NodeSet met_;                  // nodes that were candidates, or measured

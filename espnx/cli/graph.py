@@ -17,7 +17,7 @@ _SHOWN = 10
 # Options of the command line are those of the functions, by name.
 _SHARED_OPTIONS = ("codes", "num_entry_points", "threads", "seed", "column")
 _BUILD_OPTIONS = (
-    "metric", "max_degree", "search_list_size", "alpha", "inline_pq", "pq_bytes", "vector_dtype", "device", "memory",
+    "metric", "max_degree", "search_list_size", "alpha", "inline_pq", "pq_bytes", "vector_dtype", "disk_pq_bytes", "device", "memory",
 )  # fmt: skip
 _IMPORT_OPTIONS = ("vectors", "data_type", "metric", "order")
 
@@ -53,8 +53,13 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--pq-bytes", type=int, metavar="N", help="of a code (default: as many as fill a page)")
     parser.add_argument(
-        "--vector-dtype", default="auto", choices=("auto", "float32", "float16", "uint8", "int8"),
-        help="as vectors are stored (default: whole numbers as they come, else float16)",
+        "--vector-dtype", default="auto", choices=("auto", "float32", "float16", "bfloat16", "uint8", "int8", "pq"),
+        help="as vectors are stored; pq: codes in their place, see --disk-pq-bytes (default: whole numbers as they come, else float16)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--disk-pq-bytes", type=int, metavar="N",
+        help="codes of so many bytes in place of vectors: a smaller folder; the report says to what share of the nearest that limits"
+        " searches",
     )  # fmt: skip
     parser.add_argument("--device", default="cpu", help="that builds edges and codes: cpu, or cuda, where cuVS does (default: cpu)")
     parser.add_argument(

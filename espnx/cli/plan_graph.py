@@ -22,7 +22,8 @@ _WHERE = {"inline": "codes beside each node", "paged": "codes in pages of their 
 def configure_graph(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("a graph of vectors", "with --dim; options as of `espnx graph build`").add_argument
     add("--vectors", type=int, metavar="N", help="how many")
-    add("--vector-dtype", default="float16", metavar="T", help="float32, float16, uint8 or int8 (default: %(default)s)")
+    add("--vector-dtype", default="float16", metavar="T", help="float32, float16, bfloat16, uint8, int8 or pq (default: %(default)s)")
+    add("--disk-pq-bytes", type=int, metavar="B", help="of codes in place of vectors")
     add("--codes", choices=tuple(_WHERE), help="default: all are shown")
     add("--max-degree", type=int, default=64, metavar="R", help="default: %(default)s")
     add("--pq-bytes", type=int, metavar="B", help="of a code (default: as many as fill a page)")
@@ -40,12 +41,18 @@ def run_graph(args: Namespace) -> int:
             raise InvalidInputError(f"price of {name}", got=price, expected="0 or more")
     from ..graph.planning import plan_graph
 
-    options = {"vector_dtype": args.vector_dtype, "max_degree": args.max_degree, "pq_bytes": args.pq_bytes}
+    options = {
+        "vector_dtype": args.vector_dtype,
+        "max_degree": args.max_degree,
+        "pq_bytes": args.pq_bytes,
+        "disk_pq_bytes": args.disk_pq_bytes,
+    }
     plans = {codes: plan_graph(args.vectors, args.dim, codes=codes, **options) for codes in _WHERE if args.codes in (None, codes)}
     costs = {codes: _cost(plan, prices) for codes, plan in plans.items()}
     modes = {codes: asdict(plan) | ({"cost": costs[codes]} if costs[codes] else {}) for codes, plan in plans.items()}
     inputs = {"vectors": args.vectors, "dim": args.dim, **options, "price_per_tb_ssd": prices["ssd"], "price_per_gb_ram": prices["ram"]}
-    rows = [("vectors", f"{args.vectors:,}", f"x {args.dim} dimensions as {args.vector_dtype}, {args.max_degree} neighbours each")]
+    held = args.vector_dtype if args.disk_pq_bytes is None else f"codes of {args.disk_pq_bytes} bytes"
+    rows = [("vectors", f"{args.vectors:,}", f"x {args.dim} dimensions as {held}, {args.max_degree} neighbours each")]
     for codes, plan in plans.items():
         rows += _shown(codes, plan, costs[codes])
     emit(args, render_table(("", "", ""), rows), json_document("plan", inputs=inputs, kinds={"modes": "computed"}, modes=modes))

@@ -42,6 +42,7 @@ class GraphReport:
         folder_bytes: of all files. vectors_bytes: of the vectors as float32, for comparison.
         memory_bytes: that an open graph keeps, whatever it searches.
         parts: in which it was built.
+        recall_ceiling: where nodes have codes in place of vectors: recall@10 of a search that measures all of them.
     """
 
     path: str
@@ -61,9 +62,10 @@ class GraphReport:
     pages_s: float
     recall_s: float
     parts: int = 1
+    recall_ceiling: float | None = None
 
     def summary(self) -> str:
-        """Two lines."""
+        """Two or three lines."""
         share = self.folder_bytes / self.vectors_bytes if self.vectors_bytes else 0.0
         return (
             f"{self.n:,} vectors of {self.dim} dimensions as {self.format}: {format_size(self.folder_bytes)} on storage ({share:.2f}x the"
@@ -71,6 +73,7 @@ class GraphReport:
             f" {format_size(self.page_bytes)}, codes of {self.pq_bytes} bytes\n"
             f"{self.edges_s:.1f} s edges, {self.codes_s:.1f} s codes, {self.pages_s:.1f} s pages, {self.read_s:.1f} s reading,"
             f" {self.recall_s:.1f} s measuring recall{f'; built in {self.parts} parts' if self.parts > 1 else ''}"
+            + ("" if self.recall_ceiling is None else f"\nrecall@10 of these codes, all of them measured: {self.recall_ceiling:.3f}")
         )
 
 
@@ -86,6 +89,7 @@ def build(
     inline_pq: int | None = None,
     pq_bytes: int | None = None,
     vector_dtype: str = "auto",
+    disk_pq_bytes: int | None = None,
     num_entry_points: int = 1000,
     threads: int | None = None,
     seed: int = 0,
@@ -115,7 +119,10 @@ def build(
         inline_pq: where codes are paged or in memory: neighbours of a node, 0 to max_degree, whose codes lie in it all the same; -1: as
             many as the smallest page for one node holds.
         pq_bytes: of a code; None: as many as fill the page, at most one a dimension.
-        vector_dtype: ``float32``, ``float16``, ``uint8`` or ``int8``; ``auto``: as they come where they are whole numbers, else float16.
+        vector_dtype: ``float32``, ``float16``, ``bfloat16``, ``uint8`` or ``int8``; ``auto``: as they come where they are whole numbers,
+            else float16. ``pq``: codes of `disk_pq_bytes` in their place, whose distances searches return, and which limit what they find:
+            `GraphReport.recall_ceiling` says how much.
+        disk_pq_bytes: of such a code (DiskANN's pq_disk_bytes), 1 to a byte a dimension.
         num_entry_points: where searches may begin; they take the nearest by its code.
         threads: of the build; None: as many as torch uses. With one the same input gives the same graph.
         seed: of samples and of the order of insertion.
@@ -135,7 +142,8 @@ def build(
     """
     threads = torch.get_num_threads() if threads is None else threads
     options = GraphOptions(
-        metric, max_degree, search_list_size, alpha, codes, inline_pq, pq_bytes, vector_dtype, num_entry_points, threads, seed, device
+        metric, max_degree, search_list_size, alpha, codes, inline_pq, pq_bytes, vector_dtype, num_entry_points, threads, seed, device,
+        disk_pq_bytes,
     )  # fmt: skip
     return _build(read_vectors(vectors, column=column), os.fspath(path), options, memory, progress or _no_progress, engine)
 
@@ -163,7 +171,7 @@ def _layout_of(options: GraphOptions, source: Vectors) -> PageLayout:
     """Raises InvalidInputError for options that are not of such vectors."""
     return choose_layout(
         source.n, source.dim, check_options(options, source), max_degree=options.max_degree, codes=options.codes,
-        code_bytes=options.pq_bytes, inline_pq=options.inline_pq,
+        code_bytes=options.pq_bytes, inline_pq=options.inline_pq, disk_pq_bytes=options.disk_pq_bytes,
     )  # fmt: skip
 
 
@@ -182,7 +190,7 @@ def _report(facts: GraphFacts, repaired: int, seconds: Seconds, parts: int = 1) 
     folder_bytes = sum(facts.file_sizes.values()) + os.path.getsize(os.path.join(facts.where, NAME))
     return GraphReport(
         facts.where, layout.n, layout.dim, layout.format, layout.page_bytes, layout.nodes_per_page, layout.code_bytes, repaired,
-        folder_bytes, 4 * layout.n * layout.dim, facts.memory_bytes, *seconds, parts,
+        folder_bytes, 4 * layout.n * layout.dim, facts.memory_bytes, *seconds, parts, facts.recall_ceiling,
     )  # fmt: skip
 
 
@@ -222,8 +230,10 @@ class _Builder:
         whole, row_of, repaired = self.graph()
         facts = write_graph(self._engine, self._path, whole, row_of, self._progress)
         self._lap()
-        blocks, chosen = row_blocks(whole.rows), self._options
-        facts = add_recall(self._engine, facts, blocks, threads=chosen.threads, seed=chosen.seed, progress=self._progress)
+        chosen = self._options
+        facts = add_recall(
+            self._engine, facts, lambda: row_blocks(whole.rows), threads=chosen.threads, seed=chosen.seed, progress=self._progress
+        )
         self._lap()
         read, codes, edges, pages, recall = np.diff(self._times).tolist()
         return _report(facts, repaired, (read, codes, edges, pages, recall))
@@ -232,11 +242,8 @@ class _Builder:
         """(the graph; the row of each node, numbered page by page; how many nodes were repaired)"""
         rows = self._read()
         self._lap()
-        book = (
-            train_codebook(rows, self._layout.code_bytes, seed=self._options.seed, device=self._options.device)
-            if len(rows)
-            else self._no_codebook()
-        )
+        book = self._codebook(rows, self._layout.code_bytes)
+        disk_book = self._codebook(rows, self._layout.disk_pq_bytes) if self._layout.format == "pq" else None
         row_codes = self._encode(book, rows)
         self._lap()
         graph, repaired, entries = self._edges(rows)
@@ -246,19 +253,22 @@ class _Builder:
         del graph  # its edges have been copied
         chosen = self._options
         options = {name: value for name, value in vars(chosen).items() if name not in ("metric", "threads")}
-        return WholeGraph(self._layout, chosen.metric, rows, row_codes, book, neighbours, counts, entries, options), row_of, repaired
+        whole = WholeGraph(self._layout, chosen.metric, rows, row_codes, book, neighbours, counts, entries, options, disk_book)
+        return whole, row_of, repaired
 
     def _lap(self) -> None:
         self._times.append(time.perf_counter())
 
-    def _no_codebook(self) -> Codebook:
-        begin = np.linspace(0, self._layout.dim, self._layout.code_bytes + 1).round().astype(np.int64)
+    def _codebook(self, rows: np.ndarray, code_bytes: int) -> Codebook:
+        if len(rows):
+            return train_codebook(rows, code_bytes, seed=self._options.seed, device=self._options.device)
+        begin = np.linspace(0, self._layout.dim, code_bytes + 1).round().astype(np.int64)
         return Codebook(begin, np.zeros((256, self._layout.dim), np.float32))
 
     def _read(self) -> np.ndarray:
-        """The vectors as they will be stored, [n, dim]."""
+        """The vectors as they will be stored, [n, dim], or what codes in their place will be of."""
         layout, name = self._layout, self._source.name
-        rows = np.empty((layout.n, layout.dim), layout.node_dtype["vector"].base)
+        rows = np.empty((layout.n, layout.dim), layout.row_dtype)
         done = 0
         for block in self._source.blocks():
             if done + len(block) > layout.n:
@@ -281,6 +291,6 @@ class _Builder:
     def _edges(self, rows: np.ndarray) -> tuple[Vamana, int, np.ndarray]:
         """(the graph; how many nodes were repaired; rows of the entry points)"""
         options = self._options
-        measured, format_name = measured_rows(rows, options.metric, self._layout.format)
+        measured, format_name = measured_rows(rows, options.metric, self._layout.row_format)
         graph = build_edges(measured, format_name, options, options.seed, lambda done, total: self._progress("edges", done, total))
         return graph, *connect_and_choose_entries(graph, len(rows), options.num_entry_points, options.seed)

@@ -175,7 +175,7 @@ def import_diskann(
             clear_leftovers(path)
             facts, repaired = _write_index(own, os.fspath(path), index, layout, options, tell)
             times.append(time.perf_counter())
-            facts = add_recall(own, facts, row_blocks(index.rows), threads=threads, seed=seed, progress=tell)
+            facts = add_recall(own, facts, lambda: row_blocks(index.rows), threads=threads, seed=seed, progress=tell)
     times.append(time.perf_counter())
     folder = sum(facts.file_sizes.values()) + os.path.getsize(os.path.join(facts.where, NAME))
     return ImportReport(
@@ -365,6 +365,7 @@ def _check_exportable(facts: GraphFacts) -> None:
     for name, got, is_well, expected in (
         ("metric of a graph to export", facts.metric, facts.metric != "ip", "l2 or cosine"),
         ("vectors of a graph to export", layout.n, 0 < layout.n < 2**31, "1 to 2147483647"),
+        ("what nodes of a graph to export hold", "codes", layout.format != "pq", "vectors"),
         ("max_degree of a graph to export", layout.max_degree, layout.max_degree <= theirs.DEGREE_MAX, f"at most {theirs.DEGREE_MAX}"),
         ("pq_bytes of a graph to export", layout.code_bytes, layout.code_bytes <= theirs.CHUNKS_MAX, f"at most {theirs.CHUNKS_MAX}"),
     ):
@@ -375,8 +376,7 @@ def _check_exportable(facts: GraphFacts) -> None:
 def _read_rows(engine: NativeEngine, facts: GraphFacts) -> tuple[theirs.DiskannNodes, np.ndarray, np.ndarray]:
     """(all nodes, by row; their codes, uint8 [n, code_bytes], by row; rows of the entry points)"""
     layout = facts.layout
-    stored = layout.node_dtype["vector"].base
-    dtype = np.dtype(np.float32) if stored == np.float16 else stored.newbyteorder("=")
+    dtype = np.dtype(np.float32) if layout.row_dtype == np.float16 else layout.row_dtype
     vectors = np.empty((layout.n, layout.dim), dtype)
     near = np.empty((layout.n, layout.max_degree), np.uint32)
     counts = np.full(layout.n, -1, np.int64)
@@ -395,7 +395,8 @@ def _read_rows(engine: NativeEngine, facts: GraphFacts) -> tuple[theirs.DiskannN
             nodes = found.reshape(-1)[: layout.n - begin]
             rows = nodes["row"]
             row_of[begin : begin + len(nodes)] = rows
-            vectors[rows], near[rows], counts[rows] = nodes["vector"], nodes["neighbours"], nodes["n_neighbours"]
+            vectors[rows] = facts.coding.decode(nodes["vector"])
+            near[rows], counts[rows] = nodes["neighbours"], nodes["n_neighbours"]
             if layout.codes_in == "inline":
                 there = np.arange(layout.max_degree) < nodes["n_neighbours"][:, None]
                 codes[nodes["neighbours"][there]] = nodes["codes"][there]

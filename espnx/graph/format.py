@@ -6,6 +6,7 @@ A directory holds::
     rows.bin       for each row of the input the number of its node, uint32
     codes.bin      where codes are not inline: of each node, by number; paged, or plain where they stay in memory
     codebook.bin   centroids, float32 [256, dim]
+    disk_codebook.bin  the same, of the codes that nodes hold in place of vectors, where they do
     entries.bin    entry points: numbers, uint32, and then their codes
     MANIFEST.json  sizes, checksums and the rest; written last
 """
@@ -22,16 +23,18 @@ import torch
 
 from .. import errors
 from ..ops.crc32c import crc32c_ranges
-from ..ops.distances import DIM_MAX, VECTOR_FORMATS
+from ..ops.distances import DIM_MAX
 from ..storage import NativeEngine
 from ..storage.files import Region, crc32c, read_region
 from ..storage.manifest import NAME, read_manifest
 from ..storage.parse import Fields, check_file_size
 from .codebook import Codebook
-from .layout import CODE_PAGE_BYTES, HEADER, MAX_DEGREE_MAX, PAGE_BYTES_MAX, PAGE_UNIT_BYTES, PageLayout, code_salt
+from .coding import VectorCoding
+from .layout import CODE_PAGE_BYTES, HEADER, MAX_DEGREE_MAX, NODE_FORMATS, PAGE_BYTES_MAX, PAGE_UNIT_BYTES, PageLayout, code_salt
 
 MAGIC, VERSION = "espnx-graph", 1
 NODES, ROWS, CODES, CODEBOOK, ENTRIES = "nodes.bin", "rows.bin", "codes.bin", "codebook.bin", "entries.bin"
+DISK_CODEBOOK = "disk_codebook.bin"
 #: By which neighbours are near. Cosine is the squared distance of vectors of length 1, halved.
 METRICS = ("l2", "ip", "cosine")
 #: Vectors are numbered by 32 bits, and one number is nobody's.
@@ -72,6 +75,8 @@ class GraphFacts:
         sums: CRC32C by file, of those that are read whole.
         options: of the build, as they were given.
         recall: measured at build; may be empty.
+        disk_codebook: of the codes that nodes hold in place of vectors, where they do.
+        recall_ceiling: recall@10 of a search that measures all of these codes, as measured at build.
     """
 
     where: str
@@ -85,12 +90,20 @@ class GraphFacts:
     sums: Mapping[str, int]
     options: Mapping[str, Any] = field(default_factory=dict)
     recall: Sequence[RecallPoint] = ()
+    disk_codebook: Codebook | None = None
+    recall_ceiling: float | None = None
+
+    @property
+    def coding(self) -> VectorCoding:
+        """Of vectors in nodes."""
+        return VectorCoding(self.layout.format, self.disk_codebook)
 
     @property
     def memory_bytes(self) -> int:
         """That stay in memory, codes among them where they do."""
         codes = self.layout.codes_bytes if self.layout.codes_in == "memory" else 0
-        return int(self.codebook.centroids.nbytes + self.codebook.begin.nbytes + self.entries.nbytes + self.entry_codes.nbytes + codes)
+        books = sum(book.centroids.nbytes + book.begin.nbytes for book in (self.codebook, self.disk_codebook) if book is not None)
+        return int(books + self.entries.nbytes + self.entry_codes.nbytes + codes)
 
     @property
     def file_sizes(self) -> dict[str, int]:
@@ -107,8 +120,13 @@ class GraphFacts:
 
     def manifest(self) -> dict[str, Any]:
         """For `write_manifest`."""
+        layout = asdict(self.layout)
+        if self.disk_codebook is None:
+            del layout["disk_pq_bytes"]
+        else:
+            layout |= {"disk_parts": self.disk_codebook.begin.tolist(), "recall_ceiling": self.recall_ceiling}
         return {
-            **asdict(self.layout), "metric": self.metric, "salt": f"{self.salt:016x}", "parts": self.codebook.begin.tolist(),
+            **layout, "metric": self.metric, "salt": f"{self.salt:016x}", "parts": self.codebook.begin.tolist(),
             "n_entries": len(self.entries), "sums": dict(self.sums), "options": dict(self.options),
             "recall": [asdict(each) for each in self.recall],
         }  # fmt: skip
@@ -117,8 +135,9 @@ class GraphFacts:
 def file_sizes(layout: PageLayout, n_entries: int) -> dict[str, int]:
     """Bytes of each file of a graph."""
     codes = {} if layout.codes_in == "inline" else {CODES: layout.codes_bytes}
-    entries = n_entries * (4 + layout.code_bytes)
-    return {NODES: layout.size_bytes, ROWS: 4 * layout.n, CODEBOOK: 256 * layout.dim * 4, ENTRIES: entries, **codes}
+    entries, book_bytes = n_entries * (4 + layout.code_bytes), 256 * layout.dim * 4
+    held = {DISK_CODEBOOK: book_bytes} if layout.format == "pq" else {}
+    return {NODES: layout.size_bytes, ROWS: 4 * layout.n, CODEBOOK: book_bytes, ENTRIES: entries, **codes, **held}
 
 
 def in_directory(directory: str, layout: PageLayout, n_entries: int) -> dict[str, Region]:
@@ -158,23 +177,36 @@ def read_graph(engine: NativeEngine, source: str | os.PathLike[str] | GraphSecti
         fields = Fields(read_manifest(engine, where, MAGIC, VERSION), os.path.join(where, NAME), fix=_REBUILD)
     layout = _read_layout(fields)
     sums = fields.inner("sums")
-    names = [CODEBOOK, ENTRIES, *([CODES] if layout.codes_in == "memory" else [])]
+    holds_codes = layout.format == "pq"
+    names = [CODEBOOK, ENTRIES, *([CODES] if layout.codes_in == "memory" else []), *([DISK_CODEBOOK] if holds_codes else [])]
     expected = {name: sums.whole(name, 0, 2**32 - 1) for name in names}
     n_entries = fields.whole("n_entries", min(1, layout.n), N_ENTRIES_MAX)
-    parts = np.array(fields.wholes("parts", 0, layout.dim, count=layout.code_bytes + 1), np.int64)
-    if len(parts) != layout.code_bytes + 1 or parts[0] != 0 or parts[-1] != layout.dim or (np.diff(parts) < 1).any():
-        fields.refuse("parts", f"{layout.code_bytes + 1} growing numbers from 0 to {layout.dim}")
+    parts = _read_parts(fields, "parts", layout.code_bytes, layout.dim)
+    disk_parts = _read_parts(fields, "disk_parts", layout.disk_pq_bytes, layout.dim) if holds_codes else None
+    ceiling = fields.real("recall_ceiling") if holds_codes and "recall_ceiling" in fields else None
     regions = _located(source, where, layout, n_entries)
-    centroids = np.frombuffer(_read_whole(engine, regions, CODEBOOK, expected), "<f4").reshape(256, layout.dim)
+
+    def codebook(name: str, begin: np.ndarray) -> Codebook:
+        return Codebook(begin, np.frombuffer(_read_whole(engine, regions, name, expected), "<f4").reshape(256, layout.dim))
+
     data = _read_whole(engine, regions, ENTRIES, expected)
     entries = np.frombuffer(data, "<u4", n_entries).astype(np.int64)
     if entries.size and entries.max() >= layout.n:
         raise errors.FormatError("entry point of a graph", path=regions[ENTRIES].path, got=int(entries.max()), fix=_REBUILD)
     return GraphFacts(
-        where, regions, layout, fields.choice("metric", METRICS), int(fields.hexadecimal("salt", 16), 16), Codebook(parts, centroids),
+        where, regions, layout, fields.choice("metric", METRICS), int(fields.hexadecimal("salt", 16), 16), codebook(CODEBOOK, parts),
         entries, np.frombuffer(data, np.uint8, offset=4 * n_entries).reshape(n_entries, layout.code_bytes), expected,
         fields.inner("options").values(), _read_recall(fields),
+        None if disk_parts is None else codebook(DISK_CODEBOOK, disk_parts), ceiling,
     )  # fmt: skip
+
+
+def _read_parts(fields: Fields, name: str, count: int, dim: int) -> np.ndarray:
+    """Where the parts of a code of `count` bytes begin."""
+    parts = np.array(fields.wholes(name, 0, dim, count=count + 1), np.int64)
+    if len(parts) != count + 1 or parts[0] != 0 or parts[-1] != dim or (np.diff(parts) < 1).any():
+        fields.refuse(name, f"{count + 1} growing numbers from 0 to {dim}")
+    return parts
 
 
 def _located(source: str | os.PathLike[str] | GraphSections, where: str, layout: PageLayout, n_entries: int) -> dict[str, Region]:
@@ -263,12 +295,14 @@ def parse_pages(facts: GraphFacts, pages: np.ndarray, memory: torch.Tensor, posi
 
 
 def _read_layout(fields: Fields) -> PageLayout:
-    max_degree = fields.whole("max_degree", 1, MAX_DEGREE_MAX)
+    max_degree, dim = fields.whole("max_degree", 1, MAX_DEGREE_MAX), fields.whole("dim", 1, DIM_MAX)
+    format = fields.choice("format", NODE_FORMATS)  # noqa: A001
     layout = PageLayout(
-        fields.whole("n", 0, N_MAX), fields.whole("dim", 1, DIM_MAX), fields.choice("format", VECTOR_FORMATS),
+        fields.whole("n", 0, N_MAX), dim, format,
         max_degree, fields.whole("code_bytes", 1, DIM_MAX), fields.whole("inline_pq", 0, max_degree),
         fields.flag("paged_codes"),
         fields.whole("page_bytes", PAGE_UNIT_BYTES, PAGE_BYTES_MAX),
+        fields.whole("disk_pq_bytes", 1, dim) if format == "pq" else 0,
     )  # fmt: skip
     if layout.codes_in == "inline" and layout.paged_codes:
         fields.refuse("paged_codes", "false where all codes are inline")

@@ -166,15 +166,18 @@ class GraphIndex:
             self.facts: GraphFacts = read_graph(own, path)
             codes = torch.from_numpy(read_codes(own, self.facts).copy()) if self.facts.layout.codes_in == "memory" else None
         self._requested, self._process = engine, os.getpid()
-        layout, book = self.facts.layout, self.facts.codebook
+        layout, book, held = self.facts.layout, self.facts.codebook, self.facts.disk_codebook
         codes_in = CODES if layout.paged_codes else NODES  # or none are read
         self._native = load_extension().GraphSearcher(
             path=self.facts.path(NODES), begin=self.facts.begin_bytes(NODES), codes_path=self.facts.path(codes_in),
-            codes_begin=self.facts.begin_bytes(codes_in), direct=None, n=layout.n, dim=layout.dim, format=layout.format,
+            codes_begin=self.facts.begin_bytes(codes_in), direct=None, n=layout.n, dim=layout.dim,
+            format="fp32" if layout.format == "pq" else layout.format,
             metric="ip" if self.facts.metric == "ip" else "l2", degree=layout.max_degree, code_bytes=layout.code_bytes,
             codes_in=layout.codes_in, inline_pq=layout.inline_pq, page_bytes=layout.page_bytes,
             nodes_per_page=layout.nodes_per_page, salt=self.facts.salt,
             parts=book.begin.tolist(), centroids=torch.from_numpy(book.centroids.copy()), codes=codes,
+            disk_parts=[] if held is None else held.begin.tolist(),
+            disk_centroids=None if held is None else torch.from_numpy(held.centroids.copy()),
             entries=torch.from_numpy(self.facts.entries), entry_codes=torch.from_numpy(self.facts.entry_codes.copy()), engine=engine,
             threads=threads, walks=walks, code_cache_bytes=code_cache_bytes, rules=[asdict(rule) for rule in rules], seed=fault_seed,
         )  # fmt: skip
@@ -194,13 +197,16 @@ class GraphIndex:
         where = {"inline": "beside their nodes", "paged": "in pages of their own", "memory": "in memory"}[layout.codes_in]
         if layout.codes_in != "inline" and layout.inline_pq:
             where += f", and those of {layout.inline_pq} neighbours beside each node"
-        what = f"{layout.n:,} vectors of {layout.dim} dimensions as {layout.format}, {facts.metric}; {layout.max_degree} neighbours"
+        held = f"codes of {layout.disk_pq_bytes} bytes" if layout.format == "pq" else layout.format
+        what = f"{layout.n:,} vectors of {layout.dim} dimensions as {held}, {facts.metric}; {layout.max_degree} neighbours"
         sizes = f"{format_size(sum(facts.file_sizes.values()))} on storage, {format_size(facts.memory_bytes)} in memory"
         lines = [
             f"{what}, codes of {layout.code_bytes} bytes {where}",
             f"{sizes}; {layout.nodes_per_page} nodes to a page of {format_size(layout.page_bytes)}",
             f"reads by {effective}{'' if is_direct else ' (buffered)'}{f' ({reason})' if reason else ''}",
         ]
+        if facts.recall_ceiling is not None:
+            lines.append(f"recall@10 of a search that measures all codes in place of vectors: {facts.recall_ceiling:.3f}")
         lines += [f"list of {each.list_size}: recall@10 {each.recall:.3f}, {each.pages:.1f} pages a query" for each in facts.recall]
         return "\n".join(lines)
 
@@ -374,7 +380,8 @@ class GraphIndex:
         )
 
     def vectors(self, ids: Any, *, deadline_s: float = 30.0) -> np.ndarray:
-        """Vectors as they are stored, [m, dim], of rows of the input, int64 [m]. Raises as `search`."""
+        """Vectors as they are stored, [m, dim], of rows of the input, int64 [m]: float32 of bfloat16, and what codes stand for where nodes
+        have such. Raises as `search`."""
         rows = np.atleast_1d(np.asarray(ids))
         self._mask(rows, "read")
         self._check_open()
@@ -383,7 +390,7 @@ class GraphIndex:
     def _read_vectors(self, rows: np.ndarray, deadline_s: float) -> tuple[np.ndarray, int]:
         """(the vectors of these rows, pages that were read)"""
         layout = self.facts.layout
-        found = np.empty((len(rows), layout.dim), layout.node_dtype["vector"].base)
+        found = np.empty((len(rows), layout.dim), layout.row_dtype)
         if not len(rows):
             return found, 0
         with NativeEngine(self._requested) as engine:
@@ -411,7 +418,7 @@ class GraphIndex:
                 if (wrong := np.flatnonzero(here["row"] != rows[wanted])).size:
                     got = f"the node of row {here['row'][wrong[0]]}"
                     raise errors.FormatError(f"row {rows[wanted[wrong[0]]]} of a graph", path=self.facts.path(ROWS), got=got, fix=_REBUILD)
-                found[wanted] = here["vector"]
+                found[wanted] = self.facts.coding.decode(here["vector"])
         return found, len(pages)
 
     def exact(self, queries: Any, k: int, blocks: Iterable[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:

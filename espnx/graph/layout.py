@@ -13,6 +13,8 @@ PAGE_UNIT_BYTES = 4096
 PAGE_BYTES_MAX = 64 * 1024
 HEADER = np.dtype([("crc32c", "<u4"), ("page", "<u4"), ("salt", "<u8")])
 MAX_DEGREE_MAX = 1024
+#: What nodes may hold of a vector: values of a format of the distance kernels, or a code of product quantisation in their place.
+NODE_FORMATS = (*VECTOR_FORMATS, "pq")
 #: Where codes may lie: beside each node its neighbours', in pages of their own, in memory.
 CODES_IN = ("inline", "paged", "memory")
 #: Of pages of codes, where codes are paged.
@@ -31,12 +33,13 @@ class PageLayout:
     Attributes:
         n: nodes; their numbers go page by page.
         dim: values of a vector.
-        format: of the vectors, a key of `espnx.ops.distances.VECTOR_FORMATS`.
+        format: of the vectors, of `NODE_FORMATS`.
         max_degree: neighbours that a node has room for, R.
         code_bytes: of a code of product quantisation.
         inline_pq: neighbours whose codes lie in the node: the first so many; 0 to max_degree.
         paged_codes: whether the others' lie in pages of a file of their own, which searches read; else they stay in memory.
         page_bytes: a multiple of 4096.
+        disk_pq_bytes: of the code that a node holds in place of its vector, where the format is ``pq``; else 0.
     """
 
     n: int
@@ -47,6 +50,23 @@ class PageLayout:
     inline_pq: int
     paged_codes: bool
     page_bytes: int
+    disk_pq_bytes: int = 0
+
+    @property
+    def vector_bytes(self) -> int:
+        """Of what a node holds of its vector."""
+        return held_bytes(self.format, self.dim, self.disk_pq_bytes)
+
+    @property
+    def row_format(self) -> str:
+        """Of vectors outside of nodes, a key of `espnx.ops.distances.VECTOR_FORMATS`: float32 in place of bfloat16, which NumPy has not,
+        and of codes."""
+        return "fp32" if self.format in ("bf16", "pq") else self.format
+
+    @property
+    def row_dtype(self) -> np.dtype:
+        """The same."""
+        return np.dtype(str(VECTOR_FORMATS[self.row_format]).removeprefix("torch."))
 
     @property
     def codes_in(self) -> str:
@@ -68,7 +88,7 @@ class PageLayout:
     @property
     def node_bytes(self) -> int:
         """Of one node."""
-        return node_bytes(self.dim, self.format, self.max_degree, self.inline_pq * self.code_bytes)
+        return node_bytes(self.vector_bytes, self.max_degree, self.inline_pq * self.code_bytes)
 
     @property
     def nodes_per_page(self) -> int:
@@ -86,10 +106,12 @@ class PageLayout:
 
     @property
     def node_dtype(self) -> np.dtype:
-        """Of a node, without holes: ``vector``, ``row``, ``n_neighbours``, ``zero``, ``neighbours``; ``codes`` where they are inline."""
-        value = str(VECTOR_FORMATS[self.format]).removeprefix("torch.")
+        """Of a node, without holes: ``vector`` (as `VectorCoding.encode` makes it), ``row``, ``n_neighbours``, ``zero``, ``neighbours``;
+        ``codes`` where they are inline."""
+        whole: dict[str, np.dtype] = {"pq": np.dtype(np.uint8), "bf16": np.dtype(np.uint16)}
+        held = whole.get(self.format, self.row_dtype).newbyteorder("<")
         fields: list[tuple] = [
-            ("vector", np.dtype(value).newbyteorder("<"), (self.dim,)), ("row", "<u4"), ("n_neighbours", "<u2"), ("zero", "<u2"),
+            ("vector", held, (self.vector_bytes // held.itemsize,)), ("row", "<u4"), ("n_neighbours", "<u2"), ("zero", "<u2"),
             ("neighbours", "<u4", (self.max_degree,)),
         ]  # fmt: skip
         if self.inline_pq:
@@ -102,13 +124,19 @@ def code_salt(salt: int) -> int:
     return salt ^ (2**64 - 1)
 
 
-def node_bytes(dim: int, format: str, max_degree: int, codes_bytes: int) -> int:  # noqa: A002
-    """Of a node in which codes take so many bytes."""
-    return vector_bytes(format, dim) + NODE_FIXED_BYTES + 4 * max_degree + codes_bytes
+def held_bytes(format: str, dim: int, disk_pq_bytes: int) -> int:  # noqa: A002
+    """Of what a node holds of its vector."""
+    return disk_pq_bytes if format == "pq" else vector_bytes(format, dim)
+
+
+def node_bytes(held: int, max_degree: int, codes_bytes: int) -> int:
+    """Of a node in which a vector and codes take so many bytes."""
+    return held + NODE_FIXED_BYTES + 4 * max_degree + codes_bytes
 
 
 def choose_layout(
-    n: int, dim: int, format: str, *, max_degree: int, codes: str, code_bytes: int | None, inline_pq: int | None = None  # noqa: A002
+    n: int, dim: int, format: str, *, max_degree: int, codes: str, code_bytes: int | None, inline_pq: int | None = None,  # noqa: A002
+    disk_pq_bytes: int | None = None,
 ) -> PageLayout:  # fmt: skip
     """The smallest pages that hold a node, and codes that fill them: of the bytes that a read brings none is left unused, and nothing
     makes a walk shorter than better codes.
@@ -118,13 +146,15 @@ def choose_layout(
         code_bytes: None: chosen here, at most a byte a dimension.
         inline_pq: where codes are paged or in memory: neighbours whose codes lie in the node all the same; -1: as many as the smallest
             page for one node holds.
+        disk_pq_bytes: where the format is ``pq``.
 
     Raises InvalidInputError where a node would be larger than 64 KiB.
     """
+    held = held_bytes(format, dim, disk_pq_bytes or 0)
     if code_bytes is None:
-        code_bytes = min(dim, _CODE_BYTES_IN_MEMORY) if codes != "inline" else _filling(dim, format, max_degree)
+        code_bytes = min(dim, _CODE_BYTES_IN_MEMORY) if codes != "inline" else _filling(dim, held, max_degree)
     count = max_degree if codes == "inline" else inline_pq or 0
-    bare = node_bytes(dim, format, max_degree, 0)
+    bare = node_bytes(held, max_degree, 0)
     if count < 0:
         count = min(max_degree, (_pages_for(bare) - HEADER.itemsize - bare) // code_bytes)
     node = bare + count * code_bytes
@@ -134,14 +164,15 @@ def choose_layout(
             f"a node of {dim} dimensions as {format}, max_degree {max_degree}", got=f"{node} bytes",
             expected=f"at most {PAGE_BYTES_MAX - HEADER.itemsize}", fix="lower max_degree or pq_bytes, or keep codes in memory",
         )  # fmt: skip
-    return PageLayout(n, dim, format, max_degree, code_bytes, count, codes == "paged" and count < max_degree, page_bytes)
+    is_paged = codes == "paged" and count < max_degree
+    return PageLayout(n, dim, format, max_degree, code_bytes, count, is_paged, page_bytes, disk_pq_bytes or 0)
 
 
-def _filling(dim: int, format: str, max_degree: int) -> int:  # noqa: A002
+def _filling(dim: int, held: int, max_degree: int) -> int:
     """Bytes of inline codes that fill the smallest page in which they are any good."""
     least = min(dim, max(_CODE_BYTES_MIN, dim // _DIMS_PER_CODE_BYTE_MAX))
-    page_bytes = _pages_for(node_bytes(dim, format, max_degree, least * max_degree))
-    room = page_bytes - HEADER.itemsize - node_bytes(dim, format, max_degree, 0)
+    page_bytes = _pages_for(node_bytes(held, max_degree, least * max_degree))
+    room = page_bytes - HEADER.itemsize - node_bytes(held, max_degree, 0)
     return max(least, min(dim, room // max_degree))
 
 

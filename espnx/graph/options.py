@@ -9,6 +9,7 @@ import numpy as np
 from .. import errors
 from ..checks import check_finite, check_whole
 from ..ops.distances import DIM_MAX, VECTOR_FORMATS, vector_bytes
+from .coding import from_bfloat16, to_bfloat16
 from .format import METRICS, N_MAX
 from .layout import CODES_IN, MAX_DEGREE_MAX
 from .vectors import Vectors
@@ -35,10 +36,11 @@ class GraphOptions:
     threads: int = 1
     seed: int = 0
     device: str = "cpu"
+    disk_pq_bytes: int | None = None
 
 
 def check_options(options: GraphOptions, source: Vectors) -> str:
-    """The format that vectors are stored in, a key of `espnx.ops.distances.VECTOR_FORMATS`. Raises InvalidInputError."""
+    """The format that vectors are stored in, of `espnx.graph.layout.NODE_FORMATS`. Raises InvalidInputError."""
     if options.metric not in METRICS:
         raise errors.InvalidInputError("metric of a graph", got=repr(options.metric), expected=" or ".join(METRICS))
     if options.codes not in CODES_IN:
@@ -63,15 +65,19 @@ def check_options(options: GraphOptions, source: Vectors) -> str:
         raise errors.InvalidInputError("vectors of a graph", got=source.n, expected=f"at most {N_MAX}", fix="build several graphs")
     if options.pq_bytes is not None:
         check_whole("pq_bytes", options.pq_bytes, 1, source.dim)
+    if (wanted := options.vector_dtype) == "pq" or options.disk_pq_bytes is not None:
+        if wanted not in ("auto", "pq"):
+            raise errors.InvalidInputError("vector_dtype", got=repr(wanted), expected='"pq" where there are disk_pq_bytes')
+        check_whole("disk_pq_bytes, of the codes in place of vectors", options.disk_pq_bytes, 1, source.dim)
+        return "pq"
     formats = {str(dtype).removeprefix("torch."): name for name, dtype in VECTOR_FORMATS.items()}
     is_whole = source.dtype.kind in "iu"
-    wanted = options.vector_dtype
     if wanted == "auto":
         wanted = source.dtype.name if is_whole and options.metric != "cosine" else "float16"
     if wanted not in formats or (wanted in ("uint8", "int8") and (wanted != source.dtype.name or options.metric == "cosine")):
         raise errors.InvalidInputError(
             "vector_dtype", got=f"{options.vector_dtype!r} of {source.dtype} vectors, metric {options.metric}",
-            expected="float16 or float32, or the vectors' own where they are whole numbers and the metric is not cosine",
+            expected="float32, float16, bfloat16 or pq, or the vectors' own where they are whole numbers and the metric is not cosine",
         )  # fmt: skip
     if vector_bytes(formats[wanted], source.dim) > 1 << 16:
         raise errors.InvalidInputError("a vector", got=f"{vector_bytes(formats[wanted], source.dim)} bytes", expected="at most 64 KiB")
@@ -79,7 +85,8 @@ def check_options(options: GraphOptions, source: Vectors) -> str:
 
 
 def stored_rows(block: np.ndarray, first: int, metric: str, format: str) -> np.ndarray:  # noqa: A002
-    """Vectors [m, dim] of the input, the first of them number `first`, as they will be stored, but for the rounding to float16.
+    """Vectors [m, dim] of the input, the first of them number `first`, as they will be stored, but for the rounding to float16, and for
+    codes in their place.
 
     Raises InvalidInputError for one that cannot be.
     """
@@ -101,9 +108,9 @@ def stored_rows(block: np.ndarray, first: int, metric: str, format: str) -> np.n
         values = (values / np.where(length > 0, length, 1)).astype(np.float32)
     if format == "fp16" and values.size and (most := float(np.abs(values).max())) > _FP16_MAX:
         raise errors.InvalidInputError(
-            "a vector's value", got=most, expected=f"at most {_FP16_MAX:g} as float16", fix='vector_dtype="float32"'
+            "a vector's value", got=most, expected=f"at most {_FP16_MAX:g} as float16", fix='vector_dtype="float32" or "bfloat16"'
         )
-    return values
+    return from_bfloat16(to_bfloat16(values)) if format == "bf16" else values
 
 
 def measured_rows(rows: np.ndarray, metric: str, format: str, most: float | None = None) -> tuple[np.ndarray, str]:  # noqa: A002

@@ -11,7 +11,7 @@ from .format import N_MAX
 from .layout import CODES_IN, MAX_DEGREE_MAX, choose_layout
 
 _SLACK = 1.3  # csrc/graph/vamana.cpp has the same one
-_DTYPES = {str(dtype).removeprefix("torch."): name for name, dtype in VECTOR_FORMATS.items()}
+_DTYPES = {str(dtype).removeprefix("torch."): name for name, dtype in VECTOR_FORMATS.items()} | {"pq": "pq"}
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class GraphPlan:
     """Sizes in bytes.
 
     Attributes:
-        disk: ``nodes_bytes``, ``rows_bytes``, ``codebook_bytes``, ``entries_bytes``, ``codes_bytes`` (0 where codes are inline) and
-            ``total_bytes``; a manifest of some kilobytes comes to it.
+        disk: ``nodes_bytes``, ``rows_bytes``, ``codebook_bytes`` (of both where codes are in place of vectors), ``entries_bytes``,
+            ``codes_bytes`` (0 where codes are inline) and ``total_bytes``; a manifest of some kilobytes comes to it.
         memory: of the open graph: ``codebook_bytes``, ``entries_bytes``, ``codes_bytes``, ``total_bytes``; searches have buffers.
         build: in memory at most at a time: ``vectors_bytes``, ``edges_bytes``, ``copies_bytes`` (of the edges, while nodes are packed and
             written), ``codes_bytes`` and ``total_bytes``; each thread takes some bytes a vector beside it.
@@ -42,6 +42,7 @@ def plan_graph(
     codes: str = "inline",
     max_degree: int = 64,
     pq_bytes: int | None = None,
+    disk_pq_bytes: int | None = None,
     num_entry_points: int = 1000,
 ) -> GraphPlan:
     """Sizes of a graph of n vectors of `dim` values. Options are those of `espnx.graph.build`, by distance (``l2``, ``cosine``).
@@ -60,18 +61,25 @@ def plan_graph(
         )
     if pq_bytes is not None:
         check_whole("pq_bytes", pq_bytes, 1, dim)
-    layout = choose_layout(n, dim, _DTYPES[vector_dtype], max_degree=max_degree, codes=codes, code_bytes=pq_bytes)
+    if holds_codes := vector_dtype == "pq" or disk_pq_bytes is not None:
+        check_whole("disk_pq_bytes", disk_pq_bytes, 1, dim)
+    layout = choose_layout(
+        n, dim, "pq" if holds_codes else _DTYPES[vector_dtype], max_degree=max_degree, codes=codes, code_bytes=pq_bytes,
+        disk_pq_bytes=disk_pq_bytes,
+    )  # fmt: skip
     code_bytes, entries = layout.code_bytes, min(n, num_entry_points)
     resident_bytes = layout.codes_bytes if codes == "memory" else 0
+    books_bytes = 1024 * dim * (2 if holds_codes else 1)
     disk = {
-        "nodes_bytes": layout.size_bytes, "rows_bytes": 4 * n, "codebook_bytes": 1024 * dim, "entries_bytes": entries * (4 + code_bytes),
+        "nodes_bytes": layout.size_bytes, "rows_bytes": 4 * n, "codebook_bytes": books_bytes, "entries_bytes": entries * (4 + code_bytes),
         "codes_bytes": layout.codes_bytes,
     }  # fmt: skip
     memory = {
-        "codebook_bytes": 1024 * dim + 8 * (code_bytes + 1), "entries_bytes": entries * (8 + code_bytes), "codes_bytes": resident_bytes,
+        "codebook_bytes": books_bytes + 8 * (code_bytes + 1 + (layout.disk_pq_bytes + 1 if holds_codes else 0)),
+        "entries_bytes": entries * (8 + code_bytes), "codes_bytes": resident_bytes,
     }  # fmt: skip
     build = {
-        "vectors_bytes": n * vector_bytes(layout.format, dim), "edges_bytes": 4 * n * max(max_degree + 1, int(_SLACK * max_degree)),
+        "vectors_bytes": n * vector_bytes(layout.row_format, dim), "edges_bytes": 4 * n * max(max_degree + 1, int(_SLACK * max_degree)),
         "copies_bytes": n * (4 * max_degree + 8), "codes_bytes": n * code_bytes,
     }  # fmt: skip
     return GraphPlan(layout.page_bytes, layout.nodes_per_page, code_bytes, *(_with_total(each) for each in (disk, memory, build)))

@@ -34,6 +34,11 @@ class StoredGraph:
                     f"graph {os.fspath(path)} on a device", got="codes in pages of their own", expected="inline or in memory",
                     fix="build it with codes=\"inline\"",
                 )  # fmt: skip
+            if self.facts.layout.format == "pq":
+                raise errors.InvalidInputError(
+                    f"graph {os.fspath(path)} on a device", got="codes in place of vectors", expected="vectors in its nodes",
+                    fix='build it with vector_dtype="float16"',
+                )  # fmt: skip
             self._codes = None if self.facts.layout.codes_in == "inline" else read_codes(engine, self.facts)
         self._file: FileHandle | None = None
 

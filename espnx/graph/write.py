@@ -19,7 +19,8 @@ from ..storage.files import StreamWriter, crc32c, write_error
 from ..storage.manifest import NAME, write_manifest
 from ..storage.work import WORK
 from .codebook import Codebook
-from .format import CODEBOOK, CODES, ENTRIES, MAGIC, NODES, ROWS, VERSION, GraphFacts, RecallPoint, in_directory
+from .coding import VectorCoding
+from .format import CODEBOOK, CODES, DISK_CODEBOOK, ENTRIES, MAGIC, NODES, ROWS, VERSION, GraphFacts, RecallPoint, in_directory
 from .index import GraphIndex
 from .layout import CODE_PAGE_BYTES, HEADER, PageLayout, code_salt
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 #: (what is being done, how much is done, of how much)
 Progress = Callable[[str, int, int], None]
+#: All vectors that a graph is built of, [m, dim] at a time, and their rows, int64 [m]; begins anew each time it is called.
+Blocks = Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]]
 
 # Of pages that are filled at a time: such a block stays in the cache while it is gathered, summed and copied.
 _BLOCK_BYTES = 8 << 20
@@ -44,13 +47,14 @@ class WholeGraph:
     Attributes:
         layout: of its pages.
         metric: of `espnx.graph.METRICS`.
-        rows: [n, dim], the vectors as they are stored.
+        rows: [n, dim], the vectors as they are stored, of `PageLayout.row_dtype`; or what codes in their place are of.
         codes: uint8 [n, code_bytes].
         codebook: of the codes.
         neighbours: uint32 [n, max_degree]: rows; what stands behind a row's last neighbour is no matter.
         counts: int64 [n]: how many neighbours there are.
         entries: int64 [m]: rows at which searches begin.
         options: of the build, for people; they are written into the manifest.
+        disk_codebook: of the codes in place of vectors, where nodes are to have such.
     """
 
     layout: PageLayout
@@ -62,6 +66,7 @@ class WholeGraph:
     counts: np.ndarray
     entries: np.ndarray
     options: Mapping[str, Any]
+    disk_codebook: Codebook | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +99,8 @@ def graph_files(
     whole = {CODEBOOK: graph.codebook.centroids, ENTRIES: np.concatenate([entries.view(np.uint8).ravel(), entry_codes.ravel()])}
     if layout.codes_in == "memory":
         whole[CODES] = graph.codes[row_of]
+    if graph.disk_codebook is not None:
+        whole[DISK_CODEBOOK] = graph.disk_codebook.centroids
     if labels is None:
         labels = np.arange(layout.n)
     node_of_label = np.empty(layout.n, np.uint32)
@@ -106,6 +113,7 @@ def graph_files(
     facts = GraphFacts(
         where, in_directory(where, layout, len(entries)), layout, graph.metric, salt, graph.codebook, entries.astype(np.int64), entry_codes,
         {name: crc32c(np.ascontiguousarray(values).reshape(-1).view(np.uint8)) for name, values in whole.items()}, graph.options,
+        disk_codebook=graph.disk_codebook,
     )  # fmt: skip
     return GraphFiles(facts, contents)
 
@@ -134,10 +142,9 @@ def publish(engine: NativeEngine, path: str, files: GraphFiles) -> GraphFacts:
     return files.facts
 
 
-def add_recall(
-    engine: NativeEngine, facts: GraphFacts, blocks: Iterable[tuple[np.ndarray, np.ndarray]], *, threads: int, seed: int, progress: Progress
-) -> GraphFacts:  # fmt: skip
-    """Measures what searches of a written graph find, for lists of several sizes, and writes it into its manifest.
+def add_recall(engine: NativeEngine, facts: GraphFacts, blocks: Blocks, *, threads: int, seed: int, progress: Progress) -> GraphFacts:
+    """Measures what searches of a written graph find, for lists of several sizes, and writes it into its manifest; where its nodes have
+    codes in place of vectors, also what a search that measures all of these finds.
 
     Args:
         blocks: the graph's vectors, see `GraphIndex.exact`.
@@ -148,7 +155,7 @@ def add_recall(
     if not facts.layout.n:
         return facts
     progress("recall", 0, 1)
-    facts = replace(facts, recall=_recall_curve(facts, blocks, threads, seed))
+    facts = _with_recall(facts, blocks, threads, seed)
     write_manifest(engine, facts.where, MAGIC, VERSION, facts.manifest())
     progress("recall", 1, 1)
     return facts
@@ -171,7 +178,7 @@ def clear_leftovers(path: str | os.PathLike[str], *, keep_work: bool = False) ->
     if NAME in there:
         shutil.rmtree(os.path.join(path, WORK), ignore_errors=True)  # of a build that ended right after it was done
         raise errors.InvalidInputError(f"directory {os.fspath(path)}", got="a graph, or another store", expected="a new directory")
-    ours = {NODES, ROWS, CODES, CODEBOOK, ENTRIES, f"{NAME}.new", WORK}
+    ours = {NODES, ROWS, CODES, CODEBOOK, DISK_CODEBOOK, ENTRIES, f"{NAME}.new", WORK}
     if foreign := sorted(there - ours):
         raise errors.InvalidInputError(
             f"directory {os.fspath(path)}", got=foreign[:3], expected="an empty directory, or what an interrupted build has left"
@@ -207,14 +214,15 @@ def connect_and_choose_entries(graph: Vamana, n: int, n_entries: int, seed: int)
 def _node_pages(
     graph: WholeGraph, row_of: np.ndarray, node_of: np.ndarray, labels: np.ndarray, salt: int, progress: Progress
 ) -> Iterator[np.ndarray]:  # fmt: skip
-    layout = graph.layout
+    layout, coding = graph.layout, VectorCoding(graph.layout.format, graph.disk_codebook)
     at_once = max(1, _BLOCK_BYTES // layout.page_bytes)
     for first in range(0, layout.n_pages, at_once):
         count = min(at_once, layout.n_pages - first)
         chosen = row_of[first * layout.nodes_per_page : (first + count) * layout.nodes_per_page]
         nodes = np.zeros(count * layout.nodes_per_page, layout.node_dtype)
         here = nodes[: len(chosen)]
-        here["vector"], here["row"], here["n_neighbours"] = graph.rows[chosen], labels[chosen], graph.counts[chosen]
+        here["vector"] = coding.encode(graph.rows[chosen])
+        here["row"], here["n_neighbours"] = labels[chosen], graph.counts[chosen]
         there = np.arange(layout.max_degree) < graph.counts[chosen, None]
         near = np.where(there, graph.neighbours[chosen], 0)
         here["neighbours"] = np.where(there, node_of[near], 0)
@@ -252,27 +260,41 @@ def _with_headers(content: np.ndarray, page_bytes: int, first: int, salt: int) -
     return pages.reshape(-1)
 
 
-def _recall_curve(
-    facts: GraphFacts, blocks: Iterable[tuple[np.ndarray, np.ndarray]], threads: int, seed: int
-) -> list[RecallPoint]:  # fmt: skip
-    """Of searches for vectors of the graph itself, each but itself, beside an exact search."""
-    n = facts.layout.n
-    chosen = np.sort(np.random.default_rng(seed + 1).permutation(n)[:_CURVE_QUERIES])
-    k = min(_CURVE_K + 1, n)
+def _with_recall(facts: GraphFacts, blocks: Blocks, threads: int, seed: int) -> GraphFacts:
+    """What is known of searches for vectors of the graph itself, each but itself, beside an exact search."""
+    n, k = facts.layout.n, min(_CURVE_K + 1, facts.layout.n)
     if k < 2:
-        return []
-    points: list[RecallPoint] = []
+        return facts
+    chosen = np.sort(np.random.default_rng(seed + 1).permutation(n)[:_CURVE_QUERIES])
     with GraphIndex(facts.where, threads=threads) as index:
-        queries = index.vectors(chosen)
-        exact = index.exact(queries, k, blocks)
+        holds_codes = facts.disk_codebook is not None
+        queries = _rows_of(blocks(), chosen, facts.layout.dim) if holds_codes else index.vectors(chosen)
+        exact = index.exact(queries, k, blocks())
+        ceiling = None
+        if holds_codes:
+            coding = facts.coding
+            decoded = ((rows, coding.decode(coding.encode(vectors))) for rows, vectors in blocks())
+            ceiling = _share_found(index.exact(queries, k, decoded), exact, chosen)
+        points: list[RecallPoint] = []
         for list_size in _CURVE_LISTS:
             found = index.search(queries, k, list_size=max(k, list_size), beamwidth=1)
-            hits = sum(
-                len((set(ours.tolist()) & set(true.tolist())) - {row})
-                for ours, true, row in zip(found.ids, exact, chosen.tolist(), strict=True)
-            )
-            recall = hits / max(1, sum(len(set(true.tolist()) - {row}) for true, row in zip(exact, chosen.tolist(), strict=True)))
-            points.append(RecallPoint(max(k, list_size), recall, float(found.pages.mean())))
-            if recall > 0.999:
+            points.append(RecallPoint(max(k, list_size), _share_found(found.ids, exact, chosen), float(found.pages.mean())))
+            if points[-1].recall > 0.999:
                 break
-    return points
+    return replace(facts, recall=points, recall_ceiling=ceiling)
+
+
+def _rows_of(blocks: Iterable[tuple[np.ndarray, np.ndarray]], wanted: np.ndarray, dim: int) -> np.ndarray:
+    """float32 [m, dim]: some vectors, of rows that grow."""
+    found = np.empty((len(wanted), dim), np.float32)
+    for rows, vectors in blocks:
+        place = np.minimum(np.searchsorted(wanted, rows), len(wanted) - 1)
+        is_wanted = wanted[place] == rows
+        found[place[is_wanted]] = vectors[is_wanted]
+    return found
+
+
+def _share_found(found: np.ndarray, exact: np.ndarray, queries: np.ndarray) -> float:
+    """Of the nearest of some rows, each but itself: the share that was found."""
+    pairs = [(set(ours.tolist()), set(true.tolist()) - {row}) for ours, true, row in zip(found, exact, queries.tolist(), strict=True)]
+    return sum(len(ours & true) for ours, true in pairs) / max(1, sum(len(true) for _, true in pairs))

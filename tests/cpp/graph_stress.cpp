@@ -80,8 +80,11 @@ graph::GraphView build(const std::vector<uint8_t>& vectors, const std::string& p
   const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
   if (fd < 0 || write(fd, file.data(), file.size()) != static_cast<ssize_t>(file.size())) broken("cannot make files");
   close(fd);
-  for (int64_t k = 0; k <= kDim; ++k) view.book.begin.push_back(k);
-  for (int c = 0; c < 256; ++c) view.book.centroids.insert(view.book.centroids.end(), kDim, static_cast<float>(c));
+  std::vector<int64_t> parts;
+  for (int64_t k = 0; k <= kDim; ++k) parts.push_back(k);
+  std::vector<float> centroids;
+  for (int c = 0; c < 256; ++c) centroids.insert(centroids.end(), kDim, static_cast<float>(c));
+  view.book = graph::Codebook(parts, centroids.data());
   view.entries = {node_of[built.medoid()]};
   view.entry_codes.assign(table.row(built.medoid()), table.row(built.medoid()) + kDim);
   return view;

@@ -96,7 +96,7 @@ def test_damaged_sources(tmp_path: Path, name: str, data: bytes | None, error: t
         {"vectors": np.array([[1e19, 1e19]], np.float32), "vector_dtype": "float32"},
         {"metric": "hamming"}, {"max_degree": 0}, {"max_degree": 1025}, {"search_list_size": 0},
         {"alpha": 0.9}, {"alpha": float("nan")}, {"codes": "nowhere"}, {"pq_bytes": 8}, {"pq_bytes": 0}, {"vector_dtype": "uint8"},
-        {"vector_dtype": "bfloat16"}, {"inline_pq": 3}, {"codes": "paged", "inline_pq": -2},
+        {"vector_dtype": "float64"}, {"inline_pq": 3}, {"codes": "paged", "inline_pq": -2},
         {"codes": "memory", "inline_pq": 65}, {"codes": "memory", "inline_pq": 1.5}, {"num_entry_points": 0}, {"threads": 0}, {"seed": -1},
     ],
 )  # fmt: skip

@@ -58,7 +58,8 @@ def plain_walk(facts: GraphFacts, codes: np.ndarray | None, query: np.ndarray, k
         later = list[int]()
         for number in range(page * layout.nodes_per_page, min(layout.n, (page + 1) * layout.nodes_per_page)):
             node = nodes[number]
-            far = float(np.square(query.astype(np.float64) - node["vector"].astype(np.float64)).sum())
+            vector = facts.coding.decode(node["vector"][None])[0]
+            far = float(np.square(query.astype(np.float64) - vector.astype(np.float64)).sum())
             measured.append((far, int(node["row"])))
             met.add(number)
             place = next((i for i, each in enumerate(listed) if each[1] == number), None)

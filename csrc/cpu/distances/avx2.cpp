@@ -1,4 +1,4 @@
-// Distances with AVX2: whole numbers as 16 products of 16 bits an instruction, fp16 and fp32 as 8 fused ones.
+// Distances with AVX2: whole numbers as 16 products of 16 bits an instruction, others as 8 fused ones.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -55,21 +55,26 @@ struct Whole {
   ESPNX_LEVEL static inline int32_t total(Sum sum) { return sum_of(sum); }
 };
 
-template <bool kIsHalf>
+template <VectorFormat kFormat>
 struct Real {
   using Value = __m256;
   using Sum = __m256;
-  static constexpr int64_t kStep = 8, kValueBytes = kIsHalf ? 2 : 4;
+  static constexpr int64_t kStep = 8, kValueBytes = value_bytes(kFormat);
 
+  // Of 16 bits. bf16 is the upper half of fp32.
+  ESPNX_LEVEL static inline Value widen(__m128i halves) {
+    if (kFormat == VectorFormat::kFp16) return _mm256_cvtph_ps(halves);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+  }
   ESPNX_LEVEL static inline Value query(const void* q, int64_t k) {
     return _mm256_loadu_ps(static_cast<const float*>(q) + k);
   }
   ESPNX_LEVEL static inline Value load(const uint8_t* row, int64_t k) {
-    if (kIsHalf) return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + 2 * k)));
+    if (kValueBytes == 2) return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + 2 * k)));
     return _mm256_loadu_ps(reinterpret_cast<const float*>(row + 4 * k));
   }
   ESPNX_LEVEL static inline Value some(const uint8_t* row, int64_t k, int64_t n) {
-    if (kIsHalf) return _mm256_cvtph_ps(last_bytes(row + 2 * k, 2 * n));
+    if (kValueBytes == 2) return widen(last_bytes(row + 2 * k, 2 * n));
     const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     const __m256i wanted = _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(n)), lane);
     return _mm256_maskload_ps(reinterpret_cast<const float*>(row + 4 * k), wanted);
@@ -86,8 +91,9 @@ struct Real {
 
 const DistanceTable kDistancesAvx2 = {{{kL2Of<Whole<false>>, kIpOf<Whole<false>>},
                                        {kL2Of<Whole<true>>, kIpOf<Whole<true>>},
-                                       {kL2Of<Real<true>>, kIpOf<Real<true>>},
-                                       {kL2Of<Real<false>>, kIpOf<Real<false>>}}};
+                                       {kL2Of<Real<VectorFormat::kFp16>>, kIpOf<Real<VectorFormat::kFp16>>},
+                                       {kL2Of<Real<VectorFormat::kFp32>>, kIpOf<Real<VectorFormat::kFp32>>},
+                                       {kL2Of<Real<VectorFormat::kBf16>>, kIpOf<Real<VectorFormat::kBf16>>}}};
 
 }  // namespace espnx
 #endif  // __x86_64__

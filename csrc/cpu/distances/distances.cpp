@@ -21,10 +21,9 @@ constexpr int64_t kBytesPerThread = 2 << 20;
 
 const DistanceTable& table_in_force(VectorFormat format) {
 #if defined(__x86_64__)
-  const bool is_whole = format == VectorFormat::kUint8 || format == VectorFormat::kInt8;
   switch (cpu_level()) {
     case CpuLevel::kAmx:
-    case CpuLevel::kVnni: return is_whole ? kDistancesVnni : kDistancesAvx512;
+    case CpuLevel::kVnni: return is_whole(format) ? kDistancesVnni : kDistancesAvx512;
     case CpuLevel::kAvx512: return kDistancesAvx512;
     case CpuLevel::kAvx2: return kDistancesAvx2;
     case CpuLevel::kPortable: break;
@@ -66,6 +65,13 @@ void widen(const uint8_t* row, int64_t d, VectorFormat format, float* out) {
         out[k] = half_to_float(half);
       }
       return;
+    case VectorFormat::kBf16:
+      for (; k < d; ++k) {
+        uint16_t half;
+        std::memcpy(&half, row + 2 * k, sizeof(half));
+        out[k] = bf16_to_float(half);
+      }
+      return;
     case VectorFormat::kFp32: std::memcpy(out, row, d * sizeof(float));
   }
 }
@@ -73,9 +79,8 @@ void widen(const uint8_t* row, int64_t d, VectorFormat format, float* out) {
 DistanceQuery::DistanceQuery(int64_t d, VectorFormat format, Metric metric)
     : d_(d), format_(format), kernel_(table_in_force(format).of[static_cast<int>(format)][static_cast<int>(metric)]) {
   const int64_t padded = (d + kQueryPad - 1) / kQueryPad * kQueryPad;
-  const bool is_whole = format == VectorFormat::kUint8 || format == VectorFormat::kInt8;
-  whole_.resize(is_whole ? padded : 0);
-  real_.resize(is_whole ? 0 : padded);
+  whole_.resize(is_whole(format) ? padded : 0);
+  real_.resize(is_whole(format) ? 0 : padded);
 }
 
 DistanceQuery::DistanceQuery(const void* values, int64_t d, VectorFormat format, Metric metric)
@@ -99,21 +104,12 @@ void DistanceQuery::measure(const uint8_t* const* rows, int64_t n, float* out) c
   kernel_(query, rows, n, d_, out);
 }
 
-namespace {
-
-bool is_real(VectorFormat format) { return format == VectorFormat::kFp16 || format == VectorFormat::kFp32; }
-
-}  // namespace
-
 DistanceBlock::DistanceBlock(int64_t d, VectorFormat format, Metric metric)
-    : query_(DistanceQuery(d, is_real(format) ? VectorFormat::kFp32 : format, metric)),
-      is_real_(is_real(format)),
-      d_(d),
-      format_(format) {}
+    : query_(DistanceQuery(d, is_whole(format) ? format : VectorFormat::kFp32, metric)), d_(d), format_(format) {}
 
 void DistanceBlock::assign(const uint8_t* const* rows, int64_t n) {
   rows_.assign(rows, rows + n);
-  if (!is_real_) return;
+  if (is_whole(format_)) return;
   wide_.resize(n * d_);
   for (int64_t i = 0; i < n; ++i) {
     widen(rows[i], d_, format_, wide_.data() + i * d_);

@@ -1,7 +1,7 @@
 // Distances of one query to many vectors that lie in place in an I/O buffer, anywhere in it:
 //   l2: sum over k of (q[k] - v[k])^2          ip: - sum over k of q[k] v[k]
 // The smaller, the nearer, in both. Of whole numbers (uint8, int8) the sum is exact in int32 and rounded once, to fp32;
-// of fp16 and fp32 every operation is fp32's.
+// of fp16, bf16 and fp32 every operation is fp32's.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +10,9 @@
 
 namespace espnx {
 
-enum class VectorFormat : int { kUint8 = 0, kInt8, kFp16, kFp32 };
-constexpr int kVectorFormats = 4;
-constexpr const char* kVectorFormatNames[kVectorFormats] = {"uint8", "int8", "fp16", "fp32"};
+enum class VectorFormat : int { kUint8 = 0, kInt8, kFp16, kFp32, kBf16 };
+constexpr int kVectorFormats = 5;
+constexpr const char* kVectorFormatNames[kVectorFormats] = {"uint8", "int8", "fp16", "fp32", "bf16"};
 
 enum class Metric : int { kL2 = 0, kIp };
 constexpr int kMetrics = 2;
@@ -30,14 +30,17 @@ int number_of(const char* const (&names)[kCount], const char* name) {
   return -1;
 }
 
-inline int64_t value_bytes(VectorFormat format) {
-  return format == VectorFormat::kFp32 ? 4 : format == VectorFormat::kFp16 ? 2 : 1;
+// Whether values are whole numbers. Queries to such vectors are of their format; to others, of fp32.
+constexpr bool is_whole(VectorFormat format) { return format == VectorFormat::kUint8 || format == VectorFormat::kInt8; }
+
+constexpr int64_t value_bytes(VectorFormat format) {
+  return is_whole(format) ? 1 : format == VectorFormat::kFp32 ? 4 : 2;
 }
 
 // A query as the kernels of the level in force want it: widened, and padded with zeros.
 class DistanceQuery {
  public:
-  // `values`: d of them, 1..kMaxVectorDim; uint8 or int8 for such vectors, fp32 for fp16 and fp32 ones.
+  // `values`: d of them, 1..kMaxVectorDim; uint8 or int8 for such vectors, fp32 for others.
   DistanceQuery(const void* values, int64_t d, VectorFormat format, Metric metric);
 
   // Zeros, until assign() makes it a vector as it is stored, of that format, and then another one.
@@ -57,7 +60,7 @@ class DistanceQuery {
   std::vector<float> real_;
 };
 
-// Some vectors beside each other, those of fp16 widened once: of the distances among them none costs more than its
+// Some vectors beside each other, those of 16 bits widened once: of the distances among them none costs more than its
 // sums.
 class DistanceBlock {
  public:
@@ -71,7 +74,6 @@ class DistanceBlock {
 
  private:
   DistanceQuery query_;
-  bool is_real_;
   int64_t d_;
   VectorFormat format_;
   std::vector<float> wide_;  // [n, d]

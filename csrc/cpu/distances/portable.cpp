@@ -8,10 +8,10 @@ namespace {
 constexpr int64_t kSums = 8;  // floating-point sums side by side, which a compiler can make vectors of
 
 float real_value(const uint8_t* row, int64_t k, VectorFormat format) {
-  if (format == VectorFormat::kFp16) {
+  if (format != VectorFormat::kFp32) {
     uint16_t half;
     std::memcpy(&half, row + k * 2, sizeof(half));
-    return half_to_float(half);
+    return format == VectorFormat::kFp16 ? half_to_float(half) : bf16_to_float(half);
   }
   float value;
   std::memcpy(&value, row + k * 4, sizeof(value));
@@ -46,10 +46,10 @@ float measure_real(const float* query, const uint8_t* row, int64_t d) {
 
 template <VectorFormat kFormat, Metric kMetric>
 void measure(const void* query, const uint8_t* const* rows, int64_t n, int64_t d, float* out) {
-  constexpr bool kIsWhole = kFormat == VectorFormat::kUint8 || kFormat == VectorFormat::kInt8;
   for (int64_t i = 0; i < n; ++i) {
-    const float total = kIsWhole ? measure_whole<kFormat, kMetric>(static_cast<const int16_t*>(query), rows[i], d)
-                                 : measure_real<kFormat, kMetric>(static_cast<const float*>(query), rows[i], d);
+    const float total = is_whole(kFormat)
+                            ? measure_whole<kFormat, kMetric>(static_cast<const int16_t*>(query), rows[i], d)
+                            : measure_real<kFormat, kMetric>(static_cast<const float*>(query), rows[i], d);
     out[i] = kMetric == Metric::kIp ? 0.0f - total : total;  // 0 - 0 is 0, and not -0
   }
 }
@@ -64,6 +64,7 @@ constexpr DistanceKernel kIpOf = measure<kFormat, Metric::kIp>;
 const DistanceTable kDistancesPortable = {{{kL2Of<VectorFormat::kUint8>, kIpOf<VectorFormat::kUint8>},
                                            {kL2Of<VectorFormat::kInt8>, kIpOf<VectorFormat::kInt8>},
                                            {kL2Of<VectorFormat::kFp16>, kIpOf<VectorFormat::kFp16>},
-                                           {kL2Of<VectorFormat::kFp32>, kIpOf<VectorFormat::kFp32>}}};
+                                           {kL2Of<VectorFormat::kFp32>, kIpOf<VectorFormat::kFp32>},
+                                           {kL2Of<VectorFormat::kBf16>, kIpOf<VectorFormat::kBf16>}}};
 
 }  // namespace espnx

@@ -1,4 +1,4 @@
-// Distances of whole numbers with AVX-512 VNNI, which multiplies and adds to the sum in one instruction. fp16 and fp32
+// Distances of whole numbers with AVX-512 VNNI, which multiplies and adds to the sum in one instruction. Others
 // have no such instruction: theirs are avx512.cpp's.
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -24,7 +24,7 @@ namespace {
 }  // namespace
 
 const DistanceTable kDistancesVnni = {
-    {{kL2Of<Whole<false>>, kIpOf<Whole<false>>}, {kL2Of<Whole<true>>, kIpOf<Whole<true>>}, {}, {}}};
+    {{kL2Of<Whole<false>>, kIpOf<Whole<false>>}, {kL2Of<Whole<true>>, kIpOf<Whole<true>>}, {}, {}, {}}};
 
 }  // namespace espnx
 #endif  // __x86_64__

@@ -32,6 +32,8 @@ CLUSTER_BYTES_MAX = 64 << 20
 PAGES_MAX = 2**32
 CLUSTERS_MAX = 2**31
 ID_BYTES = 4
+#: Formats of vectors, and their names in NumPy, which has no bfloat16.
+FORMATS = {name: str(dtype).removeprefix("torch.") for name, dtype in VECTOR_FORMATS.items() if name != "bf16"}
 TABLE = np.dtype([("n_vectors", "<u4"), ("crc32c", "<u4")])
 _REBUILD = "restore the directory from a copy, or write the clusters again"
 
@@ -52,7 +54,7 @@ class ClusterFile:
 
     Attributes:
         path: of the entries.
-        format: of the vectors, a key of `espnx.ops.distances.VECTOR_FORMATS`.
+        format: of the vectors, a key of `FORMATS`.
         dim: values of a vector.
         n_vectors: int64 [clusters], of each.
         crc32c: uint32 [clusters], of each one's entries.
@@ -115,8 +117,7 @@ class ClusterFile:
 
 def entry_dtype(format: str, dim: int) -> np.dtype:  # noqa: A002
     """Of an entry: ``id`` int32 and ``vector`` [dim], without holes."""
-    value = str(VECTOR_FORMATS[format]).removeprefix("torch.")
-    return np.dtype([("id", "<i4"), ("vector", value, (dim,))])
+    return np.dtype([("id", "<i4"), ("vector", FORMATS[format], (dim,))])
 
 
 def read_clusters(engine: NativeEngine, directory: str | os.PathLike[str]) -> ClusterFile:
@@ -127,7 +128,7 @@ def read_clusters(engine: NativeEngine, directory: str | os.PathLike[str]) -> Cl
         FormatError, ChecksumError, TruncatedFileError, FileMissingError: damaged, or of another kind or version.
     """
     fields = Fields(read_manifest(engine, directory, MAGIC, VERSION), os.path.join(directory, "MANIFEST.json"), fix=_REBUILD)
-    format = fields.choice("format", VECTOR_FORMATS)  # noqa: A001
+    format = fields.choice("format", FORMATS)  # noqa: A001
     dim = fields.whole("dim", 1, DIM_MAX)
     n_clusters = fields.whole("n_clusters", 0, CLUSTERS_MAX)
     table = _read_table(engine, os.path.join(directory, TABLE_NAME), n_clusters, fields.whole("table_crc32c", 0, 2**32 - 1))

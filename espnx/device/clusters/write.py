@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from ... import errors
-from ...ops.distances import VECTOR_FORMATS
 from ...ops.distances.checks import check_dim
 from ...storage import NativeEngine
 from ...storage.files import StreamWriter, crc32c, make_given_directory, write_file
@@ -16,7 +15,19 @@ from ...storage.lock import DirectoryLock
 from ...storage.manifest import NAME, write_manifest
 from ...storage.native import given_engine
 from ..vectors.interface import PAGE_BYTES
-from .layout import CLUSTER_BYTES_MAX, CLUSTERS_MAX, DATA_NAME, MAGIC, PAGES_MAX, TABLE, TABLE_NAME, VERSION, entry_dtype, pages_of
+from .layout import (
+    CLUSTER_BYTES_MAX,
+    CLUSTERS_MAX,
+    DATA_NAME,
+    FORMATS,
+    MAGIC,
+    PAGES_MAX,
+    TABLE,
+    TABLE_NAME,
+    VERSION,
+    entry_dtype,
+    pages_of,
+)
 
 
 def write_clusters(
@@ -100,7 +111,7 @@ def _number(values: np.ndarray | torch.Tensor, name: str) -> np.ndarray:
 
 
 def _format(rows: np.ndarray) -> str:
-    formats = {str(dtype).removeprefix("torch."): name for name, dtype in VECTOR_FORMATS.items()}
+    formats = {dtype: name for name, dtype in FORMATS.items()}
     if rows.ndim != 2 or rows.dtype.name not in formats:
         raise errors.InvalidInputError(
             "vectors of clusters", got=f"{rows.dtype} {list(rows.shape)}", expected=f"[n, dim] of {', '.join(formats)}"

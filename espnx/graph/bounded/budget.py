@@ -60,7 +60,7 @@ def plan_parts(layout: PageLayout, options: GraphOptions, memory_bytes: int, use
 
 def member_bytes(layout: PageLayout, options: GraphOptions) -> int:
     """Of a vector of a part, while the part's graph is built, packed and written."""
-    stored = vector_bytes(layout.format, layout.dim)
+    stored = vector_bytes(layout.row_format, layout.dim)
     measured = 4 * (layout.dim + 1) if options.metric == "ip" else 0
     edges = 4 * max(layout.max_degree + 1, int(_SLACK * layout.max_degree))
     copies = 3 * 4 * layout.max_degree + (edges if layout.nodes_per_page > 1 else 0)

@@ -16,7 +16,8 @@ from ...storage import FileHandle, NativeEngine, Plan
 from ...storage.files import crc32c
 from ...storage.work import WorkFolder
 from ..codebook import Codebook, train_codebook
-from ..format import CODEBOOK, CODES, ENTRIES, NODES, ROWS, GraphFacts, in_directory
+from ..coding import VectorCoding
+from ..format import CODEBOOK, CODES, DISK_CODEBOOK, ENTRIES, NODES, ROWS, GraphFacts, in_directory
 from ..layout import PageLayout
 from ..options import GraphOptions, stored_rows
 from ..vectors import Vectors
@@ -102,10 +103,10 @@ class _Bounded:
             repaired, entries = self._entries(edges, node_of, n_parts)
             facts = self._write(book, pieces, node_of, edges, entries)
         times.append(time.perf_counter())
-        blocks = self._blocks(pieces)
+        chosen = self._options
         facts = add_recall(
-            self._engine, facts, blocks, threads=self._options.threads, seed=self._options.seed, progress=self._progress
-        )  # fmt: skip
+            self._engine, facts, lambda: self._blocks(pieces), threads=chosen.threads, seed=chosen.seed, progress=self._progress
+        )
         self._work.remove()
         read, edges_s, pages, recall = np.diff([*times, time.perf_counter()]).tolist()
         return BoundedBuild(facts, repaired, n_parts, (read, 0.0, edges_s, pages, recall))
@@ -116,7 +117,7 @@ class _Bounded:
     def _stored(self, what: str) -> Iterator[tuple[int, np.ndarray]]:
         """(number of the first, vectors as they are stored) block by block."""
         layout, done = self._layout, 0
-        dtype = layout.node_dtype["vector"].base
+        dtype = layout.row_dtype
         for block in self._source.blocks():
             if done + len(block) > layout.n:
                 raise errors.FormatError(self._source.name, got="more vectors than it said", expected=layout.n)
@@ -127,7 +128,7 @@ class _Bounded:
             raise errors.FormatError(self._source.name, got=f"{done} vectors", expected=layout.n)
 
     def _sample(self) -> None:
-        """Reads all vectors once: codebook and centres of a sample, and the largest length."""
+        """Reads all vectors once: codebooks and centres of a sample, and the largest length."""
         layout, seed = self._layout, self._options.seed
         count = min(layout.n, self._budget.sample_rows)
         chosen = np.sort(np.random.default_rng(seed).choice(layout.n, count, replace=False, shuffle=False))
@@ -140,26 +141,33 @@ class _Bounded:
                 longest = max(longest, float(np.square(rows.astype(np.float32)).sum(axis=1).max()))
         device = self._options.device
         book = train_codebook(sample, layout.code_bytes, seed=seed, device=device)
+        disk_book = train_codebook(sample, layout.disk_pq_bytes, seed=seed, device=device) if layout.format == "pq" else None
         centres = fit_means(sample, min(self._budget.n_parts, count), seed=seed, device=device)
         with self._work.step(_SAMPLED) as folder:
-            book.begin.tofile(folder / "begin")
-            book.centroids.tofile(folder / "centroids")
+            for name, each in (("", book), ("disk_", disk_book)):
+                if each is not None:
+                    each.begin.tofile(folder / f"{name}begin")
+                    each.centroids.tofile(folder / f"{name}centroids")
             centres.tofile(folder / "centres")
             np.array([longest]).tofile(folder / "longest")
             np.array([self._budget.part_rows]).tofile(folder / "part_rows")
 
+    def _sampled(self, name: str, dtype: type, width: int | None = None) -> np.ndarray:
+        return read_array(self._work.file(_SAMPLED, name), dtype, width)
+
+    def _codebook(self, name: str = "") -> Codebook:
+        return Codebook(self._sampled(f"{name}begin", np.int64), self._sampled(f"{name}centroids", np.float32, self._layout.dim))
+
+    def _coding(self) -> VectorCoding:
+        """Of vectors in nodes."""
+        return VectorCoding(self._layout.format, self._codebook("disk_") if self._layout.format == "pq" else None)
+
     def _read_sample(self) -> tuple[Codebook, np.ndarray, float]:
-        dim = self._layout.dim
-
-        def of(name: str, dtype: type, width: int | None = None) -> np.ndarray:
-            return read_array(self._work.file(_SAMPLED, name), dtype, width)
-
-        book = Codebook(of("begin", np.int64), of("centroids", np.float32, dim))
-        if int(of("part_rows", np.int64)[0]) > self._budget.part_rows:
+        if int(self._sampled("part_rows", np.int64)[0]) > self._budget.part_rows:
             raise errors.InvalidInputError(
                 "memory for a build that was interrupted", got="less than it was begun with", expected="as much, or a new directory"
             )
-        return book, of("centres", np.float32, dim), float(of("longest", np.float64)[0])
+        return self._codebook(), self._sampled("centres", np.float32, self._layout.dim), float(self._sampled("longest", np.float64)[0])
 
     def _divide(self, centres: np.ndarray) -> None:
         room = np.full(len(centres), int(read_array(self._work.file(_SAMPLED, "part_rows"), np.int64)[0]))
@@ -192,7 +200,7 @@ class _Bounded:
         return read_array(self._work.file(f"built_{piece.part}", "own.rows"), np.uint32, None, piece.begin, piece.end - piece.begin)
 
     def _vectors(self, piece: Piece) -> np.ndarray:
-        path, dtype = self._work.file(f"built_{piece.part}", "own.vectors"), self._layout.node_dtype["vector"].base
+        path, dtype = self._work.file(f"built_{piece.part}", "own.vectors"), self._layout.row_dtype
         return read_array(path, dtype, self._layout.dim, piece.begin, piece.end - piece.begin)
 
     def _codes(self, piece: Piece) -> np.ndarray:
@@ -218,7 +226,7 @@ class _Bounded:
     def _write(
         self, book: Codebook, pieces: list[Piece], node_of: np.ndarray, edges: EdgesFile, entries: np.ndarray
     ) -> GraphFacts:  # fmt: skip
-        layout, salt = self._layout, secrets.randbits(64)
+        layout, salt, disk_book = self._layout, secrets.randbits(64), self._coding().book
         codes = _CodeReader(self._engine, edges.path.parent / "codes", layout, self._budget.cache_bytes)
         sum_of_codes = 0
         with codes.path.open("wb") as file:
@@ -231,6 +239,8 @@ class _Bounded:
         codes.load(entries)
         entry_codes = codes.get(entries)
         whole = {CODEBOOK: book.centroids, ENTRIES: np.concatenate([entries.astype("<u4").view(np.uint8).ravel(), entry_codes.ravel()])}
+        if disk_book is not None:
+            whole[DISK_CODEBOOK] = disk_book.centroids
         sums = {name: crc32c(np.ascontiguousarray(values).reshape(-1).view(np.uint8)) for name, values in whole.items()}
         contents: dict[str, Iterable[np.ndarray]] = {NODES: self._pages(pieces, edges, codes, salt), ROWS: [node_of]}
         contents |= {name: [values] for name, values in whole.items()}
@@ -241,7 +251,7 @@ class _Bounded:
         options = {name: value for name, value in vars(self._options).items() if name not in ("metric", "threads")}
         facts = GraphFacts(
             self._path, in_directory(self._path, layout, len(entries)), layout, self._options.metric, salt, book, entries, entry_codes,
-            sums, options,
+            sums, options, disk_codebook=disk_book,
         )  # fmt: skip
         try:
             return publish(self._engine, self._path, GraphFiles(facts, contents))
@@ -263,7 +273,7 @@ class _Bounded:
 
     def _nodes(self, pieces: list[Piece], edges: EdgesFile, codes: _CodeReader) -> Iterator[tuple[np.ndarray, int]]:
         """(nodes of whole pages, number of the first)"""
-        layout = self._layout
+        layout, coding = self._layout, self._coding()
         at_once = max(1, _PAGE_BLOCK_BYTES // layout.page_bytes) * layout.nodes_per_page
         ready = np.zeros(at_once, layout.node_dtype)
         filled = first = 0
@@ -274,7 +284,7 @@ class _Bounded:
             while begin < piece.end:
                 end = min(piece.end, begin + at_once - filled)
                 block = Piece(piece.part, begin, end, piece.first_node + begin - piece.begin)
-                self._fill(ready[filled : filled + end - begin], block, edges, codes)
+                self._fill(ready[filled : filled + end - begin], block, edges, codes, coding)
                 filled, begin = filled + end - begin, end
                 if filled == at_once:
                     yield ready, first
@@ -282,12 +292,13 @@ class _Bounded:
         if filled:
             yield ready[: -(-filled // layout.nodes_per_page) * layout.nodes_per_page], first
 
-    def _fill(self, nodes: np.ndarray, block: Piece, edges: EdgesFile, codes: _CodeReader) -> None:
+    def _fill(self, nodes: np.ndarray, block: Piece, edges: EdgesFile, codes: _CodeReader, coding: VectorCoding) -> None:
         layout = self._layout
         counts = edges.counts[block.first_node : block.first_node + len(nodes)]
         near = read_array(edges.path, np.uint32, layout.max_degree, block.first_node, len(nodes))
         there = np.arange(layout.max_degree) < counts[:, None]
-        nodes["vector"], nodes["row"], nodes["n_neighbours"] = self._vectors(block), self._rows(block), counts
+        nodes["vector"] = coding.encode(self._vectors(block))
+        nodes["row"], nodes["n_neighbours"] = self._rows(block), counts
         nodes["neighbours"] = np.where(there, near, 0)
         if inline := layout.inline_pq:
             nodes["codes"][there[:, :inline]] = codes.get(near[:, :inline][there[:, :inline]])

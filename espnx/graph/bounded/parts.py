@@ -38,7 +38,7 @@ def build_part(
     own, guests = (read_array(work.file("parts", f"{part}.{name}.rows"), np.uint32) for name in ("own", "guest"))
     homes = read_array(work.file("parts", f"{part}.guest.homes"), np.uint32)
     vectors = _read_vectors(work, part, layout, len(own), len(guests))
-    measured, format_name = measured_rows(vectors, options.metric, layout.format, longest)
+    measured, format_name = measured_rows(vectors, options.metric, layout.row_format, longest)
     graph = build_edges(
         measured, format_name, options, options.seed + part, lambda done, total: progress(len(vectors) * done // max(1, total))
     )
@@ -68,7 +68,7 @@ def build_part(
 
 
 def _read_vectors(work: WorkFolder, part: int, layout: PageLayout, n_own: int, n_guests: int) -> np.ndarray:
-    dtype = layout.node_dtype["vector"].base
+    dtype = layout.row_dtype
     vectors = np.empty((n_own + n_guests, layout.dim), dtype)
     for name, begin, end in (("own", 0, n_own), ("guest", n_own, n_own + n_guests)):
         for first in range(begin, end, _BLOCK_ROWS):

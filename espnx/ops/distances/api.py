@@ -27,7 +27,7 @@ def distances(
             numbers, else float32. ``d`` is 1 to 32768.
         buffer: uint8 ``[bytes]``, contiguous, on the CPU. It must not be written to until the result is there.
         offset_bytes: int64 ``[n]``, where in the buffer each vector begins, at any alignment.
-        format: of the vectors, a key of `VECTOR_FORMATS`: ``uint8``, ``int8``, ``fp16``, ``fp32``.
+        format: of the vectors, a key of `VECTOR_FORMATS`: ``uint8``, ``int8``, ``fp16``, ``bf16``, ``fp32``.
         metric: ``l2``: the sum of squared differences (no root is taken); ``ip``: the inner product, negated.
         threads: at most so many; by default as many as torch uses, fewer where the work does not pay for them.
 

@@ -7,7 +7,9 @@ import torch
 from ...errors import InvalidInputError
 
 #: Of vectors on storage, and the dtype that holds them. ``csrc/cpu/distances/distances.hpp`` has the same names.
-VECTOR_FORMATS = {"uint8": torch.uint8, "int8": torch.int8, "fp16": torch.float16, "fp32": torch.float32}
+VECTOR_FORMATS = {
+    "uint8": torch.uint8, "int8": torch.int8, "fp16": torch.float16, "fp32": torch.float32, "bf16": torch.bfloat16,
+}  # fmt: skip
 METRICS = ("l2", "ip")
 #: Values of a vector: 255^2 in each of so many dimensions is below 2^31, so no sum of whole numbers overflows int32.
 DIM_MAX = 32768

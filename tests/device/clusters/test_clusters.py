@@ -12,8 +12,9 @@ import torch
 from espnx import errors
 from espnx.device.clusters import open_clusters
 from espnx.device.clusters.device import SsdClusterDevice
+from espnx.device.clusters.layout import FORMATS
 from espnx.device.vectors.interface import DIST_CALC
-from espnx.ops.distances import METRICS, VECTOR_FORMATS
+from espnx.ops.distances import METRICS
 from espnx.storage import NativeEngine
 from tests.device.clusters.made import Made, make, pairs
 
@@ -25,7 +26,7 @@ def all_replies(made: Made, query: torch.Tensor, wanted: list[int], metric: str 
     return [each for cluster in wanted for each in made.reply(query, cluster, metric)]
 
 
-@pytest.mark.parametrize("fmt", VECTOR_FORMATS)
+@pytest.mark.parametrize("fmt", FORMATS)
 def test_replies(folder: Path, path: str, fmt: str) -> None:
     made = make(folder, COUNTS, fmt)
     query = made.query()

@@ -10,9 +10,10 @@ import torch
 
 from espnx import errors
 from espnx.device.clusters import nearest_by_command, nearest_by_read, open_clusters, write_clusters
+from espnx.device.clusters.layout import FORMATS
 from espnx.device.clusters.nearest import nearest
 from espnx.device.vectors.interface import REPLY
-from espnx.ops.distances import METRICS, VECTOR_FORMATS
+from espnx.ops.distances import METRICS
 from tests.device.clusters.made import make
 
 ALGORITHMS = (nearest_by_read, nearest_by_command)
@@ -25,7 +26,7 @@ def found(result: tuple[np.ndarray, np.ndarray]) -> list[tuple[float, int]]:
 
 
 @pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize("fmt", VECTOR_FORMATS)
+@pytest.mark.parametrize("fmt", FORMATS)
 def test_both_find_the_nearest(folder: Path, fmt: str, metric: str) -> None:
     made = make(folder, [30, 0, 70, 1, 200, 64, 5], fmt, seed=4)
     with open_clusters(made.directory) as device:

@@ -19,7 +19,7 @@ from tests.ops.tolerances import assert_scores_close, distances_bound
 
 DIMS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 100, 127, 128, 200, 384, 961)
 WHOLE = ("uint8", "int8")
-REAL = ("fp16", "fp32")
+REAL = ("fp16", "fp32", "bf16")
 
 
 def random_vectors(n: int, d: int, fmt: str, seed: int = 0) -> torch.Tensor:
@@ -120,7 +120,7 @@ def test_nothing_to_measure() -> None:
         ({"offset_bytes": torch.tensor([0, 17])}, "vector 1 at 17, 4 bytes; expected vectors within the buffer's 20 bytes"),
         ({"offset_bytes": torch.tensor([-1])}, "vector 0 at -1"),
         ({"offset_bytes": torch.tensor([2**63 - 1])}, "vector 0 at 9223372036854775807"),
-        ({"format": "bf16"}, "format of vectors; got 'bf16'; expected uint8, int8, fp16, fp32"),
+        ({"format": "fp8"}, "format of vectors; got 'fp8'; expected uint8, int8, fp16, fp32, bf16"),
         ({"metric": "cosine"}, "metric of distances; got 'cosine'; expected l2 or ip"),
         ({"threads": 0}, "distances threads"),
     ],
