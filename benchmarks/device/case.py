@@ -13,19 +13,23 @@ from ..harness.result import Row
 
 DESCRIPTION = """topology: a model decodes with K and V on emulated devices behind one link to the host, in their own (virtual) time:
 with attention near storage alone, with writeback, with X rows, with all of it; beside the same disks without it. search: an index in
-partitions on such devices, whose best hits are merged; beside the same disks, whose records go to the host. Both are really stored, read
+partitions on such devices, whose best hits are merged; beside the same disks, whose records go to the host. postings: BM25 on such devices
+that scan posting lists, placed by passages or by terms; beside the same disks, whose lists go to the host. All are really stored, read
 and computed on; a run in which this machine took more than a fifth of the time is repeated, stretched further, or refused. distances: how
 many distances a second a device computes for the host, over threads and sizes of clusters, beside FAISS's kernels on the same bytes in RAM.
 
   espnx bench device --path /mnt/nvme --json device-topology.json                                 1 to 16 SmartSSDs
   espnx bench device --path /mnt/nvme --show search --json device-search.json
+  espnx bench device --path /mnt/nvme --show postings --json device-postings.json
   espnx bench device --path /mnt/nvme --show distances --json device-distances.json
   espnx bench device --quick                                                                      does everything work here?
 
 topology takes 1 GiB of disk for each 65,000 tokens of the batch and layer, search 5 GB for each million documents; nothing of it stays.
 --pairs is of distances."""
 
-SHOWS = ("topology", "search", "distances")
+SHOWS = ("topology", "search", "postings", "distances")
+#: Unless --device says otherwise: the first of them attends, the second scans.
+_DEVICES = {"topology": "smartssd", "search": "smartssd", "postings": "ragx"}
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -33,17 +37,25 @@ def configure(parser: ArgumentParser) -> None:
     parser.formatter_class = RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--path", metavar="DIR", default=".", help="a directory on the SSD (default: the current one)")
-    add("--show", metavar="S", choices=SHOWS, default="topology", help="topology, search or distances (default: %(default)s)")
-    add("--device", metavar="SPEC", default="smartssd", help="topology, search: a preset or a spec (default: %(default)s)")
-    add("--devices", metavar="N,...", default="1,2,4,8,16", help="topology, search: how many (default: %(default)s)")
-    add("--system", metavar="S,...", help="topology, search: of all systems these (default: all)")
-    add("--batch", type=int, metavar="N", default=16, help="topology: sequences; search: queries at a time (default: %(default)s)")
+    add("--show", metavar="S", choices=SHOWS, default="topology", help=", ".join(SHOWS) + " (default: %(default)s)")
+    add("--device", metavar="SPEC", help="topology, search, postings: a preset or a spec (default: smartssd; postings: ragx)")
+    add("--devices", metavar="N,...", default="1,2,4,8,16", help="topology, search, postings: how many (default: %(default)s)")
+    add("--system", metavar="S,...", help="topology, search, postings: of all systems these (default: all)")
+    add(
+        "--batch", type=int, metavar="N", default=16, help="topology: sequences; else: queries at a time (default: %(default)s)"
+    )
     add("--context", type=int, metavar="N", default=1024, help="topology: tokens before (default: %(default)s)")
     add("--layers", type=int, metavar="N", default=2, help="topology: of the model, 4 heads of 128 (default: %(default)s)")
-    add("--documents", type=int, metavar="N", default=32_000, help="search: in all partitions (default: %(default)s)")
+    add("--documents", type=int, metavar="N", default=32_000, help="search, postings: in all partitions (default: %(default)s)")
     add("--candidates", type=int, metavar="N", default=1024, help="search: of a query (default: %(default)s)")
-    add("--steps", type=int, metavar="N", default=5, help="topology: tokens that are timed; search: searches (default: %(default)s)")
-    add("--record", metavar="DIR", help="topology, search: write a trace of each system into DIR (DEVICES-SYSTEM.trace)")
+    add(
+        "--steps",
+        type=int,
+        metavar="N",
+        default=5,
+        help="topology: tokens that are timed; else: searches (default: %(default)s)",
+    )
+    add("--record", metavar="DIR", help="topology, search, postings: write a trace of each system into DIR (DEVICES-SYSTEM.trace)")
     add("--stretch", type=float, metavar="F", default=60.0, help="wall seconds of a virtual one, with one device, to begin (%(default)s)")
 
 
@@ -59,14 +71,19 @@ def run(args: Namespace, say: Say) -> list[Row]:
     from espnx.device.model.spec import load_spec
 
     from ..harness.traces import trace_folder
-    from . import search, topology
+    from . import postings, search, topology
     from .emulated import Stretches
 
-    spec, stretches = load_spec(args.device), Stretches(args.stretch, say, is_checked=not args.quick)
-    known = topology.SYSTEMS if args.show == "topology" else search.SYSTEMS
-    systems = choices(args.system, list(known), "--system") if args.system else list(known)
+    spec, stretches = load_spec(args.device or _DEVICES[args.show]), Stretches(args.stretch, say, is_checked=not args.quick)
+    of_show = {"topology": topology.SYSTEMS, "search": search.SYSTEMS, "postings": postings.SYSTEMS}
+    known = list[str](of_show[args.show])
+    systems = choices(args.system, known, "--system") if args.system else known
     counts = [1, 2] if args.quick else [positive("--devices", word) for word in words(args.devices)]
     where, record = Path(args.path), trace_folder(args.record)
+    if args.show == "postings":
+        passages, batch, searches = (400, 2, 2) if args.quick else (args.documents, args.batch, args.steps)
+        asked = postings.Work(where, spec, passages, batch, searches, k=100, seed=args.seed, record=record)
+        return postings.measure(asked, counts, systems, stretches, say)
     if args.show == "search":
         sizes = (320, 2, 64, 2) if args.quick else (args.documents, args.batch, args.candidates, args.steps)
         documents, batch, candidates, searches = sizes
@@ -79,9 +96,9 @@ def run(args: Namespace, say: Say) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Of rows of one --show: those of the first."""
-    from . import distances, search, topology
+    from . import distances, postings, search, topology
 
-    tables = {"topology": topology.table, "search": search.table, "distances": distances.table}
+    tables = {"topology": topology.table, "search": search.table, "postings": postings.table, "distances": distances.table}
     show = rows[0].params["show"] if rows else "distances"
     return tables[show]([row for row in rows if row.params["show"] == show])
 

@@ -1,5 +1,5 @@
-"""Decoding and searching on emulated topologies at toy size: every system is right, devices change no bit, what passes the uplink is what
-the hand-over says, and a run in which the host took too much is stretched further, or refused."""
+"""Decoding, searching and scanning on emulated topologies at toy size: every system is right, devices change no bit, what passes the links
+is what the hand-over says, and a run in which the host took too much is stretched further, or refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from espnx import errors
-from espnx.benchmarks.device import emulated, search, topology
+from espnx.benchmarks.device import emulated, postings, search, topology
 from espnx.benchmarks.device.case import CASE
 from espnx.benchmarks.device.emulated import WITHOUT, Stretches, Timed
 from espnx.benchmarks.harness.result import make_document
@@ -20,6 +20,7 @@ from espnx.benchmarks.harness.traces import trace_folder
 from espnx.device.emulation.report import Report
 from espnx.device.model.spec import load_spec
 from espnx.device.trace.reader import read_trace
+from espnx.postings.split import store
 from tests.benchmarks.common import MACHINE
 
 
@@ -89,20 +90,53 @@ def test_wrong_hits_are_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert right(searches(folder), [[[(1, 0.5)]], [[(3, 0.5), (2, 0.9)]]]) == [[(2, 0.9), (1, 0.5), (3, 0.5)]]
 
 
-@pytest.mark.parametrize("show", ["topology", "search"])
+def scans(folder: Path) -> postings.Work:
+    return postings.Work(folder, load_spec("ragx"), passages=400, batch=3, searches=2, k=5, seed=1)
+
+
+def test_both_placements_find_what_one_index_finds(folder: Path) -> None:
+    """And links carry 12 bytes for each of the best of a device, 8 for each posting, or pages of lists."""
+    rows = postings.measure(scans(folder), (1, 3), list(postings.SYSTEMS), stretches(), lambda text: None)
+    assert [(row.params["devices"], row.system) for row in rows] == [(n, name) for n in (1, 3) for name in postings.SYSTEMS]
+    assert all(row.correct and row.kind == "emulated" for row in rows)
+    by = {(row.params["devices"], row.system): row.metrics for row in rows}
+    for count in (1, 3):
+        assert 0 < by[count, "passages"]["to_host_bytes"] <= 12 * 5 * count
+        assert by[count, WITHOUT]["to_host_bytes"] * 3 == by[count, WITHOUT]["device_flash_read_bytes"]
+        assert by[count, WITHOUT]["to_devices_bytes"] == 0
+    assert by[1, "terms"]["to_host_bytes"] == by[3, "terms"]["to_host_bytes"] > by[3, "passages"]["to_host_bytes"]
+    make_document("c", None, None, MACHINE, rows)
+    headers, cells = CASE.table(rows)
+    assert all(len(line) == len(headers) for line in cells)
+    assert list(folder.iterdir()) == []
+
+
+def test_wrong_records_are_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = store.best_of
+    monkeypatch.setattr(store, "best_of", lambda replies, n_parts, k: right(replies, n_parts, k)[1:])
+    (row,) = postings.measure(scans(folder), (2,), ["passages"], stretches(), lambda text: None)
+    assert not row.correct
+    assert row.median_s is None
+    with pytest.raises(errors.InvalidInputError, match="does not scan"):
+        postings.measure(replace(scans(folder), spec=load_spec("smartssd")), (1,), ["terms"], stretches(), lambda text: None)
+
+
+@pytest.mark.parametrize("show", ["topology", "search", "postings"])
 def test_traces(folder: Path, show: str) -> None:
     """One of each system with each number of devices, of what it asked them."""
     (traces := folder / "traces").mkdir()
     if show == "topology":
         topology.measure(replace(toy(folder), record=traces), (2,), ["all"], stretches(), lambda text: None)
+    elif show == "postings":
+        postings.measure(replace(scans(folder), record=traces), (2,), ["terms"], stretches(), lambda text: None)
     else:
         search.measure(replace(searches(folder), record=traces), (2,), ["maxsim-56"], stretches(), lambda text: None)
     (file,) = traces.iterdir()
     trace = read_trace(file)
-    assert file.name == ("2-all.trace" if show == "topology" else "2-maxsim-56.trace")
+    assert file.name == {"topology": "2-all.trace", "search": "2-maxsim-56.trace", "postings": "2-terms.trace"}[show]
     assert [each["kind"] for each in trace.devices] == ["emulated"] * 2
     assert {each.device for each in trace.commands} == {0, 1}
-    assert {"visit" if show == "topology" else "maxsim"} <= {each.verb for each in trace.commands}
+    assert {"topology": "visit", "search": "maxsim", "postings": "scan"}[show] in {each.verb for each in trace.commands}
 
 
 def test_a_folder_for_traces_has_to_be_there(folder: Path) -> None:
@@ -151,7 +185,7 @@ def test_a_host_that_takes_too_much_is_refused() -> None:
         stretches(is_checked=True).settled("a", 1, lambda stretch: Taken(stretch, stretch, 1e-3))
 
 
-@pytest.mark.parametrize("show", ["topology", "search"])
+@pytest.mark.parametrize("show", ["topology", "search", "postings"])
 def test_the_case(folder: Path, show: str) -> None:
     parser = ArgumentParser()
     CASE.configure(parser)
