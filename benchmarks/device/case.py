@@ -41,9 +41,7 @@ def configure(parser: ArgumentParser) -> None:
     add("--device", metavar="SPEC", help="topology, search, postings: a preset or a spec (default: smartssd; postings: ragx)")
     add("--devices", metavar="N,...", default="1,2,4,8,16", help="topology, search, postings: how many (default: %(default)s)")
     add("--system", metavar="S,...", help="topology, search, postings: of all systems these (default: all)")
-    add(
-        "--batch", type=int, metavar="N", default=16, help="topology: sequences; else: queries at a time (default: %(default)s)"
-    )
+    add("--batch", type=int, metavar="N", default=16, help="topology: sequences; else: queries at a time (default: %(default)s)")
     add("--context", type=int, metavar="N", default=1024, help="topology: tokens before (default: %(default)s)")
     add("--layers", type=int, metavar="N", default=2, help="topology: of the model, 4 heads of 128 (default: %(default)s)")
     add("--documents", type=int, metavar="N", default=32_000, help="search, postings: in all partitions (default: %(default)s)")
