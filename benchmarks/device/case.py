@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,8 @@ def run(args: Namespace, say: Say) -> list[Row]:
     from .emulated import Stretches
 
     spec, stretches = load_spec(args.device or _DEVICES[args.show]), Stretches(args.stretch, say, is_checked=not args.quick)
-    of_show = {"topology": topology.SYSTEMS, "search": search.SYSTEMS, "postings": postings.SYSTEMS}
-    known = list[str](of_show[args.show])
+    of_show: dict[str, Mapping[str, Any]] = {"topology": topology.SYSTEMS, "search": search.SYSTEMS, "postings": postings.SYSTEMS}
+    known = list(of_show[args.show])
     systems = choices(args.system, known, "--system") if args.system else known
     counts = [1, 2] if args.quick else [positive("--devices", word) for word in words(args.devices)]
     where, record = Path(args.path), trace_folder(args.record)

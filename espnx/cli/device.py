@@ -150,6 +150,9 @@ def configure_replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="NAME", help="ask this one instead of the recorded ones")
     parser.add_argument("--path", metavar="DIR", default=".", help="rows are kept below it meanwhile (default: the current directory)")
     parser.add_argument("--index", metavar="STORE", help="that a recorded search asked")
+    parser.add_argument(
+        "--postings", metavar="DIR", action="append", default=[], help="that a recorded search scanned, one for each device, in their order"
+    )
     parser.add_argument("--no-host", action="store_true", help="do not wait as long as the host worked between commands")
     add_json_option(parser)
 
@@ -162,7 +165,7 @@ def run_replay(args: argparse.Namespace) -> int:
     trace = read_trace(args.trace)
     with ProgressLine(is_terse=True) as line, line.loading(f"{len(trace.commands):,} commands"), ExitStack() as opened:
         devices, tiers = _replayed_on(args, trace, opened)
-        found = replay(trace, devices, tiers, with_host=not args.no_host)
+        found = replay(trace, devices, tiers, lists=_lists(args), with_host=not args.no_host)
     rows = [
         (verb, times.count, format_size(times.size_bytes), f"{times.recorded_s:.4f}", f"{times.replayed_s:.4f}")
         for verb, times in sorted(found.verbs.items(), key=lambda each: -each[1].recorded_s)
@@ -179,6 +182,15 @@ def run_replay(args: argparse.Namespace) -> int:
     return 0
 
 
+def _lists(args: argparse.Namespace) -> list[Any]:
+    """Posting lists that a trace asks for."""
+    if not args.postings:
+        return []
+    from ..postings.split.parts import read_parts
+
+    return read_parts(args.postings)[0]
+
+
 def _replayed_on(args: argparse.Namespace, trace: Trace, opened: ExitStack) -> tuple[list[NearStorageDevice], list[Any]]:
     """(a device for each of the trace's, the records that it asks for)."""
     from ..device.registry import open_together
@@ -189,7 +201,12 @@ def _replayed_on(args: argparse.Namespace, trace: Trace, opened: ExitStack) -> t
             "a trace of devices of several kinds", got=", ".join(sorted(set(names))), fix="--device NAME, for all of them"
         )
     index = None
-    if args.index is not None:
+    if args.postings:
+        places = list(args.postings)
+        if args.index is not None or len(places) != len(trace.devices):
+            expected = f"{len(trace.devices)}, as many as were recorded, and no --index"
+            raise InvalidInputError("directories of postings", got=len(places), expected=expected)
+    elif args.index is not None:
         from ..retrieval.store.manifest import data_directories
 
         places = data_directories(args.index)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from operator import length_hint
 from typing import TYPE_CHECKING, Any
@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InvalidInputError
 from ..sizes import format_size, parse_size
 from ..tables import render_table
+from .device_options import add_device_options, devices_of, emulated_note
 from .output import add_json_option, emit, json_document
 
 if TYPE_CHECKING:
-    from ..postings import Analyzer, Found, Postings
+    from ..postings import Analyzer, Found, Postings, PostingsReport, VerifyReport
 
 _SHOWN = 10
 _INDEX = "that `espnx postings build` has made"
+_ALSO = "further directories of a collection that is split over devices, one each (once or more)"
 
 
 def _add_source_options(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +37,8 @@ def _add_source_options(parser: argparse.ArgumentParser) -> None:
 def configure_build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("postings", help="a new directory")
     _add_source_options(parser)
+    parser.add_argument("--also", metavar="DIR", action="append", default=[], help="split over this directory, too (once or more)")
+    parser.add_argument("--placement", choices=("passages", "terms"), default="passages", help="of what is split (default: %(default)s)")
     parser.add_argument("--bm25s", metavar="FOLDER", help="instead: a folder that bm25s has saved, with its scores as they are")
     parser.add_argument("--exact", action="store_true", help="weights of vectors stay float32 (default: one byte each)")
     parser.add_argument("--stemmer", metavar="LANGUAGE", help="stem words, such as: english (default: no stemming)")
@@ -81,7 +85,7 @@ def _texts(args: argparse.Namespace) -> Iterator[str]:
 
 
 def run_build(args: argparse.Namespace) -> int:
-    from ..postings import BM25, Analyzer, Postings
+    from ..postings import BM25, Analyzer, Postings, build_split
     from .progress import ProgressLine
 
     options: dict[str, Any] = {"lower": not args.keep_case, "stemmer": args.stemmer}
@@ -93,12 +97,23 @@ def run_build(args: argparse.Namespace) -> int:
     with ProgressLine() as line:
         if estimate := _estimate(args, Analyzer(**options)):
             line.say(estimate)
-        report = Postings.build(
-            args.postings, **given, analyzer=Analyzer(**options), bm25=BM25(**_bm25_options(args)), memory_bytes=parse_size(args.memory),
-            exact=args.exact or args.bm25s is not None, progress=line.update,
-        )  # fmt: skip
-    emit(args, report.summary(), json_document("postings build", **asdict(report)))
+        how: dict[str, Any] = {
+            "analyzer": Analyzer(**options), "bm25": BM25(**_bm25_options(args)), "memory_bytes": parse_size(args.memory),
+            "exact": args.exact or args.bm25s is not None, "progress": line.update,
+        }  # fmt: skip
+        if args.also:
+            reports = build_split([args.postings, *args.also], **given, placement=args.placement, **how)
+        else:
+            reports = [Postings.build(args.postings, **given, **how)]
+    emit(args, "\n".join(each.summary() for each in reports), json_document("postings build", **_in_all(reports)))
     return 0
+
+
+def _in_all(reports: Sequence[PostingsReport] | Sequence[VerifyReport]) -> dict[str, Any]:
+    """The fields of a report; of several their sums, and each by itself."""
+    each = [asdict(report) for report in reports]
+    total: dict[str, Any] = {name: sum(one[name] for one in each) for name in each[0]}
+    return total | ({"parts": each} if len(each) > 1 else {})
 
 
 def _estimate(args: argparse.Namespace, analyzer: Analyzer) -> str | None:
@@ -175,6 +190,8 @@ def configure_search(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--query-terms", type=int, default=8, metavar="N", help="of a query, that give candidates (default: 8)")
     parser.add_argument("--candidates", type=int, default=200, metavar="N", help="of a query, that are scored exactly (default: 200)")
     parser.add_argument("--explain", action="store_true", help="which terms the best record has, and what each gives")
+    parser.add_argument("--also", metavar="DIR", action="append", default=[], help=_ALSO)
+    add_device_options(parser)
     add_json_option(parser)
 
 
@@ -194,15 +211,8 @@ def _queries(args: argparse.Namespace, kind: str) -> dict[str, Any]:
 
 
 def run_search(args: argparse.Namespace) -> int:
-    from ..postings import Postings
-
-    with Postings.open(args.postings) as postings:
-        queries = _queries(args, postings.facts.kind)
-        if args.two_step:
-            found = postings.search_two_step(list(queries.values()), args.k, query_terms=args.query_terms, candidates=args.candidates)
-        else:
-            found = postings.search(list(queries.values()), args.k, **_bm25_options(args))
-        explained = _explained(args, postings, queries, found) if args.explain else ""
+    is_split = bool(args.also) or args.device is not None or args.record is not None
+    queries, found, explained = (_split_search if is_split else _search)(args)
     results: list[dict[str, Any]] = [
         {"id": name, "hits": [{"number": int(n), "score": float(s)} for n, s in zip(numbers, scores, strict=True) if n >= 0]}
         for name, numbers, scores in zip(queries, found.numbers, found.scores, strict=True)
@@ -219,6 +229,38 @@ def run_search(args: argparse.Namespace) -> int:
     text = render_table(("query", "rank", "number", "score"), rows, right=("rank", "number", "score")) + f"\n{shown}{left}{explained}"
     emit(args, text, json_document("postings search", **facts, results=results))
     return 0
+
+
+def _search(args: argparse.Namespace) -> tuple[dict[str, Any], Found, str]:
+    """(queries by id, what they found, how the best scores come about)."""
+    from ..postings import Postings
+
+    with Postings.open(args.postings) as postings:
+        queries = _queries(args, postings.facts.kind)
+        if args.two_step:
+            found = postings.search_two_step(list(queries.values()), args.k, query_terms=args.query_terms, candidates=args.candidates)
+        else:
+            found = postings.search(list(queries.values()), args.k, **_bm25_options(args))
+        return queries, found, _explained(args, postings, queries, found) if args.explain else ""
+
+
+def _split_search(args: argparse.Namespace) -> tuple[dict[str, Any], Found, str]:
+    """The same of a collection over several devices, and what would cross the link of each, or has."""
+    from ..postings import SplitPostings
+
+    if args.two_step or args.explain:
+        raise InvalidInputError("search of several devices", got="--two-step or --explain", expected="neither", fix="search one index")
+    directories = [args.postings, *args.also]
+    with devices_of(args, directories) as devices, SplitPostings(directories, device=devices or "ssd") as postings:
+        queries = _queries(args, postings.facts.kind)
+        note = emulated_note(devices)
+        found = postings.search(list(queries.values()), args.k, **_bm25_options(args))
+        links = ", ".join(
+            f"{format_size(round(_mean(each.sum(axis=1))))} {way}"
+            for each, way in ((found.command_bytes, "to devices"), (found.reply_bytes, "back"), (found.flash_bytes, "from flash"))
+        )
+        took = note()
+    return queries, found, f"\n{len(directories)} devices, by {postings.placement}: {links} a query{took and f'; {took}'}"
 
 
 def _explained(args: argparse.Namespace, postings: Postings, queries: dict[str, Any], found: Found) -> str:
@@ -255,14 +297,19 @@ def run_info(args: argparse.Namespace) -> int:
 
 def configure_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("postings", help=_INDEX)
+    parser.add_argument("--also", metavar="DIR", action="append", default=[], help=_ALSO)
     add_json_option(parser)
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    from ..postings import Postings
+    from ..postings import Postings, SplitPostings
 
-    with Postings.open(args.postings) as postings:
-        report = postings.verify()
-    text = f"{report.terms:,} lists, {report.postings:,} postings, {format_size(report.size_bytes)}: whole"
-    emit(args, text, json_document("postings verify", **asdict(report)))
+    if args.also:
+        with SplitPostings([args.postings, *args.also]) as split:
+            reports = split.verify()
+    else:
+        with Postings.open(args.postings) as postings:
+            reports = [postings.verify()]
+    lines = [f"{each.terms:,} lists, {each.postings:,} postings, {format_size(each.size_bytes)}: whole" for each in reports]
+    emit(args, "\n".join(lines), json_document("postings verify", **_in_all(reports)))
     return 0

@@ -157,7 +157,7 @@ def check_whole_collection(facts: Facts, directory: str) -> None:
     if facts.split is not None:
         raise errors.InvalidInputError(
             f"postings in {directory}", got=f"part {facts.split.part} of {facts.split.n_parts} of a collection", expected="a whole one",
-            fix="search it by espnx.postings.SplitPostings([...]); to change it, build it again",
+            fix="search it by espnx.postings.SplitPostings([...]), or with --also; to change it, build it again",
         )  # fmt: skip
 
 

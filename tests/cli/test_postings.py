@@ -47,6 +47,32 @@ def test_build_search_change_info_verify(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["postings", "info", str(tmp_path)]) == 1
 
 
+def test_a_collection_over_several_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, trace = write_corpus(tmp_path / "c.jsonl"), str(tmp_path / "trace")
+    for placement in ("passages", "terms"):
+        parts = [str(tmp_path / f"{placement}-{i}") for i in range(2)]
+        where = [parts[0], "--also", parts[1]]
+        assert main(["postings", "build", *where, "--corpus", source, "--placement", placement, "--json", str(tmp_path / "b")]) == 0
+        records = [each["n_records"] for each in strict_json((tmp_path / "b").read_text())["parts"]]
+        assert records == ([2, 1] if placement == "passages" else [3, 3])
+        assert main(["postings", "verify", *where]) == 0
+        capsys.readouterr()
+        assert main(["postings", "search", parts[0], "logs and the device", *where[1:], "--json", "-"]) == 0
+        found = strict_json(capsys.readouterr().out)
+        assert [hit["number"] for hit in found["results"][0]["hits"]] == [1, 0, 2]
+        assert main(["postings", "search", parts[0], "logs", *where[1:], "--device", "ragx", "--stretch", "0", "--record", trace]) == 0
+        assert f"2 devices, by {placement}: " in capsys.readouterr().out
+        lists = ["--postings", parts[0], "--postings", parts[1]]
+        assert main(["device", "replay", trace, *lists, "--device", "ssd", "--json", "-"]) == 0
+        assert strict_json(capsys.readouterr().out)["verbs"]["scan"]["count"] == 1
+        assert main(["device", "replay", trace, *lists[:2]]) == 2
+        assert main(["device", "replay", trace, "--path", str(tmp_path)]) == 2
+        assert "--postings" in capsys.readouterr().err
+        assert main(["postings", "search", parts[0], "logs"]) == 2
+        assert main(["postings", "search", parts[0], "logs", *where[1:], "--explain"]) == 2
+    assert main(["postings", "search", parts[0], "logs", "--also", str(tmp_path / "passages-0")]) == 2
+
+
 def test_a_build_says_its_spool_and_what_it_goes_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, index = tmp_path / "c.jsonl", str(tmp_path / "x")
     rows = [json.dumps({"id": str(i), "text": " ".join(f"w{i * j % 1999}" for j in range(60))}) + "\n" for i in range(1100)]
