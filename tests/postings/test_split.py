@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from espnx.postings import VARIANTS, CsrArrays, Postings, SplitPostings, build_s
 from espnx.postings.stored import terms as stored_terms
 from espnx.storage import FaultRule, NativeEngine
 from tests.postings.common import corpus
+from tests.storage.common import in_child
 
 PLACEMENTS = ("passages", "terms")
 DAMAGED = (errors.ChecksumError, errors.FormatError, errors.TruncatedFileError)
@@ -280,3 +282,37 @@ def test_an_interrupted_build_is_built_again(tmp_path: Path) -> None:
     build_split(paths, ["aa bb", "bb cc"], placement="terms")
     with SplitPostings(paths) as postings:
         assert postings.search("cc").numbers[0, 0] == 1
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_many_threads_ask_at_once(placement: str, documents: list[list[str]], queries: list[list[str]], tmp_path: Path) -> None:
+    paths = directories(tmp_path, 3)
+    build_split(paths, terms=documents, placement=placement)
+    with SplitPostings(paths) as postings, ThreadPoolExecutor(6) as pool:
+        wanted = postings.search(queries, 20)
+        for found in pool.map(lambda _: postings.search(queries, 20), range(12)):
+            assert_same(found, wanted)
+
+
+def test_a_forked_child_is_refused(documents: list[list[str]], tmp_path: Path) -> None:
+    paths = directories(tmp_path, 2)
+    build_split(paths, terms=documents[:50])
+
+    def child() -> str:
+        with pytest.raises(errors.InvalidInputError, match="after fork") as caught:
+            postings.search([["w0"]])
+        return str(caught.value)
+
+    with SplitPostings(paths) as postings:
+        wanted = postings.search([["w0"]])
+        assert "parent process" in in_child(child)
+        assert_same(postings.search([["w0"]]), wanted)
+
+
+def test_searches_after_closing_are_refused(documents: list[list[str]], tmp_path: Path) -> None:
+    build_split([tmp_path / "part"], terms=documents[:50])
+    postings = SplitPostings([tmp_path / "part"])
+    postings.close()
+    postings.close()
+    with pytest.raises(errors.EngineClosedError):
+        postings.search([["w0"]])
