@@ -15,7 +15,7 @@ from espnx.device.emulation.device import EmulatedDevice, Emulation
 from espnx.device.emulation.faults import DeviceFault
 from espnx.device.near_storage import NearStorageDevice
 from espnx.device.postings import ScanCommand
-from espnx.device.trace.reader import read_trace
+from espnx.device.trace.reader import Trace, read_trace
 from espnx.device.trace.recorded import recorded
 from espnx.device.trace.replay import replay
 from espnx.device.trace.writer import TraceWriter
@@ -141,8 +141,9 @@ def test_a_replay_sends_the_same_commands(paths: list[Path], wanted: Found, tmp_
         found = replay(trace, recorded(again, writer), lists=read_parts(paths)[0], with_host=False)
     second = read_trace(tmp_path / "again")
 
-    def payloads(of: object, device: int) -> list[str]:
-        return [each.detail.text("payload", most=1 << 20) for each in of.commands if each.verb == "scan" and each.device == device]  # type: ignore[attr-defined]
+    def payloads(of: Trace, device: int) -> list[str]:
+        lines = [each for each in of.commands if each.verb == "scan" and each.device == device]
+        return [each.detail.text("payload", most=1 << 20) for each in lines]
 
     for device in range(3):
         assert payloads(second, device) == payloads(trace, device)
