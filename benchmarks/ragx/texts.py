@@ -62,16 +62,16 @@ def retrievers(
                 yield each, len(texts.passages)
     if "doc2vec" in wanted:
         say(f"training Doc2Vec on {len(texts.passages):,} passages")
-        for each in vectors.of(_doc2vec(texts, k), "doc2vec", ef):
-            yield each, len(texts.passages)
+        data = _doc2vec(texts, k)
+        for each in vectors.of(data, "doc2vec", ef):
+            yield each, len(data.base)
     if not {"gtr-shape", "colbert-pooled", "colbert"} & set(wanted):
         return
     say(f"encoding {len(texts.passages):,} passages")
     made = espnx.load_encoder(encoder)
     passages = [each for some in _chunks(texts.passages) for each in made.encode_documents(some)]
     asked = [each for some in _chunks(texts.queries) for each in made.encode_queries(some)]
-    for each in _of_tokens(wanted, texts.name, passages, asked, ef, candidates, k):
-        yield each, len(texts.passages)
+    yield from _of_tokens(wanted, texts.name, passages, asked, ef, candidates, k)
 
 
 def _of_terms(texts: Texts, name: str, sparse_encoder: str, k: int) -> Iterator[Retriever]:
@@ -93,14 +93,17 @@ def _of_terms(texts: Texts, name: str, sparse_encoder: str, k: int) -> Iterator[
 
 def _of_tokens(
     wanted: Sequence[str], name: str, passages: Sequence[Encoded], queries: Sequence[Encoded], ef: int, candidates: int, k: int
-) -> Iterator[Retriever]:  # fmt: skip
+) -> Iterator[tuple[Retriever, int]]:  # fmt: skip
     if "gtr-shape" in wanted and len(passages[0].cls):
         base, asked = (np.stack([each.cls.numpy() for each in some]).astype(np.float32) for some in (passages, queries))
-        yield from vectors.of(Vectors(name, base, asked, "ip", k), "gtr-shape", ef)
+        for each in vectors.of(Vectors(name, base, asked, "ip", k), "gtr-shape", ef):
+            yield each, len(base)
     if "colbert-pooled" in wanted:
-        yield from vectors.of(Vectors(name, pooled(passages), pooled(queries), "l2", k), "colbert-pooled", ef)
+        base = _of_length_1(pooled(passages))
+        for each in vectors.of(Vectors(name, base, pooled(queries), "l2", k), "colbert-pooled", ef):
+            yield each, len(base)
     if "colbert" in wanted:
-        yield MaxSim(name, passages, queries, candidates, k)
+        yield MaxSim(name, passages, queries, candidates, k), len(passages)
 
 
 def _doc2vec(texts: Texts, k: int) -> Vectors:
@@ -111,8 +114,11 @@ def _doc2vec(texts: Texts, k: int) -> Vectors:
 
 
 def _of_length_1(rows: np.ndarray) -> np.ndarray:
+    """Without those of length 0, of texts that have no known word: they would be at distance 1 from everything, nearer than most, and every
+    link of a graph would lead to them."""
     length = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
-    return np.ascontiguousarray(rows / np.where(length > 0, length, 1), dtype=np.float32)
+    there = length[:, 0] > 0
+    return np.ascontiguousarray(rows[there] / length[there], dtype=np.float32)
 
 
 def _chunks(given: Sequence[str]) -> Iterator[list[str]]:
