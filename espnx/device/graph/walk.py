@@ -25,6 +25,9 @@ from ...ops.distances import distances
 from ...storage import Future, Plan
 from ..vectors.interface import WALK_REPLY, Estimate, Graph, LayeredGraph, Nodes, Round, WalkStats
 
+#: Nodes of a hop are taken in so many groups: each call costs more than the arithmetic of a node.
+_GROUPS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class _Known:
@@ -179,7 +182,9 @@ class Walk:
         measured = self.stats.distances
         future = self._read(self._graph.plan(nodes))
         position = future.position_bytes.numpy()
-        for items in future:
+        finished = False
+        while not finished:
+            items, finished = future.next(-(-len(nodes) // _GROUPS))
             arrived = items.numpy()
             self._take(nodes[arrived], future.memory, position[arrived])
         missing = [int(node) for node in nodes if int(node) not in self._known]
@@ -195,6 +200,8 @@ class Walk:
 
     def _take(self, asked: np.ndarray, memory: torch.Tensor, position_bytes: np.ndarray) -> None:
         """What arrived becomes known."""
+        if not asked.size:  # the last of them may come with the news that there are no more
+            return
         nodes = self._graph.parse(asked, memory, position_bytes)
         self._check_nodes(nodes)
         place = {node: i for i, node in enumerate(nodes.numbers.tolist()) if node not in self._known}  # of two in one page each comes twice
