@@ -177,7 +177,7 @@ def run_verify(args: argparse.Namespace) -> int:
 def configure_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prefix", help="of the index's files: PREFIX_disk.index, PREFIX_pq_pivots.bin, PREFIX_pq_compressed.bin")
     parser.add_argument("graph", help="a new directory")
-    parser.add_argument("--vectors", metavar="FILE", help="what the index was built from, where its nodes have codes in place of vectors")
+    parser.add_argument("--vectors", metavar="FILE", help="what an index was built from whose nodes have codes: to have these instead")
     parser.add_argument("--data-type", choices=("float32", "uint8", "int8"), help="of its vectors (default: as PREFIX_metadata.bin says)")
     parser.add_argument("--metric", choices=("l2", "ip"), help="of the index (default: as PREFIX_metadata.bin says, else l2)")
     parser.add_argument(

@@ -101,7 +101,8 @@ class ExportReport:
 
 @dataclass(frozen=True, eq=False)
 class _Index:
-    """An index of theirs, in memory. `measured`: the vectors as its edges were chosen by; `rows`: as they are stored here."""
+    """An index of theirs, in memory. `measured`: the vectors as its edges were chosen by; `rows`: as they are stored here; `disk_book`: of
+    the codes that its nodes have in place of vectors, where nobody gave these: then both are what the codes stand for."""
 
     measured: np.ndarray
     rows: np.ndarray
@@ -112,6 +113,7 @@ class _Index:
     codes: np.ndarray
     metric: str
     size_bytes: int
+    disk_book: Codebook | None = None
 
 
 def import_diskann(
@@ -138,9 +140,11 @@ def import_diskann(
     Args:
         prefix: of its files: ``PREFIX_disk.index``, ``PREFIX_pq_pivots.bin``, ``PREFIX_pq_compressed.bin``.
         path: a new directory, or an empty one.
-        vectors: where its nodes have codes in place of vectors (``pq_disk_bytes``), what it was built from: see
-            `espnx.graph.vectors.read_vectors`.
-        data_type: ``float32``, ``uint8`` or ``int8``. None: as diskannpy noted in ``PREFIX_metadata.bin``; no other file says it.
+        vectors: where its nodes have codes in place of vectors (``pq_disk_bytes``), what it was built from, and what the graph's nodes are
+            to have: see `espnx.graph.vectors.read_vectors`. None: they have the same codes, ``PREFIX_disk.index_pq_pivots.bin`` is read as
+            well, and nothing says what recall these cost.
+        data_type: ``float32``, ``uint8`` or ``int8``. None: as diskannpy noted in ``PREFIX_metadata.bin``; no other file says it. Of no
+            interest where nodes have codes.
         metric: ``l2`` or ``ip`` (theirs: mips). None: as noted there, else ``l2``.
         codes: ``inline``, beside each node its neighbours', or ``memory``.
         order: ``packed``: nodes with many edges between them lie together in a page; ``given``: by number, as in the index.
@@ -164,10 +168,7 @@ def import_diskann(
     with given_engine(engine) as own:
         index = _read_index(own, where, vectors, data_type, metric, column, tell)
         n, dim = index.rows.shape
-        layout = choose_layout(
-            n, dim, _FORMATS[index.rows.dtype.name], max_degree=index.neighbours.shape[1], codes=codes,
-            code_bytes=index.codebook.code_bytes,
-        )  # fmt: skip
+        layout = _layout_of(index, codes)
         times.append(time.perf_counter())
         make_given_directory(path)
         options = {"imported": "DiskANN", "codes": codes, "order": order, "num_entry_points": num_entry_points, "seed": seed}
@@ -175,12 +176,23 @@ def import_diskann(
             clear_leftovers(path)
             facts, repaired = _write_index(own, os.fspath(path), index, layout, options, tell)
             times.append(time.perf_counter())
-            facts = add_recall(own, facts, lambda: row_blocks(index.rows), threads=threads, seed=seed, progress=tell)
+            facts = add_recall(
+                own, facts, lambda: row_blocks(index.rows), threads=threads, seed=seed, progress=tell, of_codes=index.disk_book is not None
+            )
     times.append(time.perf_counter())
     folder = sum(facts.file_sizes.values()) + os.path.getsize(os.path.join(facts.where, NAME))
     return ImportReport(
         os.fspath(path), n, dim, layout.format, index.metric, layout.max_degree, layout.page_bytes, layout.nodes_per_page,
         layout.code_bytes, repaired, folder, index.size_bytes, facts.memory_bytes, *np.diff(times).tolist(),
+    )  # fmt: skip
+
+
+def _layout_of(index: _Index, codes: str) -> PageLayout:
+    n, dim = index.rows.shape
+    held = index.disk_book
+    return choose_layout(
+        n, dim, _FORMATS[index.rows.dtype.name] if held is None else "pq", max_degree=index.neighbours.shape[1], codes=codes,
+        code_bytes=index.codebook.code_bytes, disk_pq_bytes=None if held is None else held.code_bytes,
     )  # fmt: skip
 
 
@@ -205,7 +217,9 @@ def _write_index(
     row_of = graph.pack(layout.nodes_per_page).numpy() if options["order"] == "packed" else np.arange(layout.n)
     neighbours, counts = (each.numpy() for each in graph.edges())
     del graph  # its edges have been copied
-    whole = WholeGraph(layout, index.metric, index.rows, index.codes, index.codebook, neighbours, counts, entries, options)
+    whole = WholeGraph(
+        layout, index.metric, index.rows, index.codes, index.codebook, neighbours, counts, entries, options, index.disk_book
+    )  # fmt: skip
     return write_graph(engine, path, whole, row_of, progress), repaired
 
 
@@ -222,24 +236,29 @@ def _read_index(
     noted = theirs.read_metadata(engine, prefix + theirs.METADATA)
     metric = _agreed("metric", metric, noted and noted[1], ("l2", "ip"), prefix, default="l2")
     given = None
-    if os.path.lexists(prefix + theirs.DISK_PIVOTS):
-        given = _read_given(vectors, column, header.n)
-        _agreed("data_type", given.dtype.name, noted and noted[0], theirs.DTYPES, prefix)
+    if holds_codes := os.path.lexists(prefix + theirs.DISK_PIVOTS):
+        if vectors is not None:
+            given = _read_given(vectors, column, header.n)
+            _agreed("data_type", given.dtype.name, noted and noted[0], theirs.DTYPES, prefix)
         if metric == "ip":
             raise errors.FormatError(
                 "an index by inner product whose nodes have codes", path=prefix + theirs.DISK_PIVOTS, expected="nodes that have vectors"
             )
     elif vectors is not None:
         raise errors.InvalidInputError("vectors of an import", got="given", expected="none: the index has them in its nodes")
-    dtype = np.dtype("uint8" if given is not None else _agreed("data_type", data_type, noted and noted[0], theirs.DTYPES, prefix))
+    dtype = np.dtype("uint8" if holds_codes else _agreed("data_type", data_type, noted and noted[0], theirs.DTYPES, prefix))
     nodes = theirs.read_nodes(engine, prefix + theirs.INDEX, header, dtype)
-    measured = nodes.vectors if given is None else given
+    disk_book, measured = None, nodes.vectors if given is None else given
+    if holds_codes and given is None:
+        dim = theirs.read_dim(engine, prefix + theirs.PIVOTS)
+        disk_book = theirs.read_codebook(engine, prefix + theirs.DISK_PIVOTS, header.width, dim)
+        measured = np.ascontiguousarray(disk_book.decode(nodes.vectors))
     codes = theirs.read_codes(engine, prefix + theirs.CODES, header.n)
     book = theirs.read_codebook(engine, prefix + theirs.PIVOTS, codes.shape[1], measured.shape[1])
     progress("read", header.n, header.n)
     size_bytes = sum(os.path.getsize(prefix + each) for each in (theirs.INDEX, theirs.CODES, theirs.PIVOTS))
     found = _Index(
-        measured, measured, nodes.neighbours, nodes.counts, header.medoid, book, codes, metric, size_bytes
+        measured, measured, nodes.neighbours, nodes.counts, header.medoid, book, codes, metric, size_bytes, disk_book
     )  # fmt: skip
     return found if metric == "l2" else _without_added_dimension(engine, prefix, found)
 
@@ -264,11 +283,6 @@ def _agreed(
 
 def _read_given(vectors: Any, column: str | None, n: int) -> np.ndarray:
     """What an index was built from whose nodes have codes in place of vectors."""
-    if vectors is None:
-        raise errors.InvalidInputError(
-            "vectors of an import", got="none, and the index's nodes have codes in their place", expected="what it was built from",
-            fix="vectors=",
-        )  # fmt: skip
     source = read_vectors(vectors, column=column)
     if source.n != n or source.dtype.name not in _FORMATS:
         raise errors.InvalidInputError(

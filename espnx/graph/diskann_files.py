@@ -231,6 +231,26 @@ def read_codebook(engine: NativeEngine, path: str, chunks: int, dim: int) -> Cod
     return Codebook(begin, centroids)
 
 
+def read_dim(engine: NativeEngine, path: str) -> int:
+    """Dimensions of the vectors that the centroids of a file are of. Raises as `read_codebook`."""
+    size_bytes = _size(path, 8 + 8 * 4)
+    file = engine.open(path)
+    try:
+        begin = int(_bin(read_range(engine, file, 0, 8 + 8 * 4).tobytes(), 0, "<u8", (4, 1), path, "sections")[0, 0])
+        if begin > size_bytes - 8:
+            raise errors.TruncatedFileError(
+                "centroids of DiskANN", path=path, got=f"{size_bytes} bytes", expected=f"{begin + 8} or more", fix=_REBUILD
+            )
+        rows, dim = read_range(engine, file, begin, 8).view("<i4").tolist()
+    finally:
+        engine.close_file(file)
+    if rows != _CENTROIDS or not 1 <= dim <= DIM_MAX:
+        raise errors.FormatError(
+            "centroids of DiskANN", path=path, offset_bytes=begin, got=[rows, dim], expected=f"[{_CENTROIDS}, 1 to {DIM_MAX}]", fix=_REBUILD
+        )
+    return dim
+
+
 def read_codes(engine: NativeEngine, path: str, n: int) -> np.ndarray:
     """uint8 [n, chunks] of ``PREFIX_pq_compressed.bin``. Raises as `read_codebook`."""
     size_bytes = _size(path, 8)

@@ -142,20 +142,23 @@ def publish(engine: NativeEngine, path: str, files: GraphFiles) -> GraphFacts:
     return files.facts
 
 
-def add_recall(engine: NativeEngine, facts: GraphFacts, blocks: Blocks, *, threads: int, seed: int, progress: Progress) -> GraphFacts:
+def add_recall(
+    engine: NativeEngine, facts: GraphFacts, blocks: Blocks, *, threads: int, seed: int, progress: Progress, of_codes: bool = False
+) -> GraphFacts:
     """Measures what searches of a written graph find, for lists of several sizes, and writes it into its manifest; where its nodes have
     codes in place of vectors, also what a search that measures all of these finds.
 
     Args:
         blocks: the graph's vectors, see `GraphIndex.exact`.
         seed: of the choice of the vectors that are searched for: some of the graph itself, each but itself.
+        of_codes: whether these vectors are what the codes stand for, and nobody knows others: then nothing limits recall.
 
     Raises WriteError, DiskFullError, and what a search raises; the graph stays as it was.
     """
     if not facts.layout.n:
         return facts
     progress("recall", 0, 1)
-    facts = _with_recall(facts, blocks, threads, seed)
+    facts = _with_recall(facts, blocks, threads, seed, has_ceiling=facts.disk_codebook is not None and not of_codes)
     write_manifest(engine, facts.where, MAGIC, VERSION, facts.manifest())
     progress("recall", 1, 1)
     return facts
@@ -260,18 +263,17 @@ def _with_headers(content: np.ndarray, page_bytes: int, first: int, salt: int) -
     return pages.reshape(-1)
 
 
-def _with_recall(facts: GraphFacts, blocks: Blocks, threads: int, seed: int) -> GraphFacts:
+def _with_recall(facts: GraphFacts, blocks: Blocks, threads: int, seed: int, *, has_ceiling: bool) -> GraphFacts:
     """What is known of searches for vectors of the graph itself, each but itself, beside an exact search."""
     n, k = facts.layout.n, min(_CURVE_K + 1, facts.layout.n)
     if k < 2:
         return facts
     chosen = np.sort(np.random.default_rng(seed + 1).permutation(n)[:_CURVE_QUERIES])
     with GraphIndex(facts.where, threads=threads) as index:
-        holds_codes = facts.disk_codebook is not None
-        queries = _rows_of(blocks(), chosen, facts.layout.dim) if holds_codes else index.vectors(chosen)
+        queries = _rows_of(blocks(), chosen, facts.layout.dim) if has_ceiling else index.vectors(chosen)
         exact = index.exact(queries, k, blocks())
         ceiling = None
-        if holds_codes:
+        if has_ceiling:
             coding = facts.coding
             decoded = ((rows, coding.decode(coding.encode(vectors))) for rows, vectors in blocks())
             ceiling = _share_found(index.exact(queries, k, decoded), exact, chosen)

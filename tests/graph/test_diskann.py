@@ -132,20 +132,50 @@ def test_an_index_by_inner_product(tmp_path: Path) -> None:
         export_diskann(tmp_path / "g", tmp_path / "new")
 
 
-def test_an_index_with_codes_in_its_nodes_needs_its_vectors(tmp_path: Path) -> None:
+def test_an_index_with_codes_in_its_nodes_and_its_vectors(tmp_path: Path) -> None:
     vectors = CASES["float32"]
     edges = reference.make(tmp_path / "ann", vectors)
     codes = np.random.default_rng(0).integers(0, 256, (300, 5)).astype(np.uint8)
     reference.write_index(tmp_path / "ann", codes, edges, degree=8)
     (tmp_path / "ann_disk.index_pq_pivots.bin").write_bytes(b"")
     np.save(tmp_path / "x.npy", vectors)
-    for wrong in (None, vectors[:-1], vectors.astype(np.float16), np.full_like(vectors, np.nan), BYTES):
+    for wrong in (vectors[:-1], vectors.astype(np.float16), np.full_like(vectors, np.nan), BYTES):
         with pytest.raises(errors.InvalidInputError):
             import_diskann(tmp_path / "ann", tmp_path / "g", vectors=wrong)
     import_diskann(tmp_path / "ann", tmp_path / "g", vectors=tmp_path / "x.npy")
     assert edges_of(tmp_path / "g") == edges
     with espnx.graph.open(tmp_path / "g") as index:
         assert np.array_equal(index.vectors([0, 299]), vectors[[0, 299]])
+
+
+def test_an_index_with_codes_in_its_nodes(tmp_path: Path) -> None:
+    vectors = CASES["float32"]
+    dim = vectors.shape[1]
+    edges = reference.make(tmp_path / "ann", vectors)
+    random = np.random.default_rng(3)
+    begin = np.array([0, 2, dim])
+    table = vectors[random.integers(0, 300, 256)]
+    codes = random.integers(0, 256, (300, 2)).astype(np.uint8)
+    reference.write_index(tmp_path / "ann", codes, edges, degree=8)
+    reference.write_codes(tmp_path / "held", codes, table, np.zeros(dim), begin)
+    (tmp_path / "held_pq_pivots.bin").rename(tmp_path / "ann_disk.index_pq_pivots.bin")
+    report = import_diskann(tmp_path / "ann", tmp_path / "g")
+    assert (report.format, report.dim) == ("pq", dim)
+    assert edges_of(tmp_path / "g") == edges
+    held = np.concatenate([table[codes[:, 0], :2], table[codes[:, 1], 2:]], axis=1)
+    with espnx.graph.open(tmp_path / "g") as index:
+        assert np.array_equal(index.vectors(np.arange(300)), held)
+        assert index.facts.recall_ceiling is None
+        assert index.search(held[5], 1, list_size=300).distances[0, 0] == pytest.approx(0, abs=1e-4)
+    whole = (tmp_path / "ann_disk.index_pq_pivots.bin").read_bytes()
+    (tmp_path / "ann_disk.index_pq_pivots.bin").write_bytes(whole[:-9])
+    with pytest.raises(errors.TruncatedFileError):
+        import_diskann(tmp_path / "ann", tmp_path / "h")
+    pivots = (tmp_path / "ann_pq_pivots.bin").read_bytes()
+    for wrong in (pivots[:20], pivots[:4096] + struct.pack("<ii", 255, dim) + pivots[4104:], pivots[:8] + b"\xff" * 8 + pivots[16:]):
+        (tmp_path / "ann_pq_pivots.bin").write_bytes(wrong)
+        with pytest.raises((errors.TruncatedFileError, errors.FormatError)):
+            import_diskann(tmp_path / "ann", tmp_path / "h")
 
 
 def test_nodes_that_cannot_be_reached_are_given_edges(tmp_path: Path) -> None:

@@ -1,0 +1,302 @@
+// See worker.hpp.
+#include "worker.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <limits>
+
+namespace espnx::graph {
+namespace {
+
+constexpr int64_t kLongestWaitNs = 200'000'000;
+constexpr int kIdleRetries = 16;  // completions without progress before a read is given up
+constexpr double kGraceS = 5;     // for reads that nobody waits for any more
+
+}  // namespace
+
+GraphSearcher::Worker::Worker(GraphSearcher& searcher)
+    : searcher_(searcher),
+      layout_(searcher.view_.layout),
+      code_cache_(searcher.options_.code_cache_bytes / kCodePageBytes),
+      slots_(searcher.options_.walks) {
+  auto& options = searcher_.options_;
+  const auto depth = static_cast<unsigned>(std::min<int64_t>(4096, options.walks * kBeamAhead));
+  std::string effective, reason;
+  queue_ = io::make_queue(options.path, depth, 32, effective, reason);
+  if (!options.rules.empty()) queue_ = io::make_faulty_queue(std::move(queue_), searcher_.faults_);
+  depth_ = depth;
+  std::lock_guard lock(searcher_.mutex_);
+  searcher_.effective_ = effective;
+  searcher_.fallback_reason_ = reason;
+}
+
+void GraphSearcher::Worker::run() {
+  while (take_queries()) {
+    step();
+  }
+  drain();
+}
+
+void GraphSearcher::Worker::abandon(const io::Failure& failure) {
+  for (Slot& slot : slots_) {
+    if (!slot.job) continue;
+    slot.job->fail(failure);
+    release(slot);
+  }
+  leave_behind();
+}
+
+bool GraphSearcher::Worker::take_queries() {
+  std::unique_lock lock(searcher_.mutex_);
+  searcher_.work_.wait(lock, [&] { return searcher_.stopping_ || busy_ > 0 || !searcher_.jobs_.empty(); });
+  if (searcher_.stopping_) return false;
+  // A share of what is there, so that a small batch goes to all threads.
+  int64_t share = 1;
+  for (const auto& job : searcher_.jobs_) share += (job->request->n_queries - job->next) / searcher_.options_.threads;
+  for (size_t i = 0; i < slots_.size() && !searcher_.jobs_.empty() && share > 0; ++i) {
+    if (slots_[i].job) continue;
+    auto job = searcher_.jobs_.front();
+    slots_[i].query = job->next++;
+    if (job->next == job->request->n_queries) searcher_.jobs_.pop_front();
+    {
+      std::lock_guard job_lock(job->mutex);
+      ++job->under_way;
+    }
+    slots_[i].job = std::move(job);
+    fresh_.push_back(i);
+    ++busy_, --share;
+  }
+  return true;
+}
+
+void GraphSearcher::Worker::step() {
+  for (const size_t i : fresh_) begin(i);
+  fresh_.clear();
+  if (in_flight_ == 0) return;
+  completions_.clear();
+  queue_->wait(completions_, 1, kLongestWaitNs);
+  for (const io::Completion& completion : completions_) complete(completion);
+  std::vector<size_t> starved;
+  starved.swap(starved_);
+  for (const size_t i : starved) go_on(i);
+  const auto now = Clock::now();
+  if (now < next_look_) return;
+  next_look_ = now + std::chrono::milliseconds(50);
+  for (size_t i = 0; i < slots_.size(); ++i) look_at(i, now);
+}
+
+void GraphSearcher::Worker::begin(size_t i) {
+  Slot& slot = slots_[i];
+  const SearchRequest& request = *slot.job->request;
+  slot.begun = Clock::now();
+  slot.shown = 0;
+  if (slot.job->failed) return end(i);
+  slot.walk.begin(searcher_.view_, request.walk, request.queries + slot.query * request.query_bytes,
+                  request.queries_f32 + slot.query * layout_.dim, request.allowed);
+  go_on(i);
+}
+
+void GraphSearcher::Worker::go_on(size_t i) {
+  Slot& slot = slots_[i];
+  if (slot.job->failed) {
+    if (slot.reads == 0) end(i);
+    return;
+  }
+  while (in_flight_ < depth_) {
+    const auto want = slot.walk.next_page();
+    if (!want) break;
+    const uint8_t* codes = want->is_codes ? code_cache_.find(want->page) : nullptr;
+    if (codes != nullptr) {
+      slot.walk.codes_arrived(want->page, codes, false);
+    } else {
+      start_read(i, *want);
+    }
+  }
+  show_early(slot);
+  if (slot.reads > 0) return;
+  if (!slot.walk.done()) return starved_.push_back(i);  // other walks fill the queue
+  write_result(slot);
+  end(i);
+}
+
+int64_t GraphSearcher::Worker::begin_bytes(const Read& read) const {
+  const PageFiles& files = searcher_.files_;
+  return (read.is_codes ? files.codes_begin : files.pages_begin) + read.page * page_bytes(read);
+}
+
+void GraphSearcher::Worker::start_read(size_t i, Want want) {
+  size_t tag = 0;
+  if (free_reads_.empty()) {
+    tag = reads_.size();
+    reads_.emplace_back();
+  } else {
+    tag = free_reads_.back();
+    free_reads_.pop_back();
+  }
+  Read& read = reads_[tag];
+  read.slot = static_cast<int64_t>(i);
+  read.page = want.page;
+  read.is_codes = want.is_codes;
+  if (!read.buffer || read.buffer->capacity_bytes < page_bytes(read))
+    read.buffer = searcher_.pool_->take(page_bytes(read));
+  read.moved_bytes = 0;
+  read.idle_retries = 0;
+  ++in_flight_;
+  ++slots_[i].reads;
+  submit(tag);
+}
+
+void GraphSearcher::Worker::submit(size_t tag) {
+  Read& read = reads_[tag];
+  const int64_t size = page_bytes(read);
+  queue_->submit({io::Op::read, &file(read), begin_bytes(read) + read.moved_bytes, read.buffer->data + read.moved_bytes,
+                  size - read.moved_bytes, tag});
+}
+
+void GraphSearcher::Worker::complete(const io::Completion& completion) {
+  const auto tag = static_cast<size_t>(completion.tag);
+  Read& read = reads_[tag];
+  const bool passes = completion.result == -EINTR || completion.result == -EAGAIN;
+  if (completion.result > 0) read.moved_bytes += completion.result, read.idle_retries = 0;
+  const bool whole = read.moved_bytes >= page_bytes(read);
+  const auto slot = static_cast<size_t>(read.slot);
+  const bool wanted = !slots_[slot].job->failed;
+  if (!whole && wanted && (completion.result > 0 || (passes && ++read.idle_retries < kIdleRetries))) {
+    return submit(tag);
+  }
+  --in_flight_;
+  --slots_[slot].reads;
+  if (wanted) take(tag, completion.result);
+  read.slot = -1;
+  free_reads_.push_back(tag);
+  go_on(slot);
+}
+
+void GraphSearcher::Worker::take(size_t tag, int64_t result) {
+  Read& read = reads_[tag];
+  Slot& slot = slots_[read.slot];
+  io::Failure failure;
+  const int64_t size = page_bytes(read);
+  failure.path = file(read).path;
+  failure.offset_bytes = begin_bytes(read);
+  failure.size_bytes = size;
+  if (read.moved_bytes < size) {
+    failure.kind = result < 0 ? io::Kind::read : result == 0 ? io::Kind::truncated : io::Kind::short_read;
+    failure.error = result < 0 ? static_cast<int>(-result) : 0;
+    failure.what = result < 0 ? "reading a page of a graph failed" : "a page of a graph ends early";
+    failure.got = std::to_string(read.moved_bytes) + " bytes";
+    failure.expected = std::to_string(size) + " bytes";
+    return slot.job->fail(std::move(failure));
+  }
+  const auto* bytes = reinterpret_cast<const uint8_t*>(read.buffer->data);
+  const char* fault =
+      read.is_codes ? header_fault(bytes, size, read.page, code_salt(layout_)) : fault_of(layout_, bytes, read.page);
+  if (fault != nullptr) {
+    failure.kind = io::Kind::checksum;
+    failure.what = "page " + std::to_string(read.page) + (read.is_codes ? " of the codes" : "") +
+                   " of a graph is damaged: " + fault;
+    return slot.job->fail(std::move(failure));
+  }
+  if (read.is_codes) {
+    slot.walk.codes_arrived(read.page, bytes, true);
+    code_cache_.keep(read.page, std::move(read.buffer));
+    return;
+  }
+  slot.walk.arrived(read.page, bytes);
+}
+
+void GraphSearcher::Worker::look_at(size_t i, Clock::time_point now) {
+  Slot& slot = slots_[i];
+  if (!slot.job) return;
+  if (now > slot.job->deadline) {
+    io::Failure failure = make_failure(io::Kind::deadline, "searching a graph");
+    failure.path = searcher_.file_->path;
+    slot.job->fail(std::move(failure));
+  }
+  if (!slot.job->failed || slot.reads == 0) return;
+  for (size_t tag = 0; tag < reads_.size(); ++tag) {
+    if (reads_[tag].slot == static_cast<int64_t>(i)) queue_->cancel(tag);
+  }
+  // A read that never ends keeps its memory and its place; the call does not wait for it.
+  release(slot);
+}
+
+void GraphSearcher::Worker::write_found(const std::vector<Found>& found, int64_t k, int64_t* rows, float* distances) {
+  for (int64_t i = 0; i < k; ++i) {
+    const bool is_there = i < static_cast<int64_t>(found.size());
+    rows[i] = is_there ? static_cast<int64_t>(found[i].row) : -1;
+    distances[i] = is_there ? found[i].distance : std::numeric_limits<float>::infinity();
+  }
+}
+
+void GraphSearcher::Worker::show_early(Slot& slot) {
+  Job& job = *slot.job;
+  const int64_t call = job.early_call;
+  if (slot.shown == call || slot.walk.costs().pages < job.early_pages) return;
+  slot.shown = call;
+  const SearchRequest& request = *job.request;
+  const int64_t k = request.walk.k;
+  const auto found = slot.walk.nearest();
+  std::lock_guard lock(job.mutex);
+  if (job.early_call != call) return;  // the next call waits for more
+  write_found(found, k, request.early_rows + slot.query * k, request.early_distances + slot.query * k);
+  job.shown[slot.query] = call;
+  job.changed.notify_all();
+}
+
+void GraphSearcher::Worker::write_result(Slot& slot) {
+  const SearchRequest& request = *slot.job->request;
+  const int64_t k = request.walk.k, at = slot.query;
+  write_found(slot.walk.results(), k, request.rows + at * k, request.distances + at * k);
+  const WalkCosts& costs = slot.walk.costs();
+  request.pages[at] = costs.pages;
+  request.code_pages[at] = costs.code_pages;
+  request.measured[at] = costs.distances;
+  request.estimated[at] = costs.estimates;
+  request.seconds[at] = std::chrono::duration<float>(Clock::now() - slot.begun).count();
+}
+
+void GraphSearcher::Worker::release(Slot& slot) {
+  if (slot.released) return;
+  slot.released = true;
+  std::lock_guard lock(slot.job->mutex);
+  --slot.job->under_way;
+  --slot.job->left;
+  if (!slot.job->failed) slot.job->shown[slot.query] = std::numeric_limits<int64_t>::max();
+  slot.job->changed.notify_all();
+}
+
+void GraphSearcher::Worker::end(size_t i) {
+  release(slots_[i]);
+  slots_[i].released = false;
+  slots_[i].job.reset();
+  --busy_;
+}
+
+void GraphSearcher::Worker::drain() {
+  for (Slot& slot : slots_) {
+    if (!slot.job) continue;
+    slot.job->fail(make_failure(io::Kind::closed, "searching a graph: it was closed"));
+    release(slot);
+  }
+  for (size_t tag = 0; tag < reads_.size(); ++tag) {
+    if (reads_[tag].slot >= 0) queue_->cancel(tag);
+  }
+  const auto until = Clock::now() + std::chrono::duration<double>(kGraceS);
+  while (in_flight_ > 0 && Clock::now() < until) {
+    completions_.clear();
+    queue_->wait(completions_, 1, kLongestWaitNs);
+    in_flight_ -= completions_.size();
+  }
+  if (in_flight_ > 0) leave_behind();
+}
+
+void GraphSearcher::Worker::leave_behind() {
+  static std::mutex mutex;
+  static auto* left = new std::vector<std::pair<std::deque<Read>, std::unique_ptr<io::Queue>>>();
+  std::lock_guard lock(mutex);
+  left->emplace_back(std::move(reads_), std::move(queue_));
+}
+
+}  // namespace espnx::graph
