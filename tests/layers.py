@@ -67,6 +67,8 @@ THIRD_PARTY = {
         "tantivy",
         "lancedb",
         "pyarrow",
+        "pyvsag",
+        "seismic",
     },
     "kernels": {"triton"},
 }

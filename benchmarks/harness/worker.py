@@ -1,6 +1,6 @@
 """One system of a benchmark in a process of its own: commands and answers are lines of JSON on stdin and stdout.
 
-    python -m espnx.benchmarks.harness.worker retrieval|kv|graph [--procs FILE]
+    python -m espnx.benchmarks.harness.worker retrieval|kv|graph|postings [--procs FILE]
 
 With ``--procs`` the process first puts itself into a control group. Answers have ``error`` where a command failed.
 """
@@ -22,7 +22,12 @@ from espnx.errors import EspnxError
 
 _FAILURES = (EspnxError, OSError, MemoryError)
 #: Session -> what is answered as an error; anything else ends the process. A model raises RuntimeError where memory is short.
-SESSIONS: Mapping[str, tuple[type[Exception], ...]] = {"retrieval": _FAILURES, "kv": (*_FAILURES, RuntimeError), "graph": _FAILURES}
+SESSIONS: Mapping[str, tuple[type[Exception], ...]] = {
+    "retrieval": _FAILURES,
+    "kv": (*_FAILURES, RuntimeError),
+    "graph": _FAILURES,
+    "postings": _FAILURES,
+}
 
 
 def main() -> int:

@@ -4,30 +4,42 @@ from __future__ import annotations
 
 import tempfile
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+
+from espnx.errors import PathUnavailableError
+from espnx.sizes import parse_size
 
 from ..harness.arguments import choices, positive
-from ..harness.cells import baselines_of, metric, number, ratio
 from ..harness.registry import Case, Say
 from ..harness.result import Row
+from .names import BASELINES, NOT_INSTALLED, PEERS
+from .tables import learned, sizes, table
 
-if TYPE_CHECKING:
-    from espnx.postings import BM25
+DESCRIPTION = """Passages by recipe: half of the words by Zipf's law (1.05) over 200,000 terms, half of one of 2,000 topics, 46.6 words.
+Ranks 1 to 160 of the law are left out, as by a list of stop words. Queries have about four words of one passage, drawn by df^0.55. So a
+million passages have 39.9 million postings, and a query meets 25,700 of them in the mean, 60,000 at the 95th percentile, in all its lists.
+(With the first ranks in, lists of the whole corpus outweigh all others: the same queries would meet 1.4 million postings.)
 
-BASELINES = ("mmap-willneed", "bm25s-mmap", "bm25s-memory", "tantivy", "fts5")
-DESCRIPTION = """Passages by recipe: half of the words by Zipf's law over 200,000 terms, half of one of 2,000 topics; queries of about four
-words of one passage. Every system builds an index of them and is asked one query after the other; before each the page cache of its files
-is dropped, but of bm25s-memory. Scores of espnx, mmap-willneed and bm25s must be bm25s's; Tantivy rounds lengths and FTS5 has a formula of
-its own: both must find most of the same. A time is the mean of a query.
+Every system builds an index and is asked one query after the other in a process of its own, whose memory is limited, its page cache
+included; before each query the page cache of its files is dropped, but of bm25s-memory (its default backend) and bm25s-numba. Scores of
+espnx, mmap-willneed and bm25s must be bm25s's; Tantivy rounds lengths and FTS5 has a formula of its own: both must find most of the same.
+A time is the mean of a query. Tantivy's time is that of its search, without the stored number of each hit.
 
   espnx bench postings --path /mnt/nvme --baseline mmap-willneed,bm25s-mmap,tantivy --json postings.json
-  espnx bench postings --n 1000000 --n-queries 200
-  espnx bench postings --quick                                                  does everything work here?
+  espnx bench postings --n 1000000 --indexes /mnt/nvme/indexes --build-only      builds and keeps them
+  espnx bench postings --n 1000000 --indexes /mnt/nvme/indexes --pairs 7          measures with those
+  espnx bench postings --quick                                                   does everything work here?
 
-Tantivy: pip install tantivy. Nothing stays on disk."""
+--show splade: real vectors of a small SPLADE model, of texts of a collection and of docstrings, and as many as are wanted mixed of
+those: terms of one to three real ones, half of the weights drawn from those that their terms have elsewhere. Queries are real ones, recall
+is of the best by float32 sums.
+
+  espnx bench postings --show splade --n 200000 --collection cranfield --steps 0:8:200,8:16:50
+
+Tantivy, bm25s and numba: pip install -c constraints.txt 'espnx[peers]'; a row of what is missing says so. Nothing stays on disk
+unless --indexes says where."""
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -35,98 +47,83 @@ def configure(parser: ArgumentParser) -> None:
     parser.formatter_class = RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--path", metavar="DIR", default=".", help="a directory on the SSD (default: the current one)")
+    add("--show", choices=("bm25", "splade"), default="bm25", help="what is measured (default: %(default)s)")
     add("--baseline", metavar="B,...", default="mmap-willneed,bm25s-mmap,fts5", help=f"of {', '.join(BASELINES)} (default: %(default)s)")
     add("--n", metavar="N", default="100000", help="passages (default: %(default)s)")
     add("--n-queries", metavar="N", default="200", help="(default: %(default)s)")
     add("-k", metavar="K", default="10", help="records of each query (default: %(default)s)")
+    add("--memory", metavar="SIZE", default="auto", help="of each process: a size, ample, or auto: 1GiB where it can be limited (root)")
+    add("--indexes", metavar="DIR", help="a folder that keeps passages and indexes, and whose are used again")
+    add("--collection", metavar="FOLDER", help="splade: in BEIR's form; its queries are asked (default: first lines of docstrings)")
+    add("--n-real", metavar="N", default="6000", help="splade: texts that are encoded (default: %(default)s)")
+    add("--sparse-encoder", default="splade-tiny", metavar="M", help="splade (default: %(default)s)")
+    add(
+        "--steps",
+        metavar="W:T:C,...",
+        default="8:16:50",
+        help="splade: T terms, W by whole lists, give C candidates (default: %(default)s)",
+    )
+    add("--peers", metavar="P,...", default=",".join(PEERS), help="splade: beside it, in memory without a limit (default: %(default)s)")
+    add("--build-only", action="store_true", help="with --indexes: build them, measure nothing")
 
 
 def run(args: Namespace, say: Say) -> list[Row]:
-    """Measures. Raises InvalidInputError, MissingDependencyError, and what building and searching raise."""
+    """Measures. Raises InvalidInputError, PathUnavailableError (no limit here), and what building and searching raise."""
     from ..harness.runner import compare
-    from .corpus import make_passages, make_queries
-    from .systems import FTS5_RULE, RULE, build, open_system, require
+    from .fleet import Fleet, Indexes
+    from .learned_case import measure
+    from .systems import index_of, missing
 
-    baselines = choices(args.baseline, BASELINES, "baseline")
-    for name in baselines:
-        require(name)
+    wanted = choices(args.baseline, BASELINES, "baseline")
+    baselines = [name for name in wanted if not missing(name)]
     n, n_queries, k = (positive(f"--{name}", getattr(args, name.replace("-", "_"))) for name in ("n", "n-queries", "k"))
     if args.quick:
         n, n_queries = 2000, 10
-    passages = make_passages(n, args.seed)
-    queries = make_queries(passages, n_queries, args.seed)
-    with tempfile.TemporaryDirectory(prefix="espnx-bench-postings-", dir=args.path) as made, ExitStack() as opened:
-        folder = Path(made)
-        for name in ("espnx", *baselines):
-            say(f"building {name}")
-            build(name, folder, passages)
-        expected = {rule: _expected(folder, queries, k, rule) for rule in (RULE, FTS5_RULE)}
-        rules = {name: FTS5_RULE if name == "fts5" else RULE for name in ("espnx", *baselines)}
-        systems = {name: open_system(name, folder, queries, k, expected[rule]) for name, rule in rules.items()}
-        for system in systems.values():
-            opened.callback(system.close)
-        params = {"passages": n, "queries": n_queries, "k": k}
-        others = [systems[name] for name in baselines]
-        return compare("postings", params, [systems["espnx"]], others, pairs=args.pairs, seed=args.seed, say=say)
+    limit_bytes = _limit(args.memory, say)
+    with ExitStack() as opened:
+        folder = Path(args.indexes or opened.enter_context(tempfile.TemporaryDirectory(prefix="espnx-bench-postings-", dir=args.path)))
+        folder.mkdir(exist_ok=True)
+        if args.show == "splade":
+            return measure(args, folder, limit_bytes, say)
+        indexes = Indexes(folder, n, n_queries, args.seed, say)
+        indexes.build(map(index_of, ["espnx", *baselines]))
+        if args.build_only:
+            return []
+        indexes.expect(k)
+        params = {"show": "bm25", "passages": n, "queries": n_queries, "k": k, "memory": limit_bytes or "ample", **indexes.facts}
+        ours, *others = opened.enter_context(Fleet(indexes, ["espnx", *baselines], k, limit_bytes)).systems
+        rows = compare("postings", params, [ours], others, pairs=args.pairs, seed=args.seed, say=say)
+    return rows + [_absent(params, name, missing(name)) for name in wanted if name not in baselines]
 
 
-def _expected(folder: Path, queries: Sequence[list[str]], k: int, rule: BM25) -> Any:
-    """(numbers, scores) by the lists decoded whole and summed in an array of all passages: no scan, no window, no threshold."""
-    import numpy as np
+def _limit(words: str, say: Say) -> int | None:
+    from ..machine.cgroup import check_limit_possible
 
-    from espnx.postings import Postings
-    from espnx.postings.stored.lists import read_lists
-    from espnx.postings.stored.terms import hashes_of
-
-    scores, numbers = np.full((len(queries), k), -np.inf, np.float32), np.full((len(queries), k), -1, np.int64)
-    with Postings.open(folder / "espnx") as postings:
-        (segment,) = postings.searcher.collection.segments
-        lengths = segment.length_table[segment.codes.numpy()]
-        norms = rule.norms(lengths, postings.searcher.collection.average_length)
-        terms = sorted({term.encode() for query in queries for term in query})
-        numbered = zip(terms, segment.look_up(terms, hashes_of(terms)).tolist(), strict=True)
-        found = {term: number for term, number in numbered if number >= 0}
-        lists = {term: next(read_lists(postings.searcher.engine, segment, number, number + 1)) for term, number in found.items()}
-        for row, query in enumerate(queries):
-            sums = np.zeros(len(postings), np.float32)
-            for part in (lists[term.encode()] for term in query if term.encode() in lists):
-                idf = np.float64(np.float32(rule.idf(len(part.records), len(postings))))
-                sums[part.records] += (idf * rule.part(part.values, norms[part.records])).astype(np.float32)
-            best = np.lexsort((np.arange(len(sums)), -sums))[:k]
-            best = best[sums[best] > 0]
-            scores[row, : len(best)], numbers[row, : len(best)] = sums[best], best
-    return numbers, scores
+    if words == "ample":
+        return None
+    size_bytes = 1 << 30 if words == "auto" else parse_size(words)
+    try:
+        check_limit_possible(size_bytes)
+    except PathUnavailableError as error:
+        if words != "auto":
+            raise
+        say(f"The memory of the processes is NOT limited: {error}")
+        return None
+    return size_bytes
 
 
-def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Headers and cells, one line per row."""
-    shown = [name for name in BASELINES if name in baselines_of(rows)]
-    headers = [
-        "passages",
-        "system",
-        "path",
-        "cache",
-        "ms",
-        "p99 ms",
-        "CPU ms",
-        "requests",
-        "asked KB",
-        "moved KB",
-        "index MB",
-        "n",
-        "correct",
-    ]
-    cells = [
-        [
-            f"{row.params['passages']:,}", row.system, row.effective_path, row.cache, number(row.median_s, 1e-3, 3), metric("p99_ms")(row),
-            metric("cpu_ms", 1, 3)(row), metric("requests", 1, 1)(row), metric("asked_bytes", 1e3, 1)(row),
-            number(row.bytes_moved if row.n else None, 1e3, 1), metric("index_bytes", 1e6, 1)(row), str(row.n),
-            "yes" if row.correct else "NO",
-            *(ratio(row, name) for name in shown),
-        ]
-        for row in rows
-    ]  # fmt: skip
-    return headers + [f"vs {name} [IQR]" for name in shown], cells
+def _absent(params: Mapping[str, object], name: str, package: str) -> Row:
+    return Row(
+        case="postings", params={**params, "missing": package}, system=name, kind="measured", requested_path=NOT_INSTALLED,
+        effective_path=NOT_INSTALLED, cache="cold", n=0, median_s=None, p99_s=None, iqr_s=None, bytes_asked=0, bytes_moved=0, correct=True,
+    )  # fmt: skip
 
 
-CASE = Case("postings", "BM25 from SSD with a cold cache, beside bm25s, Tantivy, FTS5 and mmap", configure, run, table)
+CASE = Case(
+    "postings",
+    "BM25 from SSD with a cold cache, beside bm25s, Tantivy, FTS5 and mmap",
+    configure,
+    run,
+    table,
+    views={"sizes": sizes, "splade": learned},
+)

@@ -189,6 +189,7 @@ def configure_search(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--two-step", action="store_true", help="of vectors: candidates by a few lists, then exact scores")
     parser.add_argument("--query-terms", type=int, default=8, metavar="N", help="of a query, that give candidates (default: 8)")
     parser.add_argument("--candidates", type=int, default=200, metavar="N", help="of a query, that are scored exactly (default: 200)")
+    parser.add_argument("--whole-terms", type=int, default=0, metavar="N", help="of these terms, whose lists are read whole (default: 0)")
     parser.add_argument("--explain", action="store_true", help="which terms the best record has, and what each gives")
     parser.add_argument("--also", metavar="DIR", action="append", default=[], help=_ALSO)
     add_device_options(parser)
@@ -238,7 +239,9 @@ def _search(args: argparse.Namespace) -> tuple[dict[str, Any], Found, str]:
     with Postings.open(args.postings) as postings:
         queries = _queries(args, postings.facts.kind)
         if args.two_step:
-            found = postings.search_two_step(list(queries.values()), args.k, query_terms=args.query_terms, candidates=args.candidates)
+            found = postings.search_two_step(
+                list(queries.values()), args.k, query_terms=args.query_terms, candidates=args.candidates, whole_terms=args.whole_terms
+            )
         else:
             found = postings.search(list(queries.values()), args.k, **_bm25_options(args))
         return queries, found, _explained(args, postings, queries, found) if args.explain else ""

@@ -235,6 +235,7 @@ class Postings:
         *,
         query_terms: int = 8,
         candidates: int = 200,
+        whole_terms: int = 0,
         include: Any = None,
         exclude: Any = None,
         threads: int | None = None,
@@ -245,6 +246,7 @@ class Postings:
         Args:
             query_terms: terms of each query that give candidates: those that can weigh most; of long lists, the first layer alone.
             candidates: of each query, k or more; each is a read of its forward record.
+            whole_terms: of these terms, the heaviest, whose lists are read whole.
             queries, k, include, exclude, threads, deadline_s: see `search`.
 
         Returns:
@@ -254,7 +256,7 @@ class Postings:
         """
         return search_two_step(
             self._search, terms_of(queries, self.facts.analyzer), k, query_terms=query_terms, candidates=candidates,
-            allowed=self._allowed(include, exclude), threads=threads, deadline_s=deadline_s,
+            whole_terms=whole_terms, allowed=self._allowed(include, exclude), threads=threads, deadline_s=deadline_s,
         )  # fmt: skip
 
     def begin(self, query: Query, k: int = 10, *, include: Any = None, exclude: Any = None, deadline_s: float = 30.0) -> PostingsState:

@@ -81,6 +81,24 @@ def test_every_candidate_and_every_term_give_the_exact_result(path: Path, querie
     assert found.scores.tolist() == whole.scores.tolist()
 
 
+def test_the_heaviest_lists_may_be_read_whole(path: Path, queries: list[dict[int, float]]) -> None:
+    with Postings.open(path) as postings:
+        whole = postings.search(queries, k=10)
+        costs, hits = [], []
+        for whole_terms in (0, 2, 8, 100):
+            found = postings.search_two_step(queries, k=10, query_terms=8, candidates=20, whole_terms=whole_terms)
+            costs.append(int(found.bytes_asked.sum()))
+            hits.append(sum(len(set(a.tolist()) & set(b.tolist())) for a, b in zip(whole.numbers, found.numbers, strict=True)))
+        every = postings.search_two_step(queries, k=10, query_terms=1000, candidates=10, whole_terms=1000)
+        with pytest.raises(errors.InvalidInputError, match="whole_terms"):
+            postings.search_two_step(queries, whole_terms=-1)
+    assert costs[0] < costs[1] < costs[2]
+    assert costs[2] == pytest.approx(costs[3], rel=0.02)  # other candidates, as large
+    assert hits[0] <= hits[2]
+    assert every.numbers.tolist() == whole.numbers.tolist()  # the lists alone give the best, and forward records the same scores
+    assert every.scores.tolist() == whole.scores.tolist()
+
+
 def test_long_lists_have_a_first_layer(path: Path) -> None:
     with Postings.open(path) as postings:
         held = postings._segments[0].dictionary

@@ -47,9 +47,8 @@ class Collection:
 
     def df(self, segment: int, terms: np.ndarray) -> np.ndarray:
         """int64 [n]: records of a segment, without those deleted, that have these terms; -1 stands for a term that it has not."""
-        there = terms >= 0
-        found = np.zeros(len(terms), np.int64)
-        found[there] = self.segments[segment].dictionary.df[terms[there]]
+        held, there = self.segments[segment].dictionary, terms >= 0
+        found = held.df.take(terms, mode="clip").astype(np.int64) * there if len(held) else np.zeros(len(terms), np.int64)
         if self._removed_terms is not None:
             numbers, counts = self._removed_terms[segment]
             place = np.minimum(np.searchsorted(numbers, terms), max(0, len(numbers) - 1))
@@ -130,9 +129,10 @@ class QueryPlan:
         if held.kind != COUNT:
             self._weights[:] = 1
             return
-        for i in np.flatnonzero(df > 0).tolist():
-            idf = self.bm25.idf(min(int(df[i]), held.n_records), held.n_records)
-            self._weights[i], self._absent[i] = np.float32(idf), self.bm25.absent(idf)
+        for i, records in enumerate(df.tolist()):
+            if records > 0:
+                idf = self.bm25.idf(min(records, held.n_records), held.n_records)
+                self._weights[i], self._absent[i] = np.float32(idf), self.bm25.absent(idf)
 
     def weight_of(self, i: int) -> TermWeight | None:
         """Of a term that was looked up."""
@@ -140,11 +140,12 @@ class QueryPlan:
             return None
         return TermWeight(self._terms[i], float(self._weights[i]), float(self._absent[i]))
 
-    def request(self, common: dict[str, Any], heaviest: int | None = None) -> dict[str, Any]:
-        """What the compiled part is asked. `heaviest`: first layers alone, of so many terms of each query, those that can weigh most."""
+    def request(self, common: dict[str, Any], heaviest: int | None = None, whole: int = 0) -> dict[str, Any]:
+        """What the compiled part is asked. `heaviest`: so many terms of each query alone, those that can weigh most; of long lists the
+        first layer, but the whole of the `whole` heaviest."""
         n_queries = self.n_queries
         names = [name_of(term) for term in self._terms]
-        rows = self.rows(heaviest)
+        rows = self.rows(heaviest, whole)
         segments = self.collection.segments
         norms = self.collection.norms(self.bm25) if self.collection.kind == COUNT else [None] * len(segments)
         views = [segment.view(allowed, norm) for segment, allowed, norm in zip(segments, self._allowed, norms, strict=True)]
@@ -157,10 +158,10 @@ class QueryPlan:
             "name_begin": torch.from_numpy(begin), "constants": torch.from_numpy(self.constants()),
         }  # fmt: skip
 
-    def rows(self, heaviest: int | None = None) -> np.ndarray:
+    def rows(self, heaviest: int | None = None, whole: int = 0) -> np.ndarray:
         """int64 [lists, 12]: the lists that are wanted, by query, segment, and the order of the query's terms. Ten columns as the compiled
         part takes them (csrc/bindings/postings.cpp), the query, and the term's place among those of all queries."""
-        rows = self._ordered_rows(heaviest)
+        rows = self._ordered_rows(heaviest, whole)
         self._rows = rows
         is_digest = np.array([name_of(term)[1] for term in self._terms], np.int64)
         rows[:, 6] = is_digest[rows[:, 9]] if len(is_digest) else 0
@@ -170,18 +171,20 @@ class QueryPlan:
         """What stands in the lists of a term that was looked up, by the ninth of the columns of `rows`, counted from 0."""
         return name_of(self._terms[i])[0]
 
-    def _ordered_rows(self, heaviest: int | None) -> np.ndarray:
+    def _ordered_rows(self, heaviest: int | None, whole: int) -> np.ndarray:
         """int64 [lists, columns]: by query, segment, and the order of the query's terms."""
         query = np.repeat(np.arange(len(self._first) - 1), np.diff(self._first))
-        parts = [self._segment_rows(number, query, heaviest is not None) for number in range(len(self.collection.segments))]
-        rows = np.concatenate(parts) if parts else np.zeros((0, _COLUMNS + 2), np.int64)
+        parts = [self._segment_rows(number, query) for number in range(len(self.collection.segments))]
+        rows = parts[0] if len(parts) == 1 else np.concatenate([np.zeros((0, _COLUMNS + 2), np.int64), *parts])
         if len(parts) > 1:
             rows = rows[np.lexsort((rows[:, 11], rows[:, 0], rows[:, 10]))]
         if heaviest is not None:
             rows = rows[_among_heaviest(self._most(rows), rows[:, 10], rows[:, 11], heaviest)]
+            cut = (rows[:, 4] > 0) & ~_among_heaviest(self._most(rows), rows[:, 10], rows[:, 11], whole)
+            rows[cut, 5], rows[cut, 3] = 1, rows[cut, 4]
         return rows
 
-    def _segment_rows(self, number: int, query: np.ndarray, in_layers: bool) -> np.ndarray:
+    def _segment_rows(self, number: int, query: np.ndarray) -> np.ndarray:
         """Columns as the compiled part takes them, then the query and the place among all terms of the batch."""
         held = self.collection.segments[number].dictionary
         terms = self._numbers[number, self._tokens]
@@ -192,9 +195,6 @@ class QueryPlan:
         rows[:, 2], rows[:, 3] = held.place(wanted)
         if held.first_layer is not None:
             rows[:, 4] = held.first_layer[wanted].astype(np.int64) * LIST_ALIGN_BYTES
-            if in_layers:
-                rows[:, 5] = rows[:, 4] > 0
-                rows[:, 3] = np.where(rows[:, 5] == 1, rows[:, 4], rows[:, 3])
         rows[:, 7] = self._token_weight(number, there).view(np.int64)
         rows[:, 8] = (self._absent[tokens].astype(np.float64) * self._token_weights[there]).view(np.int64)
         rows[:, 9], rows[:, 10], rows[:, 11] = tokens, query[there], there
@@ -240,10 +240,10 @@ class QueryPlan:
     def constants(self) -> np.ndarray:
         """float32 [q]: what every record gets, of terms that it does not have; as bm25s sums it."""
         n_queries = self.n_queries
-        there = np.any(self._numbers >= 0, axis=0)
         found = np.zeros(n_queries, np.float32)
         if not self._absent.any():
             return found
+        there = np.any(self._numbers >= 0, axis=0)
         for i in range(n_queries):
             tokens = self._tokens[self._first[i] : self._first[i + 1]]
             weights = self._token_weights[self._first[i] : self._first[i + 1]]

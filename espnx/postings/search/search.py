@@ -83,8 +83,8 @@ class PostingsSearch:
         plan = QueryPlan(self.collection, queries, bm25 or BM25(), allowed)
         return self.run(plan, k, threads=threads, deadline_s=deadline_s)
 
-    def run(self, plan: QueryPlan, k: int, *, threads: int | None, deadline_s: float, heaviest: int | None = None) -> Found:
-        """What `search` does with a plan. `heaviest`: see `QueryPlan.request`."""
+    def run(self, plan: QueryPlan, k: int, *, threads: int | None, deadline_s: float, heaviest: int | None = None, whole: int = 0) -> Found:
+        """What `search` does with a plan. `heaviest`, `whole`: see `QueryPlan.request`."""
         check_whole("k", k, 1, K_MAX)
         check_finite("deadline_s", deadline_s)
         if threads is not None:
@@ -92,7 +92,7 @@ class PostingsSearch:
         own = max(1, min(torch.get_num_threads(), plan.n_queries))
         common = {"k": k, "threads": threads or own, "deadline_s": float(deadline_s)}
         for _ in range(len(self.collection.segments) + 1):
-            found = load_native().search_postings(self.engine.native, plan.request(common, heaviest))
+            found = load_native().search_postings(self.engine.native, plan.request(common, heaviest, whole))
             if not found[3].numel():
                 break
             plan.leave_out(found[3].numpy())  # of another term with the same hash: the totals change, too

@@ -28,6 +28,7 @@ def search_two_step(
     *,
     query_terms: int = 8,
     candidates: int = 200,
+    whole_terms: int = 0,
     allowed: Sequence[np.ndarray | None] | None = None,
     threads: int | None = None,
     deadline_s: float = 30.0,
@@ -37,6 +38,7 @@ def search_two_step(
     Args:
         query_terms: of each query, those that can add most to a score.
         candidates: of each query, k or more; each is a read.
+        whole_terms: of these, the heaviest, whose lists are read whole; of the others' long lists the first layer.
 
     Raises InvalidInputError for counts, too.
     """
@@ -45,8 +47,9 @@ def search_two_step(
     check_whole("k", k, 1)
     check_whole("query_terms", query_terms, 1)
     check_whole("candidates", candidates, k)
+    check_whole("whole_terms", whole_terms, 0)
     plan = QueryPlan(search.collection, queries, BM25(), allowed)
-    first = search.run(plan, candidates, threads=threads, deadline_s=deadline_s, heaviest=query_terms)
+    first = search.run(plan, candidates, threads=threads, deadline_s=deadline_s, heaviest=query_terms, whole=whole_terms)
     numbers, scores = np.full((len(queries), k), -1, np.int64), np.full((len(queries), k), -np.inf, np.float32)
     costs = np.stack([first.requests, first.bytes_asked, first.bytes_moved], axis=1)
     for query in range(len(queries)):

@@ -66,15 +66,15 @@ class Dictionary:
 
     def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """int64 (first term, how many) with each of these hashes: 0 where no term has it, and nearly always 1 else."""
-        begin = np.searchsorted(self.hashes, hashes, side="left")
-        inside = begin < len(self)
-        there = np.zeros(len(hashes), bool)
-        there[inside] = self.hashes[begin[inside]] == hashes[inside]
+        begin = np.searchsorted(self.hashes, hashes, side="left").astype(np.int64, copy=False)
+        if not len(self):
+            return begin, begin
+        there = self.hashes.take(begin, mode="clip") == hashes  # beyond the end is the last one, which is another
         count = there.astype(np.int64)
-        following = np.flatnonzero(there & (begin + 1 < len(self)))
-        shared = following[self.hashes[begin[following] + 1] == hashes[following]]
-        count[shared] = np.searchsorted(self.hashes, hashes[shared], side="right") - begin[shared]
-        return begin.astype(np.int64), count
+        shared = there & (self.hashes.take(begin + 1, mode="clip") == hashes) & (begin + 1 < len(self))
+        if shared.any():
+            count[shared] = np.searchsorted(self.hashes, hashes[shared], side="right") - begin[shared]
+        return begin, count
 
     def section(self) -> np.ndarray:
         """uint8: as it is stored."""
