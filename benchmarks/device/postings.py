@@ -23,7 +23,7 @@ from espnx.postings import Found, Postings, SplitFound, SplitPostings, build_spl
 
 from ..harness.registry import Say
 from ..harness.result import Row
-from ..postings.corpus import make_passages, make_queries
+from ..postings.corpus import df_of, make_passages, make_queries
 from . import emulated
 from .emulated import WITHOUT, Stretches, Timed
 
@@ -62,7 +62,7 @@ def measure(work: Work, counts: Sequence[int], systems: Sequence[str], stretches
     if not work.spec.has("scan"):
         raise InvalidInputError(f"device {work.spec.name}", got="a spec whose accelerator does not scan", expected="scan among its verbs")
     corpus = make_passages(work.passages, work.seed)
-    queries = make_queries(corpus, work.batch * (_WARM_UP + work.searches), work.seed)
+    queries = make_queries(corpus, work.batch * (_WARM_UP + work.searches), work.seed, df_of(corpus))
     batches = [queries[begin : begin + work.batch] for begin in range(0, len(queries), work.batch)]
     rows = list[Row]()
     with tempfile.TemporaryDirectory(prefix="espnx-bench-scan-", dir=work.path) as folder:
