@@ -10,7 +10,7 @@ import hashlib
 import importlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -60,9 +60,10 @@ class Analyzer:
                     "stop_words of an analyzer", got=repr(self.stop_words), expected=f"one of {', '.join(STOP_WORDS)}, or words"
                 )
         else:
-            words = tuple(self.stop_words)
-            if len(words) > _STOP_WORDS_MAX or not all(isinstance(word, str) for word in words):
-                raise errors.InvalidInputError("stop_words of an analyzer", got=f"{len(words)} values", expected="words")
+            words = tuple(self.stop_words) if isinstance(self.stop_words, Iterable) else None
+            if words is None or len(words) > _STOP_WORDS_MAX or not all(isinstance(word, str) for word in words):
+                got = repr(self.stop_words) if words is None else f"{len(words)} values"
+                raise errors.InvalidInputError("stop_words of an analyzer", got=got, expected="words; () for none")
             object.__setattr__(self, "stop_words", words)
         text = json.dumps(self.fields, ensure_ascii=False)
         if re.search("[\ud800-\udfff]", text) or "\\u0000" in text:

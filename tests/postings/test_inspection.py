@@ -58,6 +58,7 @@ def test_an_analyzer_of_other_stop_words_is_noticed(tmp_path: Path, monkeypatch:
         {"pattern": "(a)(b)"},
         {"pattern": 3},
         {"stop_words": "klingon"},
+        {"stop_words": None},
         {"stop_words": ["\ud800"]},
         {"lower": 1},
         {"stemmer": 1},
