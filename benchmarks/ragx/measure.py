@@ -82,7 +82,7 @@ def _points(settings: Settings, retriever: Retriever, n: int, count: int, single
         first = asked(retriever.effort)
         yield "effort", first
         if single is not None and retriever.effort:
-            yield "recall", at_recall(asked, single.recall, retriever.least, first)
+            yield "recall", at_recall(asked, single.recall, retriever.least, first, max(retriever.effort, *map(len, shares)))
         if settings.record is not None and isinstance(retriever, vectors.Hnsw):
             _record(settings.record, retriever, Path(folder), shares, settings.k)
 

@@ -153,12 +153,18 @@ def ask(retriever: Retriever, spread: Spread, effort: int, k: int) -> Point:
     return Point(effort, retriever.recall([each.ids for each in answers]), most, total, retriever.problem(answers, k), len(answers))
 
 
-def at_recall(ask_with: Callable[[int], Point], wanted: float, least: int, first: Point) -> Point:
-    """The point of the least effort, to within an eighth, that finds as much as was wanted; `first`, which does or is the most there is."""
-    best, low, high = first, least, first.effort
-    if first.recall < wanted:
-        return first
-    while high - low > max(0, low // 8):
+def at_recall(ask_with: Callable[[int], Point], wanted: float, least: int, first: Point, most: int) -> Point:
+    """The point of the least effort, to within an eighth, that finds as much as was wanted; that of `most`, where none does.
+
+    Args:
+        ask_with: an effort. first: the point of one that was asked with already.
+    """
+    best, low = first, least
+    while best.recall < wanted and best.effort < most:
+        low = best.effort + 1
+        best = ask_with(min(most, 2 * best.effort))
+    high = best.effort
+    while best.recall >= wanted and high - low >= max(1, low // 8):
         middle = (low + high) // 2
         point = ask_with(middle)
         if point.recall >= wanted:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -125,7 +124,7 @@ def test_merging_takes_the_best_of_all_and_the_first_of_equals() -> None:
     assert [each.reads for each in answer.works] == [2, 2]
 
 
-@pytest.mark.parametrize("needed", [10, 11, 37, 99, 100])
+@pytest.mark.parametrize("needed", [10, 11, 37, 99, 100, 101, 150, 399, 400])
 def test_the_least_effort_that_finds_as_much(needed: int) -> None:
     asked = list[int]()
 
@@ -133,11 +132,15 @@ def test_the_least_effort_that_finds_as_much(needed: int) -> None:
         asked.append(effort)
         return Point(effort, 1.0 if effort >= needed else 0.5, Work(), Work(), None, 1)
 
-    found = at_recall(point, 0.9, 10, point(100))
-    assert needed <= found.effort <= max(needed * 1.13, needed + 1)
-    assert len(asked) < 9
-    short = dataclasses.replace(point(100), recall=0.8)
-    assert at_recall(point, 0.9, 10, short) is short, "it is the most there is"
+    found = at_recall(point, 0.9, 10, point(100), 400)
+    assert needed <= found.effort <= needed * 1.13
+    assert found.recall == 1.0
+    assert len(asked) < 10
+
+
+def test_the_most_effort_where_none_finds_as_much() -> None:
+    found = at_recall(lambda effort: Point(effort, 0.5, Work(), Work(), None, 1), 0.9, 1, Point(1, 0.5, Work(), Work(), None, 1), 45)
+    assert found.effort == 45
 
 
 @pytest.mark.parametrize(
