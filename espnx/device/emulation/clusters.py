@@ -20,7 +20,7 @@ from .paced import Group, PacedDevice, PacedTicket, groups_of
 from .topology import Topology, Transfer
 
 
-class EmulatedClusterDevice(PacedDevice):
+class EmulatedClusterDevice(PacedDevice[ClusterDevice]):
     """See `espnx.device.vectors.interface.ClusterDevice`.
 
     Args:
@@ -32,7 +32,7 @@ class EmulatedClusterDevice(PacedDevice):
 
     def __init__(self, inner: ClusterDevice, topology: Topology, number: int, *, computes: bool, guard: Guard | None = None):
         super().__init__(inner)
-        self._inner, self._topology, self._number, self._computes = inner, topology, number, computes
+        self._topology, self._number, self._computes = topology, number, computes
         self._guard = guard or Guard(topology, number, "")
 
     @property

@@ -24,7 +24,7 @@ from .paced import PacedDevice
 from .topology import Topology, Transfer
 
 
-class EmulatedGraphDevice(PacedDevice):
+class EmulatedGraphDevice(PacedDevice[SsdGraphDevice]):
     """See `espnx.device.vectors.interface.GraphDevice`.
 
     Args:
@@ -36,7 +36,7 @@ class EmulatedGraphDevice(PacedDevice):
 
     def __init__(self, inner: SsdGraphDevice, topology: Topology, number: int, *, walks: bool, guard: Guard | None = None):
         super().__init__(inner)
-        self._inner, self._topology, self._number, self._walks = inner, topology, number, walks
+        self._topology, self._number, self._walks = topology, number, walks
         self._guard = guard or Guard(topology, number, "")
 
     @property

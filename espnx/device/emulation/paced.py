@@ -6,13 +6,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Protocol
 
 import numpy as np
-import torch
 
 from ... import errors
-from ..interface import Capabilities, Device, DeviceStats, FilePath
+from ..around import D, DeviceAround
+from ..interface import Capabilities, DeviceStats
 from .topology import Topology, Transfer
 
 #: Things come in groups of so many bytes: large enough for flash, small enough that they come as they are ready.
@@ -55,40 +55,11 @@ def in_pages(sizes: np.ndarray, page_bytes: int = PAGE_BYTES) -> np.ndarray:
     return -(-sizes // page_bytes) * page_bytes
 
 
-class PacedDevice:
-    """An emulated device around one that does the work, and is closed with it: what both say of their files is the same."""
+class PacedDevice(DeviceAround[D]):
+    """An emulated device around one that does the work: what both say of their files is the same, and so are the reads in `stats`; what
+    passed the links is the topology's to say."""
 
     capabilities = Capabilities()
-
-    def __init__(self, real: Device):
-        self._real = real
-
-    @property
-    def compute(self) -> torch.device:
-        """See `Device`."""
-        return self._real.compute
-
-    def path_report(self) -> Sequence[FilePath]:
-        """See `Device`."""
-        return self._real.path_report()
-
-    def stats(self) -> DeviceStats:
-        """See `Device`. Of the real reads; what passed the links is the topology's to say."""
-        return self._real.stats()
-
-    def forget(self) -> None:
-        """See `Device`."""
-        self._real.forget()
-
-    def close(self) -> None:
-        """See `Device`."""
-        self._real.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class PacedTicket:

@@ -17,7 +17,7 @@ from .paced import PacedDevice
 from .topology import Topology, Transfer
 
 
-class EmulatedPostingsDevice(PacedDevice):
+class EmulatedPostingsDevice(PacedDevice[PostingsDevice]):
     """See `espnx.device.postings.interface.PostingsDevice`.
 
     Args:
@@ -29,7 +29,7 @@ class EmulatedPostingsDevice(PacedDevice):
 
     def __init__(self, inner: PostingsDevice, topology: Topology, number: int, *, computes: bool, guard: Guard | None = None):
         super().__init__(inner)
-        self._inner, self._topology, self._number, self._computes = inner, topology, number, computes
+        self._topology, self._number, self._computes = topology, number, computes
         self._guard = guard or Guard(topology, number, "")
 
     @property

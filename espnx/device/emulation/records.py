@@ -25,7 +25,7 @@ from .topology import Topology, Transfer
 _SCORE_BYTES = 8  # a float32, and the record's number
 
 
-class EmulatedRecordDevice(PacedDevice):
+class EmulatedRecordDevice(PacedDevice[RecordDevice]):
     """See `espnx.device.interface.RecordDevice`.
 
     Args:
@@ -38,7 +38,7 @@ class EmulatedRecordDevice(PacedDevice):
     def __init__(self, inner: RecordDevice, topology: Topology, number: int, *, scores_records: bool, guard: Guard | None = None):
         super().__init__(inner)
         self.engine = inner.engine
-        self._inner, self._pacing = inner, _Pacing(topology, number, scores_records, guard or Guard(topology, number, ""))
+        self._pacing = _Pacing(topology, number, scores_records, guard or Guard(topology, number, ""))
 
     def open(self, path: str) -> FileHandle:
         """See `RecordDevice`."""

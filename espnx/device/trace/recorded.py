@@ -12,10 +12,9 @@ import torch
 
 from ...ops.attention import Queries, RowsInMemory
 from ...storage import Engine, FileHandle, Future
+from ..around import DeviceAround
 from ..interface import (
-    Capabilities,
     DeviceStats,
-    FilePath,
     KeptRecords,
     Pairs,
     RecordDevice,
@@ -110,22 +109,15 @@ def _shape(layout: RowLayout) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class _Rows:
+class _Rows(DeviceAround[RowDevice]):
     """See `espnx.device.interface.RowDevice`."""
 
     def __init__(self, inner: RowDevice, device: int, writer: TraceWriter):
-        self._inner, self._device, self._writer, self._part = inner, device, writer, writer.part()
+        super().__init__(inner)
+        self._device, self._writer, self._part = device, writer, writer.part()
         self._numbers, self._count = dict[int, tuple[int, Segment]](), 0  # of segments that were not released
         self._ahead = dict[int, tuple[int, int]]()  # by ticket: the command, and the bytes that it asks for
         self.space: Space = _Space(inner.space, self)
-
-    @property
-    def compute(self) -> torch.device:
-        return self._inner.compute
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._inner.capabilities
 
     def number(self, segment: Segment) -> int:
         """Of a segment in the trace."""
@@ -222,20 +214,11 @@ class _Rows:
         asked, size_bytes = self._ahead.pop(ticket, (-1, 0))
         line |= {"part": self._part, "ticket": ticket, "waits_for": asked, "bytes": size_bytes}
 
-    def path_report(self) -> Sequence[FilePath]:
-        return self._inner.path_report()
-
-    def stats(self) -> DeviceStats:
-        return self._inner.stats()
-
     def forget(self) -> None:
         with self.command("forget") as line:
             line["part"] = self._part
             self._ahead.clear()
             self._inner.forget()
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 def _bounds(heads: range) -> tuple[int, int, int]:
@@ -268,19 +251,12 @@ class _Space:
         self._inner.pin(segments, also=also)
 
 
-class _Records:
+class _Records(DeviceAround[RecordDevice]):
     """See `espnx.device.interface.RecordDevice`."""
 
     def __init__(self, inner: RecordDevice, device: int, writer: TraceWriter):
-        self._inner, self._device, self._writer = inner, device, writer
-
-    @property
-    def compute(self) -> torch.device:
-        return self._inner.compute
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._inner.capabilities
+        super().__init__(inner)
+        self._device, self._writer = device, writer
 
     @property
     def engine(self) -> Engine | None:
@@ -301,18 +277,6 @@ class _Records:
             }  # fmt: skip
             kept = self._inner.keep_records(layout)
         return _Kept(kept, layout, part, self._device, self._writer)
-
-    def path_report(self) -> Sequence[FilePath]:
-        return self._inner.path_report()
-
-    def stats(self) -> DeviceStats:
-        return self._inner.stats()
-
-    def forget(self) -> None:
-        self._inner.forget()
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 class _Kept:

@@ -4,37 +4,29 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
-from ..interface import Capabilities, DeviceStats, FilePath
+from ..around import DeviceAround
+from ..interface import DeviceStats
 from ..postings import PostingLists, PostingsDevice, ScanCommand, ScanLists, ScanTicket, Weights
 from ..postings.command import UNIT_BYTES
 from .writer import TraceWriter
 
 
-class RecordedPostings:
+class RecordedPostings(DeviceAround[PostingsDevice]):
     """See `espnx.device.postings.interface.PostingsDevice`."""
 
     def __init__(self, inner: PostingsDevice, device: int, writer: TraceWriter):
-        self._inner, self._device, self._writer, self._part = inner, device, writer, writer.part()
+        super().__init__(inner)
+        self._device, self._writer, self._part = device, writer, writer.part()
         with writer.command(device, "keep_lists") as line:
             line |= {"part": self._part, "files": [inner.lists.path], "records": inner.lists.n_records}
 
     @property
     def lists(self) -> PostingLists:
         return self._inner.lists
-
-    @property
-    def compute(self) -> torch.device:
-        return self._inner.compute
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._inner.capabilities
 
     def scan(
         self, lists: ScanLists, weights: Weights, k: int, *, allowed: np.ndarray | None = None, deadline_s: float = 30.0
@@ -52,18 +44,6 @@ class RecordedPostings:
             self._writer.end(line, failed=type(error).__name__)
             raise
         return _Ticket(ticket, line, self._writer)
-
-    def path_report(self) -> Sequence[FilePath]:
-        return self._inner.path_report()
-
-    def stats(self) -> DeviceStats:
-        return self._inner.stats()
-
-    def forget(self) -> None:
-        self._inner.forget()
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 class _Ticket:

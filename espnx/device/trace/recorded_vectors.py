@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..interface import Capabilities, Device, DeviceStats, FilePath
+from ..around import D, DeviceAround
+from ..interface import DeviceStats
 from ..vectors.interface import (
     ClusterDevice,
     Clusters,
@@ -25,32 +26,12 @@ from ..vectors.interface import (
 from .writer import TraceWriter
 
 
-class _Recorded:
+class _Recorded(DeviceAround[D]):
     """What both have in common."""
 
-    def __init__(self, inner: Device, device: int, writer: TraceWriter):
+    def __init__(self, inner: D, device: int, writer: TraceWriter):
+        super().__init__(inner)
         self._device, self._writer, self._part = device, writer, writer.part()
-        self._real = inner
-
-    @property
-    def compute(self) -> torch.device:
-        return self._real.compute
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._real.capabilities
-
-    def path_report(self) -> Sequence[FilePath]:
-        return self._real.path_report()
-
-    def stats(self) -> DeviceStats:
-        return self._real.stats()
-
-    def forget(self) -> None:
-        self._real.forget()
-
-    def close(self) -> None:
-        self._real.close()
 
     def _said(self, verb: str, **facts: Any) -> None:
         """A line that says what a part is."""
@@ -58,12 +39,11 @@ class _Recorded:
             line |= {"part": self._part, "files": [each.path for each in self.path_report()], **facts}
 
 
-class RecordedGraph(_Recorded):
+class RecordedGraph(_Recorded[GraphDevice]):
     """See `espnx.device.vectors.interface.GraphDevice`."""
 
     def __init__(self, inner: GraphDevice, device: int, writer: TraceWriter):
         super().__init__(inner, device, writer)
-        self._inner = inner
         graph = inner.graph
         self._said("open_graph", nodes=graph.n_nodes, format=graph.format, dim=graph.dim, metric=graph.metric)
 
@@ -83,12 +63,11 @@ class RecordedGraph(_Recorded):
             raise
 
 
-class RecordedClusters(_Recorded):
+class RecordedClusters(_Recorded[ClusterDevice]):
     """See `espnx.device.vectors.interface.ClusterDevice`."""
 
     def __init__(self, inner: ClusterDevice, device: int, writer: TraceWriter):
         super().__init__(inner, device, writer)
-        self._inner = inner
         held = inner.clusters
         self._said("open_clusters", clusters=len(held.n_vectors), format=held.format, dim=held.dim)
 

@@ -1,0 +1,51 @@
+"""A device that stands in front of another: traces and emulation add something to its work, and say of the rest what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, Self, TypeVar
+
+import torch
+
+from .interface import Capabilities, Device, DeviceStats, FilePath
+
+D = TypeVar("D", bound=Device)
+
+
+class DeviceAround(Generic[D]):
+    """See `Device`. The inner device is closed with it."""
+
+    def __init__(self, inner: D):
+        self._inner = inner
+
+    @property
+    def compute(self) -> torch.device:
+        """See `Device`."""
+        return self._inner.compute
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See `Device`."""
+        return self._inner.capabilities
+
+    def path_report(self) -> Sequence[FilePath]:
+        """See `Device`."""
+        return self._inner.path_report()
+
+    def stats(self) -> DeviceStats:
+        """See `Device`."""
+        return self._inner.stats()
+
+    def forget(self) -> None:
+        """See `Device`."""
+        self._inner.forget()
+
+    def close(self) -> None:
+        """See `Device`."""
+        self._inner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
