@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import Buffer
 
 class Engine:
     """csrc/io/engine.hpp. Paths may be given as bytes, as the operating system has them."""
@@ -161,6 +162,23 @@ class ListEncoder:
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     def take(self) -> Tensor: ...
 
+class PostingsDictionaries:
+    """csrc/postings/plan.hpp, in csrc/bindings/postings_search.cpp: of the segments of a collection."""
+
+    def __init__(self) -> None: ...
+    def add(
+        self, hashes: Buffer, first: Buffer, df: Buffer, first_layer: Buffer | None, removed: Buffer, removed_df: Buffer, kind: int,
+        scale: float, /,
+    ) -> None: ...  # fmt: skip
+    def look_up(self, hashes: Tensor, /) -> tuple[Tensor, list[tuple[int, int, int]]]:
+        """(numbers [segments, n], of hashes that several terms share: segment, place, how many)."""
+
+    def plan(
+        self, numbers: Tensor, tokens: Tensor, token_weights: Tensor, first_token: Tensor, variant: int, n_records: int,
+        absent_part: float, /,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """(weights [n], as the int64 of the same bits; absent [n]; lists [lists, 12])."""
+
 class PostingsTicket:
     """csrc/postings/search.hpp. `query`: what `Extension.search_postings` takes, of one query."""
 
@@ -186,6 +204,7 @@ class Extension:
     LinkClock: type[LinkClock]
     LinkTicket: type[LinkTicket]
     ListEncoder: type[ListEncoder]
+    PostingsDictionaries: type[PostingsDictionaries]
     PostingsTicket: type[PostingsTicket]
     RecordStream: type[RecordStream]
     RecordTicket: type[RecordTicket]
@@ -254,7 +273,7 @@ class Extension:
 
     @staticmethod
     def search_postings(engine: _Engine, query: dict[str, Any], /) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(numbers [Q, k], scores [Q, k], costs [Q, 3], lists of other terms). `query`: see csrc/bindings/postings.cpp."""
+        """(numbers [Q, k], scores [Q, k], costs [Q, 3], lists of other terms). `query`: see csrc/bindings/postings_search.cpp."""
 
     @staticmethod
     def attend_rows(

@@ -16,7 +16,7 @@ from espnx.storage.native import load_native
 #: What pybind11 writes in docstrings, and the words of stubs for it.
 _WORDS = {
     "typing.SupportsInt | typing.SupportsIndex": "int", "typing.SupportsFloat | typing.SupportsIndex": "float", "espnx::python::": "",
-    "espnx._C.": "", "collections.abc.": "", "typing.": "", "torch.": "", "str | bytes": "str",
+    "espnx._C.": "", "collections.abc.": "", "typing_extensions.": "", "typing.": "", "torch.": "", "str | bytes": "str",
     "dict[str, Any]": "dict", "(anonymous namespace)::": "", "PyRecordTicket": "RecordTicket",  # not known to pybind11 yet
 }  # fmt: skip
 #: Types of which pybind11 does not say what is in them.

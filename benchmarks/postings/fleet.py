@@ -96,7 +96,9 @@ class Indexes(Folder):
             lengths = segment.length_table[segment.codes.numpy()]
             norms = rule.norms(lengths, postings.searcher.collection.average_length)
             terms = sorted({term.encode() for query in self.queries for term in query})
-            numbered = dict(zip(terms, segment.look_up(terms, hashes_of(terms)).tolist(), strict=True))
+            wanted, held = hashes_of(terms), segment.dictionary.hashes
+            places = np.minimum(np.searchsorted(held, wanted), len(held) - 1)
+            numbered = dict(zip(terms, np.where(held[places] == wanted, places, -1).tolist(), strict=True))
             for row, query in enumerate(self.queries):
                 sums = np.zeros(len(postings), np.float32)
                 for term in (numbered[each.encode()] for each in query):

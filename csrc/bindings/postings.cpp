@@ -1,57 +1,13 @@
-// Posting lists in Python: writing lists, reading one back, searching those of segments on storage.
+// Posting lists in Python: writing lists, reading them back, scanning those in memory.
+#include "postings.hpp"
+
 #include <cstdint>
-#include <cstring>
-#include <limits>
 #include <optional>
 
-#include "bindings.hpp"
 #include "cpu/postings/forward.hpp"
-#include "postings/search.hpp"
 
 namespace espnx::python {
 namespace {
-
-using namespace espnx::postings;  // NOLINT: a file of their bindings
-
-ValueKind to_kind(int64_t kind) {
-  if (kind < 0 || kind >= kValueKinds) invalid("unknown kind of values");
-  return static_cast<ValueKind>(kind);
-}
-
-const uint32_t* whole_numbers(const Tensor& tensor, const char* name, int64_t n) {
-  const auto* data = contiguous<const uint32_t>(tensor, Dtype::uint32, name, "uint32");
-  if (tensor.numel() != n) invalid(std::string(name) + " must have one entry a posting");
-  return data;
-}
-
-const uint8_t* bytes_of(const Tensor& tensor, const char* name) {
-  return contiguous<const uint8_t>(tensor, Dtype::uint8, name, "uint8");
-}
-
-// Doubles come as the int64 of the same bits: the border knows no float64.
-double as_double(int64_t bits) {
-  double value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
-// Names of terms: the bytes of each one after the other, and where each begins.
-struct Names {
-  Names(const Tensor& names, const Tensor& begin, int64_t count)
-      : data(bytes_of(names, "names")), begin(to_vector(begin, "name_begin", count + 1)) {
-    for (int64_t i = 0; i < count; ++i) {
-      if (this->begin[i] < 0 || this->begin[i] > this->begin[i + 1] ||
-          this->begin[i + 1] - this->begin[i] > kMaxTermBytes) {
-        invalid("names must be in order, and at most 256 bytes each");
-      }
-    }
-    if (this->begin[count] > names.numel()) invalid("names end early");
-  }
-  Bytes of(int64_t i) const { return {data + begin[i], begin[i + 1] - begin[i]}; }
-
-  const uint8_t* data;
-  std::vector<int64_t> begin;
-};
 
 class PyListEncoder {
  public:
@@ -282,30 +238,6 @@ py::tuple score_forward_records(const Tensor& buffer, const Tensor& position_byt
   return py::make_tuple(scores.tensor(), bad, why);
 }
 
-// (numbers int64 [Q, k], -1 where there are fewer; scores float32 [Q, k]; costs int64 [Q, 3]: requests, bytes asked,
-// bytes moved; places in `lists` of lists of other terms)
-py::tuple to_results(const std::vector<QueryResult>& results, int64_t k) {
-  const auto n = static_cast<int64_t>(results.size());
-  auto numbers = std::make_shared<std::vector<int64_t>>(n * k, -1);
-  NewFloats scores({n, k});
-  scores.fill(-std::numeric_limits<float>::infinity());
-  auto costs = std::make_shared<std::vector<int64_t>>();
-  std::vector<int64_t> others;
-  for (int64_t q = 0; q < n; ++q) {
-    const QueryResult& result = results[q];
-    for (size_t i = 0; i < result.hits.size(); ++i) {
-      (*numbers)[q * k + i] = result.hits[i].number;
-      scores.data()[q * k + i] = result.hits[i].score;
-    }
-    for (const int64_t each : {result.costs.requests, result.costs.bytes_asked, result.costs.bytes_moved}) {
-      costs->push_back(each);
-    }
-    others.insert(others.end(), result.other_terms.begin(), result.other_terms.end());
-  }
-  return py::make_tuple(NewTensor(numbers->data(), Dtype::int64, {n, k}, numbers), scores.tensor(),
-                        NewTensor(costs->data(), Dtype::int64, {n, 3}, costs), to_tensor(std::move(others)));
-}
-
 // Checked lists of one query, wherever they lie in `buffer`: (numbers int64 [k], -1 where there are fewer; scores
 // float32 [k]). `weights`, `absent`, `norms`: the bits of float64. A damaged list is an IndexError that names it.
 py::tuple scan_postings(const Tensor& buffer, const Tensor& offset_bytes, const Tensor& size_bytes,
@@ -365,172 +297,6 @@ py::tuple scan_postings(const Tensor& buffer, const Tensor& offset_bytes, const 
   return py::make_tuple(found[0], found[1]);
 }
 
-// A request, and what its pointers lead into.
-struct PyRequest {
-  SearchRequest request;
-  Bm25 rule{};
-  std::vector<Bm25> rules;  // of each segment
-  std::vector<uint8_t> names;
-  std::vector<std::shared_ptr<void>> keeps;
-
-  explicit PyRequest(const py::dict& query) {
-    set_rule(query);
-    const auto segments = query["segments"].cast<std::vector<py::dict>>();
-    rules.reserve(segments.size());
-    for (const py::dict& segment : segments) add_segment(segment);
-    add_lists(query);
-    const auto constants = query["constants"].cast<Tensor>();
-    const auto* constant = contiguous<const float>(constants, Dtype::float32, "constants", "float32");
-    request.constants.assign(constant, constant + constants.numel());
-    request.first_list = to_vector(query["first_list"].cast<Tensor>(), "first_list", constants.numel() + 1);
-    const auto n_lists = static_cast<int64_t>(request.lists.size());
-    for (size_t i = 0; i < request.first_list.size(); ++i) {
-      const int64_t from = i == 0 ? 0 : request.first_list[i - 1];
-      if (request.first_list[i] < from || request.first_list[i] > n_lists) invalid("first_list is out of order");
-    }
-    if (request.first_list[0] != 0 || request.first_list.back() != n_lists) invalid("first_list must have all lists");
-    request.k = query["k"].cast<int64_t>();
-    request.threads = query["threads"].cast<int>();
-    request.deadline_s = query["deadline_s"].cast<double>();
-    if (request.k < 1 || request.threads < 1 || !(request.deadline_s > 0)) invalid("k, threads and deadline_s");
-  }
-
- private:
-  void set_rule(const py::dict& query) {
-    const int variant = query["variant"].cast<int>();
-    if (variant < 0 || variant >= kVariants) invalid("unknown variant of BM25");
-    rule.variant = static_cast<Variant>(variant);
-    rule.k1 = query["k1"].cast<double>(), rule.delta = query["delta"].cast<double>();
-  }
-
-  void add_segment(const py::dict& given) {
-    OpenSegment segment;
-    ListRules& list = segment.view.rules;
-    list.salt = given["salt"].cast<uint32_t>();
-    list.kind = to_kind(given["kind"].cast<int64_t>());
-    list.n_records = given["n_records"].cast<int64_t>();
-    if (list.n_records < 0 || list.n_records > kMaxRecords) invalid("a segment has too many records");
-    segment.view.first_number = given["first_number"].cast<int64_t>();
-    segment.file = given["file"].cast<int64_t>();
-    segment.begin_bytes = given["begin_bytes"].cast<int64_t>();
-    segment.size_bytes = given["size_bytes"].cast<int64_t>();
-    segment.name = given["name"].cast<std::string>();
-    if (list.kind == ValueKind::kCount) add_lengths(given, segment);
-    if (!given["allowed"].is_none()) {
-      const auto allowed = given["allowed"].cast<Tensor>();
-      segment.view.allowed = bytes_of(allowed, "allowed");
-      if (allowed.numel() * 8 < list.n_records) invalid("allowed must have a bit for every record");
-      keeps.push_back(allowed.keep());
-    }
-    request.segments.push_back(std::move(segment));
-  }
-
-  void add_lengths(const py::dict& given, OpenSegment& segment) {
-    const auto lengths = given["lengths"].cast<Tensor>();
-    rule.lengths = contiguous<const uint16_t>(lengths, Dtype::uint16, "lengths", "uint16");
-    if (lengths.numel() != segment.view.rules.n_records) invalid("lengths must have one entry a record");
-    keeps.push_back(lengths.keep());
-    // One for each code that `lengths` have, which was looked at when the segment was opened.
-    const auto norms = given["norms"].cast<Tensor>();
-    rule.norms = reinterpret_cast<const double*>(contiguous<const int64_t>(norms, Dtype::int64, "norms", "int64"));
-    keeps.push_back(norms.keep());
-    rules.push_back(rule);
-    segment.view.bm25 = &rules.back();
-  }
-
-  // Columns of `lists`: segment, term, offset_bytes, size_bytes, first_layer_bytes, is_prefix, is_digest, the bits of
-  // weight and absent, and which of the names is the term's.
-  void add_lists(const py::dict& query) {
-    constexpr int64_t kColumns = 10;
-    const auto table = query["lists"].cast<Tensor>();
-    const auto* row = contiguous<const int64_t>(table, Dtype::int64, "lists", "int64 [n, 10]");
-    if (table.dim() != 2 || table.size(1) != kColumns) invalid("lists must be [n, 10]");
-    const int64_t n = table.size(0);
-    const auto given = query["names"].cast<Tensor>();
-    names.assign(bytes_of(given, "names"), bytes_of(given, "names") + given.numel());
-    const auto begin = query["name_begin"].cast<Tensor>();
-    const int64_t n_names = begin.numel() - 1;
-    const Names name(given, begin, n_names);
-    for (int64_t i = 0; i < n; ++i, row += kColumns) {
-      if (row[0] < 0 || row[0] >= static_cast<int64_t>(request.segments.size())) invalid("a list is of no segment");
-      const OpenSegment& segment = request.segments[row[0]];
-      const bool is_inside = row[2] >= 0 && row[3] > 0 && row[3] <= segment.size_bytes &&
-                             row[2] <= segment.size_bytes - row[3] && row[4] >= 0;
-      if (!is_inside || row[9] < 0 || row[9] >= n_names) invalid("a list does not lie in its segment");
-      const Bytes own = name.of(row[9]);
-      request.lists.push_back({static_cast<int32_t>(row[0]),
-                               static_cast<uint32_t>(row[1]),
-                               row[2],
-                               row[3],
-                               row[4],
-                               row[5] != 0,
-                               as_double(row[7]),
-                               as_double(row[8]),
-                               {names.data() + (own.data - name.data), own.size},
-                               row[6] != 0});
-    }
-  }
-};
-
-const std::function<bool()> kInterrupted = [] {
-  py::gil_scoped_acquire locked;
-  return PyErr_CheckSignals() != 0;
-};
-
-// Rethrows what a signal handler raised in place of the failure that its interruption became.
-template <typename Work>
-auto interruptible(const Work& work) {
-  try {
-    py::gil_scoped_release unlocked;
-    return work();
-  } catch (const io::FailureError&) {
-    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-    throw;
-  }
-}
-
-py::tuple search_postings(const std::shared_ptr<io::Engine>& engine, const py::dict& query) {
-  if (!engine->in_own_process()) invalid("the postings belong to the parent process; open them after fork()");
-  free_kept();
-  const PyRequest given(query);
-  const auto results = interruptible([&] { return search(*engine, given.request, kInterrupted); });
-  return to_results(results, given.request.k);
-}
-
-struct PyTicket {
-  PyTicket(const std::shared_ptr<io::Engine>& engine, const py::dict& query)
-      : given(std::make_unique<PyRequest>(query)) {
-    if (!engine->in_own_process()) invalid("the postings belong to the parent process; open them after fork()");
-    if (given->request.constants.size() != 1) invalid("a ticket is of one query");
-    py::gil_scoped_release unlocked;
-    ticket = std::make_unique<Ticket>(engine, given->request);
-  }
-  ~PyTicket() {
-    if (!ticket->in_own_process()) {  // a thread of the parent may be waiting in it: see Engine::forget
-      static_cast<void>(ticket.release());
-      static_cast<void>(given.release());
-      return;
-    }
-    py::gil_scoped_release unlocked;
-    ticket.reset();
-  }
-
-  // The result by the first `lists` lists, as search_postings returns it.
-  py::tuple result(int64_t lists) {
-    if (!ticket->in_own_process()) invalid("the search belongs to the parent process; begin it after fork()");
-    if (lists < 0 || lists > ticket->lists()) invalid("the query has fewer lists");
-    const auto found = interruptible([&] { return ticket->result(lists, kInterrupted); });
-    return to_results({found}, given->request.k);
-  }
-
-  void cancel() {
-    if (ticket->in_own_process()) ticket->cancel();
-  }
-
-  std::unique_ptr<PyRequest> given;
-  std::unique_ptr<Ticket> ticket;
-};
-
 }  // namespace
 
 void bind_postings(py::module_& m) {
@@ -542,15 +308,11 @@ void bind_postings(py::module_& m) {
       .def("add_lists", &PyListEncoder::add_lists)
       .def("take", &PyListEncoder::take);
   m.def("decode_list", &decode_list);
-  m.def("search_postings", &search_postings);
   m.def("read_lists", &read_lists);
   m.def("scan_postings", &scan_postings);
   m.def("write_forward", &write_forward_records);
   m.def("score_forward", &score_forward_records);
-  py::class_<PyTicket>(m, "PostingsTicket")
-      .def(py::init<const std::shared_ptr<io::Engine>&, const py::dict&>())
-      .def("result", &PyTicket::result)
-      .def("cancel", &PyTicket::cancel, py::call_guard<py::gil_scoped_release>());
+  bind_postings_search(m);
 }
 
 }  // namespace espnx::python

@@ -73,8 +73,7 @@ std::shared_ptr<GraphSearcher::Job> GraphSearcher::start(const SearchRequest& re
   job->request = &request;
   job->left = request.n_queries;
   job->shown.assign(request.n_queries, 0);
-  job->deadline =
-      Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::min(request.deadline_s, 1e9) * 1e9));
+  job->patience = std::chrono::nanoseconds(static_cast<int64_t>(std::min(request.deadline_s, 1e9) * 1e9));
   std::lock_guard lock(mutex_);
   if (broken_) std::rethrow_exception(broken_);
   if (stopping_) throw io::FailureError(make_failure(io::Kind::closed, "searching a graph: it is closed"));

@@ -38,7 +38,7 @@ struct SearchRequest {
   const float* queries_f32 = nullptr;  // the same
   int64_t query_bytes = 0;             // of one in `queries`
   const uint8_t* allowed = nullptr;    // see GraphWalk::begin
-  double deadline_s = 30;              // of all of them
+  double deadline_s = 30;              // of each of them, from when it is begun
   // Written: [n_queries, k], rows -1 where there are fewer; and per query.
   int64_t* rows = nullptr;
   float* distances = nullptr;

@@ -211,7 +211,7 @@ void GraphSearcher::Worker::take(size_t tag, int64_t result) {
 void GraphSearcher::Worker::look_at(size_t i, Clock::time_point now) {
   Slot& slot = slots_[i];
   if (!slot.job) return;
-  if (now > slot.job->deadline) {
+  if (now - slot.begun > slot.job->patience) {
     io::Failure failure = make_failure(io::Kind::deadline, "searching a graph");
     failure.path = searcher_.file_->path;
     slot.job->fail(std::move(failure));

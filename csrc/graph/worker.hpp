@@ -20,9 +20,9 @@ inline io::Failure make_failure(io::Kind kind, std::string what) {
 struct GraphSearcher::Job {
   using Clock = std::chrono::steady_clock;
 
-  const SearchRequest* request;  // the caller's, while walks are under way
-  Clock::time_point deadline;
-  int64_t next = 0;  // query that nobody has taken; under the searcher's mutex
+  const SearchRequest* request;       // the caller's, while walks are under way
+  std::chrono::nanoseconds patience;  // with each query, from when its walk begins
+  int64_t next = 0;                   // query that nobody has taken; under the searcher's mutex
   std::atomic<bool> failed{false};
   std::mutex mutex;  // guards what follows; taken after the searcher's
   std::condition_variable changed;

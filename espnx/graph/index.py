@@ -259,7 +259,7 @@ class GraphIndex:
                 whatever is left in its list; None: never.
             include, exclude: rows that alone may be found, or may not: bool [n], or numbers. A few are measured one by one; of many the
                 walk passes the others by.
-            deadline_s: of the whole call.
+            deadline_s: of each query, from when it is begun: a batch of any size may take longer.
 
         Raises:
             InvalidInputError: shapes, dtypes, values that are not finite, numbers out of range.

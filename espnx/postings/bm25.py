@@ -51,7 +51,10 @@ class BM25:
         return VARIANTS.index(self.variant)
 
     def idf(self, df: int, n_records: int) -> float:
-        """What a term weighs that `df` of `n_records` records have; float64. `df` is 1 to `n_records`."""
+        """What a term weighs that `df` of `n_records` records have; float64. `df` is 1 to `n_records`.
+
+        Searches have it from ``csrc/postings/plan.cpp``; this is what that is compared with.
+        """
         if self.variant == "robertson":
             return math.log(max(1.0, (n_records - df + 0.5) / (df + 0.5)))
         if self.variant == "lucene":
@@ -80,10 +83,11 @@ class BM25:
             found = (counts.astype(np.float32) * np.float32(self.k1 + 1)).astype(np.float64) / (norms + wide)
         return found + self.delta if self.variant == "bm25+" else found
 
-    def absent(self, idf: float) -> np.float32:
-        """What a term gives to records that do not have it; scores of those that do are stored, and summed, less that."""
+    @property
+    def absent_part(self) -> float:
+        """Of a term's idf: what it gives to records that do not have it; scores of those that do are summed less that."""
         if self.variant not in _WITH_ABSENT:
-            return np.float32(0)
-        norm = np.array([1.0]) if self.variant == "bm25l" else np.array([self.k1])
-        norm = norm if self.k1 > 0 or self.variant == "bm25l" else np.array([1.0])  # 0 / 0: no occurrence is worth nothing
-        return np.float32(idf * self.part(np.zeros(1), norm)[0])
+            return 0.0
+        no_occurrence_is_worth_nothing = self.variant == "bm25+" and self.k1 == 0  # 0 / 0
+        norm = 1.0 if self.variant == "bm25l" or no_occurrence_is_worth_nothing else self.k1
+        return float(self.part(np.zeros(1), np.array([norm]))[0])

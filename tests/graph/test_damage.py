@@ -119,6 +119,16 @@ def test_reads_that_take_several_turns(graph: Path, queries: np.ndarray, rules: 
         assert np.array_equal(faulty.search(queries, 5, list_size=30, beamwidth=1).ids, expected.ids)
 
 
+def test_a_deadline_is_of_each_query_and_not_of_the_batch(graph: Path, queries: np.ndarray) -> None:
+    slow = FaultRule("delay", operation="read", probability=1.0, value=20_000_000)
+    deadline_s, asked = 1.0, np.resize(queries, (20, queries.shape[1]))
+    with espnx.graph.open(graph, threads=1, walks=1, rules=[slow]) as index, espnx.graph.open(graph) as plain:
+        begun = time.monotonic()
+        found = index.search(asked, 5, list_size=5, beamwidth=1, deadline_s=deadline_s)
+        assert time.monotonic() - begun > deadline_s, "a batch that is too short says nothing"
+        assert np.array_equal(found.ids, plain.search(asked, 5, list_size=5, beamwidth=1).ids)
+
+
 def test_closing_does_not_hang_on_a_read_that_never_ends(graph: Path) -> None:
     index = espnx.graph.open(graph, rules=[FaultRule("never", operation="read")])
     with pytest.raises(errors.DeadlineExceededError):

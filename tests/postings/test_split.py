@@ -16,7 +16,7 @@ from espnx.device.postings.command import HEADER_BYTES, LIST, PARTIAL, SCAN_REPL
 from espnx.postings import VARIANTS, CsrArrays, Postings, SplitPostings, build_split
 from espnx.postings.stored import terms as stored_terms
 from espnx.storage import FaultRule, NativeEngine
-from tests.postings.common import corpus
+from tests.postings.common import corpus, numbers_of
 from tests.storage.common import in_child
 
 PLACEMENTS = ("passages", "terms")
@@ -112,8 +112,9 @@ def test_the_bytes_of_commands_and_replies(split: list[Path], documents: list[li
         sent, df = np.zeros(n, np.int64), np.zeros(n, np.int64)
         for part, device in enumerate(postings.devices):
             segment = device.lists.segment  # type: ignore[attr-defined]
-            numbers = segment.look_up([term.encode() for term in query], stored_terms.hashes_of([term.encode() for term in query]))
-            there = [(term, number) for term, number in zip(query, numbers.tolist(), strict=True) if number >= 0]
+            has = set(segment.dictionary.hashes.tolist())
+            words = [term for term in query if stored_terms.hash_of(term.encode()) in has]
+            there = list(zip(words, numbers_of(segment, words).tolist(), strict=True))
             df[part] = sum(int(segment.dictionary.df[number]) for _, number in there)
             sent[part] = HEADER_BYTES + sum(LIST.itemsize + WEIGHT.itemsize + len(term) for term, _ in there) if there else 0
         by_passage = postings.placement == "passages"
@@ -168,7 +169,7 @@ def test_a_damaged_list_names_its_directory_and_harms_nothing_else(
         asked = postings.search([["w0"]], 5)
         (part, *_) = np.flatnonzero(asked.command_bytes[0]).tolist()
         segment = postings.devices[part].lists.segment  # type: ignore[attr-defined]
-        (number,) = segment.look_up([b"w0"], stored_terms.hashes_of([b"w0"])).tolist()
+        (number,) = numbers_of(segment, ["w0"]).tolist()
         offset = int(segment.dictionary.place(np.array([number]))[0][0])
         lists = paths[part] / "s1.lists"
         data = bytearray(lists.read_bytes())

@@ -22,7 +22,7 @@ from .interface import PostingLists
 if TYPE_CHECKING:
     from ..._C import PostingsTicket
 
-_COLUMNS = 10  # of a list that is wanted: see csrc/bindings/postings.cpp
+_COLUMNS = 12  # of a list that is wanted: see csrc/postings/plan.hpp
 
 
 class SsdPostingsDevice:
@@ -181,12 +181,11 @@ def _request(command: ScanCommand, view: dict[str, Any], n_records: int, deadlin
     rows[:, 7] = weights.lists["weight"].copy().view(np.int64)
     rows[:, 8] = weights.lists["absent"].copy().view(np.int64)
     rows[:, 9] = np.arange(n)
-    rule = weights.rule
+    rule, ends = weights.rule, np.cumsum(command.lists.name_sizes).tolist()
     return {
         "variant": rule.variant, "k1": rule.k1, "delta": rule.delta, "segments": [view], "lists": torch.from_numpy(rows),
-        "first_list": torch.tensor([0, n]), "constants": torch.tensor([weights.constant], dtype=torch.float32),
-        "names": torch.frombuffer(bytearray(command.lists.names + b"\0"), dtype=torch.uint8),
-        "name_begin": torch.from_numpy(np.concatenate([np.zeros(1, np.int64), np.cumsum(command.lists.name_sizes)])),
+        "constants": torch.tensor([weights.constant], dtype=torch.float32),
+        "names": [command.lists.names[begin:end] for begin, end in zip([0, *ends], ends, strict=False)],
         "k": max(1, min(command.k or n_records, command.lists.n_postings, n_records)), "threads": 1, "deadline_s": float(deadline_s),
     }  # fmt: skip
 
@@ -194,6 +193,6 @@ def _request(command: ScanCommand, view: dict[str, Any], n_records: int, deadlin
 def _of_one_list(command: ScanCommand, request: dict[str, Any], i: int) -> dict[str, Any]:
     """The same of one of its lists, and of all of that."""
     return request | {
-        "lists": request["lists"][i : i + 1].clone(), "first_list": torch.tensor([0, 1]), "constants": torch.zeros(1),
+        "lists": request["lists"][i : i + 1].clone(), "constants": torch.zeros(1),
         "k": max(1, min(request["k"], int(command.lists.places["postings"][i]))),
     }  # fmt: skip

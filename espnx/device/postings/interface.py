@@ -33,7 +33,7 @@ class PostingLists(Protocol):
         """Opens their files. The device closes them."""
 
     def view(self, rule: Rule, allowed: torch.Tensor | None) -> dict[str, Any]:
-        """What the compiled part is told of them (csrc/bindings/postings.cpp), once they are open.
+        """What the compiled part is told of them (csrc/bindings/postings_search.cpp), once they are open.
 
         Args:
             rule: how counts become scores.

@@ -11,8 +11,9 @@ import torch
 
 from ... import errors
 from ...checks import check_finite, plain
+from ...storage.native import load_native
 from ..bm25 import BM25
-from ..stored.layout import COUNT, FLOAT, LIST_ALIGN_BYTES
+from ..stored.layout import COUNT, FLOAT
 from ..stored.segment import Segment
 from ..stored.terms import hashes_of, name_of, term_bytes
 
@@ -20,7 +21,7 @@ from ..stored.terms import hashes_of, name_of, term_bytes
 QueryTerms = Sequence[str] | Sequence[int] | Mapping[str, float] | Mapping[int, float]
 #: Of a segment: numbers of terms that deleted records had, ascending, and how many of those.
 RemovedTerms = tuple[np.ndarray, np.ndarray]
-_COLUMNS = 10  # of a list that is wanted: see csrc/bindings/postings.cpp
+_NONE = np.zeros(0, np.int64)
 
 
 class Collection:
@@ -42,19 +43,13 @@ class Collection:
         self.kind = kinds.pop() if kinds else COUNT
         self.n_records = sum(len(segment) for segment in segments) - removed[0]
         self.sum_lengths = sum(segment.dictionary.sum_lengths for segment in segments) - removed[1]
-        self._removed_terms = removed_terms
         self._norms: tuple[BM25, list[torch.Tensor]] | None = None
-
-    def df(self, segment: int, terms: np.ndarray) -> np.ndarray:
-        """int64 [n]: records of a segment, without those deleted, that have these terms; -1 stands for a term that it has not."""
-        held, there = self.segments[segment].dictionary, terms >= 0
-        found = held.df.take(terms, mode="clip").astype(np.int64) * there if len(held) else np.zeros(len(terms), np.int64)
-        if self._removed_terms is not None:
-            numbers, counts = self._removed_terms[segment]
-            place = np.minimum(np.searchsorted(numbers, terms), max(0, len(numbers) - 1))
-            hit = there & (numbers[place] == terms) if len(numbers) else np.zeros(len(terms), bool)
-            found[hit] -= counts[place[hit]]
-        return found
+        #: The compiled part's view of the segments' terms.
+        self.dictionaries = load_native().PostingsDictionaries()
+        for i, segment in enumerate(self.segments):
+            held, (gone, gone_df) = segment.dictionary, removed_terms[i] if removed_terms else (_NONE, _NONE)
+            layer = None if held.first_layer is None else held.first_layer.data
+            self.dictionaries.add(held.hashes.data, held.first.data, held.df.data, layer, gone.data, gone_df.data, held.kind, held.scale)
 
     @property
     def average_length(self) -> float:
@@ -106,12 +101,12 @@ class QueryPlan:
 
     def look_up(self, terms: list[bytes]) -> None:
         """Finds terms in every segment, and weighs them."""
-        self._terms = terms
-        hashes = hashes_of(terms)
-        segments = self.collection.segments
-        self._numbers = np.empty((len(segments), len(terms)), np.int64)
-        for i, segment in enumerate(segments):
-            self._numbers[i] = segment.look_up(terms, hashes)
+        self._terms, self._names = terms, [name_of(term) for term in terms]
+        numbers, shared = self.collection.dictionaries.look_up(torch.from_numpy(hashes_of(terms).view(np.int64)))
+        self._numbers = numbers.numpy()
+        for segment, i, count in shared:  # the terms themselves tell which
+            held, first = self.collection.segments[segment], int(self._numbers[segment, i])
+            self._numbers[segment, i] = next((j for j in range(first, first + count) if held.term(j) == terms[i]), -1)
         self._weigh()
 
     def leave_out(self, places: np.ndarray) -> None:
@@ -123,16 +118,11 @@ class QueryPlan:
     def _weigh(self) -> None:
         """Global weights of the terms, which change where a list turned out to be another term's."""
         held = self.collection
-        self._weights, self._absent = np.zeros(len(self._terms)), np.zeros(len(self._terms), np.float32)
-        df = sum((held.df(i, numbers) for i, numbers in enumerate(self._numbers)), np.zeros(len(self._terms), np.int64))
-        self._numbers[:, df <= 0] = -1  # of deleted records alone, or of none
-        if held.kind != COUNT:
-            self._weights[:] = 1
-            return
-        for i, records in enumerate(df.tolist()):
-            if records > 0:
-                idf = self.bm25.idf(min(records, held.n_records), held.n_records)
-                self._weights[i], self._absent[i] = np.float32(idf), self.bm25.absent(idf)
+        weights, absent, rows = held.dictionaries.plan(
+            torch.from_numpy(self._numbers), torch.from_numpy(self._tokens), torch.from_numpy(self._token_weights.view(np.int64)),
+            torch.tensor(self._first), self.bm25.number, held.n_records, self.bm25.absent_part,
+        )  # fmt: skip
+        self._weights, self._absent, self._all_rows = weights.numpy().view(np.float64), absent.numpy(), rows.numpy()
 
     def weight_of(self, i: int) -> TermWeight | None:
         """Of a term that was looked up."""
@@ -143,62 +133,31 @@ class QueryPlan:
     def request(self, common: dict[str, Any], heaviest: int | None = None, whole: int = 0) -> dict[str, Any]:
         """What the compiled part is asked. `heaviest`: so many terms of each query alone, those that can weigh most; of long lists the
         first layer, but the whole of the `whole` heaviest."""
-        n_queries = self.n_queries
-        names = [name_of(term) for term in self._terms]
         rows = self.rows(heaviest, whole)
         segments = self.collection.segments
         norms = self.collection.norms(self.bm25) if self.collection.kind == COUNT else [None] * len(segments)
-        views = [segment.view(allowed, norm) for segment, allowed, norm in zip(segments, self._allowed, norms, strict=True)]
-        begin = np.cumsum([0, *(len(name) for name, _ in names)])
         return {
-            **common, "variant": self.bm25.number, "k1": self.bm25.k1, "delta": self.bm25.delta, "segments": views,
-            "lists": torch.from_numpy(rows[:, :_COLUMNS].copy()),
-            "first_list": torch.from_numpy(np.searchsorted(rows[:, 10], np.arange(n_queries + 1))),
-            "names": torch.frombuffer(bytearray(b"".join(name for name, _ in names) + b"\0"), dtype=torch.uint8),
-            "name_begin": torch.from_numpy(begin), "constants": torch.from_numpy(self.constants()),
+            **common, "variant": self.bm25.number, "k1": self.bm25.k1, "delta": self.bm25.delta,
+            "segments": [segment.view(allowed, norm) for segment, allowed, norm in zip(segments, self._allowed, norms, strict=True)],
+            "lists": torch.from_numpy(rows), "names": [name for name, _ in self._names], "constants": torch.from_numpy(self.constants()),
         }  # fmt: skip
 
     def rows(self, heaviest: int | None = None, whole: int = 0) -> np.ndarray:
-        """int64 [lists, 12]: the lists that are wanted, by query, segment, and the order of the query's terms. Ten columns as the compiled
-        part takes them (csrc/bindings/postings.cpp), the query, and the term's place among those of all queries."""
-        rows = self._ordered_rows(heaviest, whole)
-        self._rows = rows
-        is_digest = np.array([name_of(term)[1] for term in self._terms], np.int64)
-        rows[:, 6] = is_digest[rows[:, 9]] if len(is_digest) else 0
-        return rows
-
-    def name(self, i: int) -> bytes:
-        """What stands in the lists of a term that was looked up, by the ninth of the columns of `rows`, counted from 0."""
-        return name_of(self._terms[i])[0]
-
-    def _ordered_rows(self, heaviest: int | None, whole: int) -> np.ndarray:
-        """int64 [lists, columns]: by query, segment, and the order of the query's terms."""
-        query = np.repeat(np.arange(len(self._first) - 1), np.diff(self._first))
-        parts = [self._segment_rows(number, query) for number in range(len(self.collection.segments))]
-        rows = parts[0] if len(parts) == 1 else np.concatenate([np.zeros((0, _COLUMNS + 2), np.int64), *parts])
-        if len(parts) > 1:
-            rows = rows[np.lexsort((rows[:, 11], rows[:, 0], rows[:, 10]))]
+        """int64 [lists, 12]: the lists that are wanted, by query, segment, and the order of the query's terms; columns as in
+        csrc/postings/plan.hpp."""
+        rows = self._all_rows
         if heaviest is not None:
             rows = rows[_among_heaviest(self._most(rows), rows[:, 10], rows[:, 11], heaviest)]
             cut = (rows[:, 4] > 0) & ~_among_heaviest(self._most(rows), rows[:, 10], rows[:, 11], whole)
             rows[cut, 5], rows[cut, 3] = 1, rows[cut, 4]
+        if any(is_digest for _, is_digest in self._names):
+            rows[:, 6] = np.array([is_digest for _, is_digest in self._names])[rows[:, 9]]
+        self._rows = rows
         return rows
 
-    def _segment_rows(self, number: int, query: np.ndarray) -> np.ndarray:
-        """Columns as the compiled part takes them, then the query and the place among all terms of the batch."""
-        held = self.collection.segments[number].dictionary
-        terms = self._numbers[number, self._tokens]
-        there = np.flatnonzero(terms >= 0)
-        wanted, tokens = terms[there], self._tokens[there]
-        rows = np.zeros((len(there), _COLUMNS + 2), np.int64)
-        rows[:, 0], rows[:, 1] = number, wanted
-        rows[:, 2], rows[:, 3] = held.place(wanted)
-        if held.first_layer is not None:
-            rows[:, 4] = held.first_layer[wanted].astype(np.int64) * LIST_ALIGN_BYTES
-        rows[:, 7] = self._token_weight(number, there).view(np.int64)
-        rows[:, 8] = (self._absent[tokens].astype(np.float64) * self._token_weights[there]).view(np.int64)
-        rows[:, 9], rows[:, 10], rows[:, 11] = tokens, query[there], there
-        return rows
+    def name(self, i: int) -> bytes:
+        """What stands in the lists of a term that was looked up, by the ninth of the columns of `rows`, counted from 0."""
+        return self._names[i][0]
 
     def _token_weight(self, number: int, places: np.ndarray) -> np.ndarray:
         """float64: what a count's part, an impact or a float of a segment is multiplied by, of the terms at these places."""

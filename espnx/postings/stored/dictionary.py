@@ -64,18 +64,6 @@ class Dictionary:
         begin = self.first[terms].astype(np.int64)
         return begin * LIST_ALIGN_BYTES, (self.first[terms + 1] - begin) * LIST_ALIGN_BYTES
 
-    def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """int64 (first term, how many) with each of these hashes: 0 where no term has it, and nearly always 1 else."""
-        begin = np.searchsorted(self.hashes, hashes, side="left").astype(np.int64, copy=False)
-        if not len(self):
-            return begin, begin
-        there = self.hashes.take(begin, mode="clip") == hashes  # beyond the end is the last one, which is another
-        count = there.astype(np.int64)
-        shared = there & (self.hashes.take(begin + 1, mode="clip") == hashes) & (begin + 1 < len(self))
-        if shared.any():
-            count[shared] = np.searchsorted(self.hashes, hashes[shared], side="right") - begin[shared]
-        return begin, count
-
     def section(self) -> np.ndarray:
         """uint8: as it is stored."""
         fields: dict[str, Any] = {

@@ -146,18 +146,6 @@ class Segment:
         begin, end = int(self.dictionary.groups[group]), int(self.dictionary.groups[group + 1])
         return parse_group(self.terms.read(self._engine, begin, end - begin), self.dictionary, group, self.terms.file.path)
 
-    def look_up(self, terms: list[bytes], hashes: np.ndarray) -> np.ndarray:
-        """int64 [n]: number of each term, -1 for one that no list here is of.
-
-        Reads nothing but where terms of this segment share a hash. A term alone with its hash may still be another one: its list says so.
-        """
-        first, count = self.dictionary.find(hashes)
-        found = np.where(count > 0, first, -1)
-        for i in np.flatnonzero(count > 1).tolist():
-            numbers = range(int(first[i]), int(first[i] + count[i]))
-            found[i] = next((number for number in numbers if self.term(number) == terms[i]), -1)
-        return found
-
     def view(self, allowed: torch.Tensor | None, norms: torch.Tensor | None) -> dict[str, Any]:
         """What the compiled part is told of it."""
         held = self.dictionary

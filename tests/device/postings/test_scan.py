@@ -14,9 +14,8 @@ from espnx import errors
 from espnx.device.postings import LIST, PARTIAL, SCAN, SCAN_REPLY, WEIGHT, Rule, ScanCommand, ScanLists, SsdPostingsDevice, Weights
 from espnx.postings import BM25, VARIANTS, build_split
 from espnx.postings.split.parts import PartLists, read_parts
-from espnx.postings.stored.terms import hashes_of
 from espnx.storage import FaultRule, NativeEngine
-from tests.postings.common import corpus, plain_bm25
+from tests.postings.common import corpus, numbers_of, plain_absent, plain_bm25
 
 DOCUMENTS = corpus(300, seed=2)
 AVERAGE = sum(map(len, DOCUMENTS)) / len(DOCUMENTS)
@@ -37,15 +36,15 @@ def asked(lists: PartLists, terms: list[str], bm25: BM25) -> tuple[ScanLists, We
     """What a host asks of a device that has all records: addresses from its dictionary, weights as the search of one index has them."""
     names = [term.encode() for term in terms]
     held = lists.segment.dictionary
-    numbers = lists.segment.look_up(names, hashes_of(names))
+    numbers = numbers_of(lists.segment, terms)
     places, weights = np.zeros(len(terms), LIST), np.zeros(len(terms), WEIGHT)
     offset, size = held.place(numbers)
     places["offset"], places["size"], places["term"] = offset // 64, size // 64, numbers
     places["postings"], places["name"] = held.df[numbers], [len(name) for name in names]
     idf = [bm25.idf(int(df), len(DOCUMENTS)) for df in held.df[numbers]]
-    weights["weight"], weights["absent"] = np.array(idf, np.float32), [bm25.absent(each) for each in idf]
+    weights["weight"], weights["absent"] = np.array(idf, np.float32), [plain_absent(bm25, each) for each in idf]
     rule = Rule(bm25.number, bm25.k1, bm25.b, bm25.delta, AVERAGE)
-    constant = float(np.array([bm25.absent(each) for each in idf], np.float32).sum())
+    constant = float(np.array([plain_absent(bm25, each) for each in idf], np.float32).sum())
     return ScanLists(places, b"".join(names)), Weights(weights, constant, rule)
 
 
