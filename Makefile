@@ -2,8 +2,9 @@
 SHELL := /bin/bash
 PYTHON_VENV := .venv/bin/python
 CXX_FILES = $(shell git ls-files -co --exclude-standard 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.hpp' 'csrc/*.cu' 'csrc/*.cuh' 2>/dev/null)
-# Tests on as many processes as there are cores, a file of tests on one; on one process where pytest-xdist could not be installed.
-PARALLEL = $(shell $(PYTHON_VENV) -c 'import xdist' 2>/dev/null && printf '%s' '-n auto --maxprocesses 4 --dist loadfile')
+# Tests on as many processes as there are cores, a file of tests on one, in the order of tests/conftest.py; on one process where
+# pytest-xdist could not be installed.
+PARALLEL = $(shell $(PYTHON_VENV) -c 'import xdist' 2>/dev/null && printf '%s' '-n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder')
 .DEFAULT_GOAL := help
 .PHONY: help setup build wheel demo check test models lint format docs bench gpu-check clean
 

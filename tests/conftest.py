@@ -47,6 +47,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Long files first: of the last ones, the processes of a parallel run end at about the same time.
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
     for item in items:
         for marker in ("gpu", "root"):
             if item.get_closest_marker(marker) and (reason := lacking(marker)):

@@ -19,7 +19,7 @@ from .tables import learned, sizes, table
 
 DESCRIPTION = """Passages by recipe: half of the words by Zipf's law (1.05) over 200,000 terms, half of one of 2,000 topics, 46.6 words.
 Ranks 1 to 160 of the law are left out, as by a list of stop words. Queries have about four words of one passage, drawn by df^0.55. So a
-million passages have 39.9 million postings, and a query meets 25,700 of them in the mean, 60,000 at the 95th percentile, in all its lists.
+million passages have 39.9 million postings, and a query meets about 25,000 of them in the mean, 58,000 at the 95th percentile, in all its lists.
 (With the first ranks in, lists of the whole corpus outweigh all others: the same queries would meet 1.4 million postings.)
 
 Every system builds an index and is asked one query after the other in a process of its own, whose memory is limited, its page cache

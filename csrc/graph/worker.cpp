@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kLongestWaitNs = 200'000'000;
 constexpr int kIdleRetries = 16;  // completions without progress before a read is given up
-constexpr double kGraceS = 5;     // for reads that nobody waits for any more
+constexpr double kGraceS = 1;     // for reads that nobody waits for any more
 
 }  // namespace
 

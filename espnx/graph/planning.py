@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from ..checks import check_whole
 from ..errors import InvalidInputError
-from ..ops.distances import DIM_MAX, VECTOR_FORMATS, vector_bytes
+from ..ops.distances import DIM_MAX, VECTOR_FORMATS
+from .bounded.budget import least_bytes, member_bytes
 from .format import N_MAX
 from .layout import CODES_IN, MAX_DEGREE_MAX, choose_layout
+from .options import GraphOptions
 
-_SLACK = 1.3  # csrc/graph/vamana.cpp has the same one
 _DTYPES = {str(dtype).removeprefix("torch."): name for name, dtype in VECTOR_FORMATS.items()} | {"pq": "pq"}
 
 
@@ -22,8 +23,8 @@ class GraphPlan:
         disk: ``nodes_bytes``, ``rows_bytes``, ``codebook_bytes`` (of both where codes are in place of vectors), ``entries_bytes``,
             ``codes_bytes`` (0 where codes are inline) and ``total_bytes``; a manifest of some kilobytes comes to it.
         memory: of the open graph: ``codebook_bytes``, ``entries_bytes``, ``codes_bytes``, ``total_bytes``; searches have buffers.
-        build: in memory at most at a time: ``vectors_bytes``, ``edges_bytes``, ``copies_bytes`` (of the edges, while nodes are packed and
-            written), ``codes_bytes`` and ``total_bytes``; each thread takes some bytes a vector beside it.
+        build: what a build asks for, beside the process's libraries: ``whole_bytes`` in memory at a time, ``least_bytes`` as the smallest
+            limit of a build in parts (``memory=``).
     """
 
     page_bytes: int
@@ -78,11 +79,9 @@ def plan_graph(
         "codebook_bytes": books_bytes + 8 * (code_bytes + 1 + (layout.disk_pq_bytes + 1 if holds_codes else 0)),
         "entries_bytes": entries * (8 + code_bytes), "codes_bytes": resident_bytes,
     }  # fmt: skip
-    build = {
-        "vectors_bytes": n * vector_bytes(layout.row_format, dim), "edges_bytes": 4 * n * max(max_degree + 1, int(_SLACK * max_degree)),
-        "copies_bytes": n * (4 * max_degree + 8), "codes_bytes": n * code_bytes,
-    }  # fmt: skip
-    return GraphPlan(layout.page_bytes, layout.nodes_per_page, code_bytes, *(_with_total(each) for each in (disk, memory, build)))
+    options = GraphOptions(max_degree=max_degree)
+    build = {"whole_bytes": n * member_bytes(layout, options), "least_bytes": least_bytes(layout, options)}
+    return GraphPlan(layout.page_bytes, layout.nodes_per_page, code_bytes, _with_total(disk), _with_total(memory), build)
 
 
 def _with_total(sizes: dict[str, int]) -> dict[str, int]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import espnx.graph
@@ -36,8 +38,18 @@ def test_memory_does_not_grow_where_codes_are_inline() -> None:
     small, large = (plan_graph(n, 128) for n in (10**6, 10**9))
     assert small.memory == large.memory
     assert plan_graph(10**9, 128, codes="memory").memory["codes_bytes"] == 64 * 10**9
-    assert large.build["vectors_bytes"] == 256 * 10**9
+    assert large.build["whole_bytes"] == 1000 * small.build["whole_bytes"] > 3 * 512 * 10**9  # two copies of vectors and edges
+    assert large.build["least_bytes"] < 21 * 10**9
     assert plan_graph(0, 3).disk["nodes_bytes"] == 0
+
+
+def test_a_build_asks_for_what_the_plan_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    n, dim = 300, 16
+    vectors = np.random.default_rng(0).standard_normal((n, dim)).astype(np.float32)
+    monkeypatch.setattr(importlib.import_module("espnx.graph.build"), "available_bytes", lambda: 1000)
+    with pytest.raises(errors.OutOfMemoryError) as caught:
+        espnx.graph.build(vectors, tmp_path / "g", threads=1)
+    assert caught.value.needed_bytes == plan_graph(n, dim).build["whole_bytes"]
 
 
 @pytest.mark.parametrize(

@@ -43,19 +43,23 @@ def plan_parts(layout: PageLayout, options: GraphOptions, memory_bytes: int, use
     Raises InvalidInputError where the limit is too low for any.
     """
     n = max(1, layout.n)
-    whole_bytes = member_bytes(layout, options)
-    free_bytes = memory_bytes - used_bytes - _BUFFERS_BYTES - _BYTES_PER_VECTOR * n
-    least = min(n, 4 * options.max_degree)
-    if free_bytes < least * whole_bytes:
-        needed = used_bytes + _BUFFERS_BYTES + _BYTES_PER_VECTOR * n + least * whole_bytes
+    needed = used_bytes + least_bytes(layout, options)
+    if memory_bytes < needed:
         raise errors.InvalidInputError(
             "memory for a build", got=format_size(memory_bytes),
             expected=f"at least {format_size(needed)}, of which this process has {format_size(used_bytes)} already",
         )  # fmt: skip
-    rows = free_bytes // whole_bytes
+    free_bytes = memory_bytes - used_bytes - _BUFFERS_BYTES - _BYTES_PER_VECTOR * n
+    rows = free_bytes // member_bytes(layout, options)
     n_parts = 1 if rows >= n else math.ceil(OVERLAP * n * _ROOM / rows)
     sample = min(n, 65_536, max(1, free_bytes // (16 * layout.dim)))
     return Budget(n_parts, n if n_parts == 1 else rows, max(sample, n_parts), free_bytes // 2)
+
+
+def least_bytes(layout: PageLayout, options: GraphOptions) -> int:
+    """The smallest limit of a build in parts, beside what the process has already."""
+    n = max(1, layout.n)
+    return _BUFFERS_BYTES + _BYTES_PER_VECTOR * n + min(n, 4 * options.max_degree) * member_bytes(layout, options)
 
 
 def member_bytes(layout: PageLayout, options: GraphOptions) -> int:
