@@ -19,8 +19,8 @@ from .tables import learned, sizes, table
 
 DESCRIPTION = """Passages by recipe: half of the words by Zipf's law (1.05) over 200,000 terms, half of one of 2,000 topics, 46.6 words.
 Ranks 1 to 160 of the law are left out, as by a list of stop words. Queries have about four words of one passage, drawn by df^0.55. So a
-million passages have 39.9 million postings, and a query meets about 25,000 of them in the mean, 58,000 at the 95th percentile, in all its lists.
-(With the first ranks in, lists of the whole corpus outweigh all others: the same queries would meet 1.4 million postings.)
+million passages have 39.9 million postings, and a query meets about 25,000 of them in all its lists, one in twenty 58,000 or more. With
+the first ranks in, lists of the whole corpus outweigh all others: the same queries would meet 1.4 million postings.
 
 Every system builds an index and is asked one query after the other in a process of its own, whose memory is limited, its page cache
 included; before each query the page cache of its files is dropped, but of bm25s-memory (its default backend) and bm25s-numba. Scores of
@@ -81,7 +81,9 @@ def run(args: Namespace, say: Say) -> list[Row]:
         n, n_queries = 2000, 10
     limit_bytes = _limit(args.memory, say)
     with ExitStack() as opened:
-        folder = Path(args.indexes or opened.enter_context(tempfile.TemporaryDirectory(prefix="espnx-bench-postings-", dir=args.path)))
+        folder = Path(
+            args.indexes or opened.enter_context(tempfile.TemporaryDirectory(prefix="espnx-bench-postings-", dir=args.path))
+        ).absolute()
         folder.mkdir(exist_ok=True)
         if args.show == "splade":
             return measure(args, folder, limit_bytes, say)

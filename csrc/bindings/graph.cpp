@@ -311,11 +311,13 @@ class PyGraphSearcher {
     if (codes) {
       view.codes = contiguous<const uint8_t>(*codes, Dtype::uint8, "codes", "uint8");
       if (codes->dim() != 2 || codes->size(0) != n || codes->size(1) != code_bytes) invalid("codes must be [n, bytes]");
-      keeps_ = codes->keep();
+      view.codes_owner = codes->keep();
     } else if (codes_in == "memory") {
       invalid("codes in memory are needed");
     }
-    if (code_bytes > graph::kCodePageBytes - graph::kPageHeaderBytes) invalid("a code is longer than a page");
+    if (layout.paged_codes && code_bytes > graph::kCodePageBytes - graph::kPageHeaderBytes) {
+      invalid("a code is longer than a page of codes");
+    }
     for (const int64_t entry : to_vector(entries, "entries", -1)) {
       if (entry < 0 || entry >= n) invalid("an entry point is no node");
       view.entries.push_back(static_cast<uint32_t>(entry));
@@ -346,7 +348,6 @@ class PyGraphSearcher {
       py::gil_scoped_release unlocked;
       searcher_.reset();
     }
-    keeps_.reset();
     free_kept();
   }
 
@@ -373,7 +374,6 @@ class PyGraphSearcher {
     if (process_ != getpid()) invalid("the graph belongs to the parent process; open it after fork()");
   }
 
-  std::shared_ptr<void> keeps_;
   std::shared_ptr<GraphSearcher> searcher_;
   pid_t process_ = getpid();
 };

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -17,8 +18,9 @@ struct GraphView {
   PageLayout layout;
   Metric metric = Metric::kL2;
   Codebook book;
-  Codebook disk_book;                // of the codes that nodes have in place of vectors, where they do
-  const uint8_t* codes = nullptr;    // [n, code_bytes] of all nodes, where they are in memory; else null
+  Codebook disk_book;              // of the codes that nodes have in place of vectors, where they do
+  const uint8_t* codes = nullptr;  // [n, code_bytes] of all nodes, where they are in memory; else null
+  std::shared_ptr<void> codes_owner;
   std::vector<uint32_t> entries;     // walks begin at the one that is nearest by its code
   std::vector<uint8_t> entry_codes;  // [entries, code_bytes]
 };

@@ -39,10 +39,11 @@ void GraphSearcher::Worker::run() {
 }
 
 void GraphSearcher::Worker::abandon(const io::Failure& failure) {
-  for (Slot& slot : slots_) {
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    Slot& slot = slots_[i];
     if (!slot.job) continue;
     slot.job->fail(failure);
-    release(slot);
+    end(i);
   }
   leave_behind();
 }
@@ -56,9 +57,11 @@ bool GraphSearcher::Worker::take_queries() {
   for (const auto& job : searcher_.jobs_) share += (job->request->n_queries - job->next) / searcher_.options_.threads;
   for (size_t i = 0; i < slots_.size() && !searcher_.jobs_.empty() && share > 0; ++i) {
     if (slots_[i].job) continue;
+    // In turn, so that a query alone does not wait behind somebody's batch.
     auto job = searcher_.jobs_.front();
+    searcher_.jobs_.pop_front();
     slots_[i].query = job->next++;
-    if (job->next == job->request->n_queries) searcher_.jobs_.pop_front();
+    if (job->next < job->request->n_queries) searcher_.jobs_.push_back(job);
     {
       std::lock_guard job_lock(job->mutex);
       ++job->under_way;
@@ -77,7 +80,7 @@ void GraphSearcher::Worker::step() {
   completions_.clear();
   // Several at a time: a system call for each page that arrives would leave the drive with fewer reads to work on
   // meanwhile.
-  queue_->wait(completions_, std::max<size_t>(1, in_flight_ / 4), kLongestWaitNs);
+  queue_->wait(completions_, std::max<size_t>(1, (in_flight_ - lost_) / 4), kLongestWaitNs);
   for (const io::Completion& completion : completions_) complete(completion);
   std::vector<size_t> starved;
   starved.swap(starved_);
@@ -92,7 +95,7 @@ void GraphSearcher::Worker::begin(size_t i) {
   Slot& slot = slots_[i];
   const SearchRequest& request = *slot.job->request;
   slot.begun = Clock::now();
-  slot.shown = 0;
+  slot.pages = slot.shown = 0;
   if (slot.job->failed) return end(i);
   slot.walk.begin(searcher_.view_, request.walk, request.queries + slot.query * request.query_bytes,
                   request.queries_f32 + slot.query * layout_.dim, request.allowed);
@@ -159,6 +162,11 @@ void GraphSearcher::Worker::submit(size_t tag) {
 void GraphSearcher::Worker::complete(const io::Completion& completion) {
   const auto tag = static_cast<size_t>(completion.tag);
   Read& read = reads_[tag];
+  if (read.slot == kLost) {
+    --in_flight_, --lost_;
+    read.slot = -1;
+    return free_reads_.push_back(tag);
+  }
   const bool passes = completion.result == -EINTR || completion.result == -EAGAIN;
   if (completion.result > 0) read.moved_bytes += completion.result, read.idle_retries = 0;
   const bool whole = read.moved_bytes >= page_bytes(read);
@@ -206,6 +214,7 @@ void GraphSearcher::Worker::take(size_t tag, int64_t result) {
     return;
   }
   slot.walk.arrived(read.page, bytes);
+  ++slot.pages;
 }
 
 void GraphSearcher::Worker::look_at(size_t i, Clock::time_point now) {
@@ -217,11 +226,16 @@ void GraphSearcher::Worker::look_at(size_t i, Clock::time_point now) {
     slot.job->fail(std::move(failure));
   }
   if (!slot.job->failed || slot.reads == 0) return;
+  // A read that never ends keeps its memory and its place with the queue; the call does not wait for it, and the next
+  // walk has the slot.
   for (size_t tag = 0; tag < reads_.size(); ++tag) {
-    if (reads_[tag].slot == static_cast<int64_t>(i)) queue_->cancel(tag);
+    if (reads_[tag].slot != static_cast<int64_t>(i)) continue;
+    queue_->cancel(tag);
+    reads_[tag].slot = kLost;
+    ++lost_;
   }
-  // A read that never ends keeps its memory and its place; the call does not wait for it.
-  release(slot);
+  slot.reads = 0;
+  end(i);
 }
 
 void GraphSearcher::Worker::write_found(const std::vector<Found>& found, int64_t k, int64_t* rows, float* distances) {
@@ -235,7 +249,7 @@ void GraphSearcher::Worker::write_found(const std::vector<Found>& found, int64_t
 void GraphSearcher::Worker::show_early(Slot& slot) {
   Job& job = *slot.job;
   const int64_t call = job.early_call;
-  if (slot.shown == call || slot.walk.costs().pages < job.early_pages) return;
+  if (slot.shown == call || slot.pages < job.early_pages) return;
   slot.shown = call;
   const SearchRequest& request = *job.request;
   const int64_t k = request.walk.k;
@@ -259,28 +273,22 @@ void GraphSearcher::Worker::write_result(Slot& slot) {
   request.seconds[at] = std::chrono::duration<float>(Clock::now() - slot.begun).count();
 }
 
-void GraphSearcher::Worker::release(Slot& slot) {
-  if (slot.released) return;
-  slot.released = true;
-  std::lock_guard lock(slot.job->mutex);
-  --slot.job->under_way;
-  --slot.job->left;
-  if (!slot.job->failed) slot.job->shown[slot.query] = std::numeric_limits<int64_t>::max();
-  slot.job->changed.notify_all();
-}
-
 void GraphSearcher::Worker::end(size_t i) {
-  release(slots_[i]);
-  slots_[i].released = false;
+  const std::shared_ptr<Job> job = std::move(slots_[i].job);
   slots_[i].job.reset();
   --busy_;
+  std::lock_guard lock(job->mutex);
+  --job->under_way;
+  --job->left;
+  if (!job->failed) job->shown[slots_[i].query] = std::numeric_limits<int64_t>::max();
+  job->changed.notify_all();
 }
 
 void GraphSearcher::Worker::drain() {
-  for (Slot& slot : slots_) {
-    if (!slot.job) continue;
-    slot.job->fail(make_failure(io::Kind::closed, "searching a graph: it was closed"));
-    release(slot);
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    if (!slots_[i].job) continue;
+    slots_[i].job->fail(make_failure(io::Kind::closed, "searching a graph: it was closed"));
+    end(i);
   }
   for (size_t tag = 0; tag < reads_.size(); ++tag) {
     if (reads_[tag].slot >= 0) queue_->cancel(tag);

@@ -58,6 +58,8 @@ class GraphSearcher::Worker {
   using Clock = std::chrono::steady_clock;
   static constexpr int64_t kBeamAhead = 4;  // reads of a walk that the queue has room for, all walks at work
 
+  static constexpr int64_t kLost = -2;  // in place of a read's slot: its walk was given up
+
   struct Read {
     int64_t slot = -1, page = 0, moved_bytes = 0;
     bool is_codes = false;
@@ -68,8 +70,8 @@ class GraphSearcher::Worker {
     std::shared_ptr<Job> job;
     int64_t query = 0;
     int64_t reads = 0;  // with the queue
+    int64_t pages = 0;  // of nodes, that have arrived
     int64_t shown = 0;  // see Job
-    bool released = false;
     Clock::time_point begun;
     GraphWalk walk;
   };
@@ -92,8 +94,6 @@ class GraphSearcher::Worker {
   // What the walk has found so far, where `partial` waits for it.
   void show_early(Slot& slot);
   void write_result(Slot& slot);
-  // The walk is not the job's any more; its reads may still be under way.
-  void release(Slot& slot);
   void end(size_t i);
   // Reads that are under way when the searcher closes. Memory that a device may still write to is never freed.
   void drain();
@@ -111,7 +111,7 @@ class GraphSearcher::Worker {
   std::deque<Read> reads_;       // by tag
   std::vector<size_t> free_reads_;
   std::vector<io::Completion> completions_;
-  size_t in_flight_ = 0;
+  size_t in_flight_ = 0, lost_ = 0;  // reads with the queue, and how many of those nobody waits for
   int64_t busy_ = 0;
   Clock::time_point next_look_{};
 };

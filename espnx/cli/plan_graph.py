@@ -76,7 +76,11 @@ def _shown(codes: str, plan: GraphPlan, cost: dict[str, float]) -> list[tuple[st
         (f"{_WHERE[codes]}", "", f"--codes {codes}"),
         ("  on SSD", format_size(disk["total_bytes"]), nodes),
         ("  in memory", format_size(memory["total_bytes"]), "when it is open; buffers of searches beside it"),
-        ("  while it is built", format_size(build["whole_bytes"]), f"with --memory at least {format_size(build['least_bytes'])}; libraries beside it"),
+        (
+            "  while it is built",
+            format_size(build["whole_bytes"]),
+            f"with --memory at least {format_size(build['least_bytes'])}; libraries beside it",
+        ),
     ]
     names = {"ssd": "SSD", "ram": "memory"}
     if cost:

@@ -189,7 +189,9 @@ def configure_search(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--two-step", action="store_true", help="of vectors: candidates by a few lists, then exact scores")
     parser.add_argument("--query-terms", type=int, default=16, metavar="N", help="of a query, that give candidates (default: 16)")
     parser.add_argument("--candidates", type=int, default=100, metavar="N", help="of a query, that are scored exactly (default: 100)")
-    parser.add_argument("--whole-terms", type=int, default=8, metavar="N", help="how many of them, the heaviest, have their lists read whole (default: 8)")
+    parser.add_argument(
+        "--whole-terms", type=int, default=8, metavar="N", help="how many of them, the heaviest, have their lists read whole (default: 8)"
+    )
     parser.add_argument("--explain", action="store_true", help="which terms the best record has, and what each gives")
     parser.add_argument("--also", metavar="DIR", action="append", default=[], help=_ALSO)
     add_device_options(parser)

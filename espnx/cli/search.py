@@ -44,7 +44,11 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fuse", default="rrf", choices=("rrf", "weighted"), help="how several become one ranking (default: %(default)s)")
     parser.add_argument("--rerank", type=int, help="how many of them are scored exactly (default: all)")
     parser.add_argument("--cascade", type=int, metavar="N", help="score coarse records of all candidates, full ones of the best N")
-    parser.add_argument("--nprobe", default="auto", help="effort of the first stage that is named first: lists of ivf, L of graph (default: measured at build)")
+    parser.add_argument(
+        "--nprobe",
+        default="auto",
+        help="effort of the first stage that is named first: lists of ivf, L of graph (default: measured at build)",
+    )
 
 
 def search_options(args: argparse.Namespace) -> dict[str, Any]:

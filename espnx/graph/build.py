@@ -99,7 +99,8 @@ def build(
     progress: Progress | None = None,
     engine: NativeEngine | None = None,
 ) -> GraphReport:
-    """Builds a graph of vectors in a directory, which is a whole graph when this returns, or none.
+    """Builds a graph of vectors in a directory, which is a whole graph when this returns, or none: but for
+    recall by list size, which is measured last. A graph whose build was interrupted then is searched with a list of 320.
 
     The graph is a Vamana graph (DiskANN, section 2). Without `memory` all of it is built in memory. With it, vectors are divided among
     parts that overlap, as many as the limit makes necessary, whose graphs are built one after the other and merged (section 4.2). Such a

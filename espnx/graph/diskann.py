@@ -35,6 +35,9 @@ ORDERS = ("packed", "given")
 _FORMATS = {"float32": "fp32", "uint8": "uint8", "int8": "int8"}
 _REPAIR_LIST_SIZE = 100
 _PAGES_AT_ONCE = 1024
+# Of given vectors that are encoded again: how many, and what share of their codes must be the index's; what two programs round differently
+# is far less.
+_CHECKED_ROWS, _SAME_CODES = 1000, 0.9
 
 
 @dataclass(frozen=True)
@@ -256,6 +259,8 @@ def _read_index(
     codes = theirs.read_codes(engine, prefix + theirs.CODES, header.n)
     book = theirs.read_codebook(engine, prefix + theirs.PIVOTS, codes.shape[1], measured.shape[1])
     progress("read", header.n, header.n)
+    if given is not None:
+        _check_given(given, codes, book)
     size_bytes = sum(os.path.getsize(prefix + each) for each in (theirs.INDEX, theirs.CODES, theirs.PIVOTS))
     found = _Index(
         measured, measured, nodes.neighbours, nodes.counts, header.medoid, book, codes, metric, size_bytes, disk_book
@@ -292,6 +297,18 @@ def _read_given(vectors: Any, column: str | None, n: int) -> np.ndarray:
     if found.dtype.kind == "f" and not np.isfinite(found).all():
         raise errors.InvalidInputError("vectors of an import", got="values that are not finite", expected="finite numbers")
     return np.ascontiguousarray(found)
+
+
+def _check_given(given: np.ndarray, codes: np.ndarray, book: Codebook) -> None:
+    """Raises InvalidInputError for vectors whose codes are not those of the index: it was built from others, or in another order."""
+    chosen = np.random.default_rng(0).permutation(len(given))[:_CHECKED_ROWS]
+    if not len(chosen):
+        return
+    share = float((book.encode(given[chosen].astype(np.float32)) == codes[chosen]).mean())
+    if share < _SAME_CODES:
+        raise errors.InvalidInputError(
+            "vectors of an import", got=f"{share:.0%} of the codes that they should have", expected="the vectors of the index, in its order"
+        )
 
 
 def _without_added_dimension(engine: NativeEngine, prefix: str, found: _Index) -> _Index:

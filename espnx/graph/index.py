@@ -18,9 +18,12 @@ from ..sizes import format_size
 from ..storage import FaultRule, NativeEngine, Plan
 from .format import CODES, NODES, ROWS, GraphFacts, GraphSections, RecallPoint, parse_pages, read_codes, read_graph
 from .layout import CODE_PAGE_BYTES
+from .vectors import as_array
 
 LIST_SIZE_MAX = 1 << 20
+THREADS_MAX = 256
 _RECALL = 0.95
+_UNMEASURED = 320  # candidates of a walk where the build measured no list
 _ALONE_BEAMWIDTH = 4
 _REBUILD = "restore the graph from a copy, or build it again"
 
@@ -159,7 +162,7 @@ class GraphIndex:
         code_cache_bytes: int = 5 << 20, rules: Sequence[FaultRule] = (),
         fault_seed: int = 0,
     ):  # fmt: skip
-        check_whole("threads of a graph", threads, 1, 256)
+        check_whole("threads of a graph", threads, 1, THREADS_MAX)
         check_whole("walks of a thread", walks, 1, 1024)
         check_whole("code_cache_bytes", code_cache_bytes, 0, 1 << 40)
         with NativeEngine(engine if engine in ("memory", "posix") else "posix", threads=1, pool_bytes=0) as own:
@@ -217,6 +220,12 @@ class GraphIndex:
         """
         if not isinstance(recall, int | float) or not 0 < recall <= 1:
             raise errors.InvalidInputError("recall", got=recall, expected="above 0, at most 1")
+        if not self.facts.recall and len(self) > _UNMEASURED:
+            raise errors.InvalidInputError(
+                "recall",
+                got=recall,
+                expected="a list_size: no list was measured, as the build was interrupted right after the graph was whole",
+            )
         if not self.facts.recall:  # too few vectors to measure anything
             return RecallPoint(max(10, len(self)), 1.0, float(self.facts.layout.n_pages))
         found = next((each for each in self.facts.recall if each.recall >= recall), None)
@@ -230,7 +239,8 @@ class GraphIndex:
 
     def _default_list_size(self) -> int:
         reached = [each for each in self.facts.recall if each.recall >= _RECALL]
-        return (reached or self.facts.recall[-1:] or [self.list_size_for(_RECALL)])[0].list_size
+        found = [*reached, *self.facts.recall[-1:]]
+        return found[0].list_size if found else max(10, min(len(self), _UNMEASURED))
 
     def search(
         self,
@@ -301,7 +311,7 @@ class GraphIndex:
             raise errors.InvalidInputError(
                 "stop_beyond and deadline_s", got=f"{stop_beyond} and {deadline_s}", expected="0 or more; above 0"
             )
-        self._check_open()
+        self.check_open()
         allowed = self._allowed(include, exclude)
         if allowed is not None:
             # The walk has to come by so many vectors to find as many that are allowed; below that, measuring all of those reads less.
@@ -321,7 +331,7 @@ class GraphIndex:
     def _queries(self, given: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries as the distance kernels take them, int8 as uint8, and as float32."""
         layout = self.facts.layout
-        values = given.detach().cpu().numpy() if isinstance(given, torch.Tensor) else np.asarray(given)
+        values = as_array(given)
         if values.ndim == 1:
             values = values[None]
         if values.ndim != 2 or values.shape[1] != layout.dim or values.dtype.kind not in "iuf":
@@ -340,7 +350,9 @@ class GraphIndex:
             raise errors.InvalidInputError("queries", got="values that are not finite", expected="numbers that float32 holds")
         if self.facts.metric == "cosine":
             length = np.linalg.norm(wide.astype(np.float64), axis=1, keepdims=True)
-            wide = np.ascontiguousarray(wide / np.where(length > 0, length, 1), dtype=np.float32)
+            if not length.all():
+                raise errors.InvalidInputError(f"query {int(np.argmin(length))}", got="length 0", expected="a vector that has a direction")
+            wide = np.ascontiguousarray(wide / length, dtype=np.float32)
         tensor = torch.from_numpy(wide)
         return tensor, tensor
 
@@ -383,8 +395,10 @@ class GraphIndex:
         """Vectors as they are stored, [m, dim], of rows of the input, int64 [m]: float32 of bfloat16, and what codes stand for where nodes
         have such. Raises as `search`."""
         rows = np.atleast_1d(np.asarray(ids))
+        if rows.dtype == bool:
+            raise errors.InvalidInputError("rows to read", got="a mask", expected="numbers of rows")
         self._mask(rows, "read")
-        self._check_open()
+        self.check_open()
         return self._read_vectors(rows.astype(np.int64), deadline_s)[0]
 
     def _read_vectors(self, rows: np.ndarray, deadline_s: float) -> tuple[np.ndarray, int]:
@@ -438,7 +452,7 @@ class GraphIndex:
 
     def verify(self) -> int:
         """Reads and checks every page: how many there are. Raises ChecksumError, FormatError, ReadError for the first that is damaged."""
-        self._check_open()
+        self.check_open()
         layout = self.facts.layout
         reached = np.zeros(layout.n, bool)
         with NativeEngine(self._requested) as engine:
@@ -476,9 +490,12 @@ class GraphIndex:
                 expected=first + int(wrong[0]), fix=_REBUILD,
             )  # fmt: skip
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raises EngineClosedError after `close`, InvalidInputError in a child of the process that opened it."""
         if not self._is_open:
             raise errors.EngineClosedError("the graph is closed", fix="open it again")
+        if os.getpid() != self._process:
+            raise errors.InvalidInputError("the graph belongs to the parent process", fix="open it after fork()")
 
     def close(self) -> None:
         """Ends searches that are under way. A second call does nothing."""

@@ -148,7 +148,7 @@ def choose_layout(
             page for one node holds.
         disk_pq_bytes: where the format is ``pq``.
 
-    Raises InvalidInputError where a node would be larger than 64 KiB.
+    Raises InvalidInputError where a node would be larger than 64 KiB, or a code than a page of codes.
     """
     held = held_bytes(format, dim, disk_pq_bytes or 0)
     if code_bytes is None:
@@ -165,6 +165,10 @@ def choose_layout(
             expected=f"at most {PAGE_BYTES_MAX - HEADER.itemsize}", fix="lower max_degree or pq_bytes, or keep codes in memory",
         )  # fmt: skip
     is_paged = codes == "paged" and count < max_degree
+    if is_paged and code_bytes > CODE_PAGE_BYTES - HEADER.itemsize:
+        raise errors.InvalidInputError(
+            "pq_bytes of paged codes", got=code_bytes, expected=f"at most {CODE_PAGE_BYTES - HEADER.itemsize}, what a page of codes holds"
+        )
     return PageLayout(n, dim, format, max_degree, code_bytes, count, is_paged, page_bytes, disk_pq_bytes or 0)
 
 

@@ -105,7 +105,12 @@ def stored_rows(block: np.ndarray, first: int, metric: str, format: str) -> np.n
         )  # fmt: skip
     if metric == "cosine":
         length = np.linalg.norm(values.astype(np.float64), axis=1, keepdims=True)
-        values = (values / np.where(length > 0, length, 1)).astype(np.float32)
+        if not length.all():
+            raise errors.InvalidInputError(
+                f"vector {first + int(np.argmin(length))}", got="length 0", expected="a vector that has a direction, for metric cosine",
+                fix="leave it out, or build by metric ip",
+            )  # fmt: skip
+        values = (values / length).astype(np.float32)
     if format == "fp16" and values.size and (most := float(np.abs(values).max())) > _FP16_MAX:
         raise errors.InvalidInputError(
             "a vector's value", got=most, expected=f"at most {_FP16_MAX:g} as float16", fix='vector_dtype="float32" or "bfloat16"'

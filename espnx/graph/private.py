@@ -70,6 +70,8 @@ class PrivateGraphs:
 
         Raises what `GraphIndex.search` raises.
         """
+        for graph in self.graphs:
+            graph.check_open()  # after a fork the threads of the pool are the parent's, and would be waited for
         shares = self._shares(include, "include"), self._shares(exclude, "exclude")
         found = list(
             self._pool.map(

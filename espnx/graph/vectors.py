@@ -30,6 +30,7 @@ class Vectors:
         blocks: begins anew each time it is called: arrays [m, dim], in order.
         name: for messages.
         path: of the file, where they come from one.
+        column: of a file that has several, the one that they are.
     """
 
     n: int
@@ -38,6 +39,7 @@ class Vectors:
     blocks: Callable[[], Iterator[np.ndarray]]
     name: str
     path: Path | None = None
+    column: str | None = None
 
 
 def read_vectors(source: Any, *, column: str | None = None) -> Vectors:
@@ -53,10 +55,8 @@ def read_vectors(source: Any, *, column: str | None = None) -> Vectors:
         FileMissingError, FormatError, TruncatedFileError: the file is not there, or is not what its ending says.
         MissingDependencyError: pyarrow, for Parquet, is not installed.
     """
-    if isinstance(source, torch.Tensor):
-        source = source.detach().cpu().numpy()
-    if isinstance(source, np.ndarray):
-        return _of_array(source, "vectors")
+    if isinstance(source, torch.Tensor | np.ndarray):
+        return _of_array(as_array(source), "vectors")
     if isinstance(source, str | os.PathLike):
         return _of_file(Path(source), column)
     try:
@@ -68,6 +68,15 @@ def read_vectors(source: Any, *, column: str | None = None) -> Vectors:
     if not blocks or len({each.shape[1:] for each in blocks}) != 1:
         raise errors.InvalidInputError("blocks of vectors", got=f"{[list(each.shape) for each in blocks[:4]]}", expected="arrays [m, dim]")
     return _of_array(np.concatenate(blocks), "vectors")
+
+
+def as_array(given: Any) -> np.ndarray:
+    """NumPy's view of an array or tensor, on any device; bfloat16, which NumPy has not, as float32."""
+    if not isinstance(given, torch.Tensor):
+        return np.asarray(given)
+    held = given.detach().cpu()
+    found: np.ndarray = (held.float() if held.dtype == torch.bfloat16 else held).numpy()
+    return found
 
 
 def _of_array(array: np.ndarray, name: str) -> Vectors:
@@ -199,7 +208,10 @@ def _of_parquet(path: Path, column: str | None) -> Vectors:
             values = batch.column(0)
             if values.null_count:
                 raise errors.FormatError(f"column {name}", path=path, got="empty entries", expected="a vector in every row")
-            flat = values.flatten().to_numpy(zero_copy_only=False)
+            inner = values.flatten()
+            if inner.null_count:
+                raise errors.FormatError(f"column {name}", path=path, got="a value that is missing", expected="a number in every place")
+            flat = inner.to_numpy(zero_copy_only=False)
             if flat.size % max(1, len(values)) or len({len(each) for each in values}) > 1:
                 raise errors.FormatError(f"column {name}", path=path, got="lists of several lengths", expected="one length")
             yield flat.reshape(len(values), -1)
@@ -215,4 +227,4 @@ def _of_parquet(path: Path, column: str | None) -> Vectors:
                 raise errors.FormatError(f"column {name}", path=path, got=f"a vector of {block.shape[1]} values", expected=known.dim)
             yield block.astype(known.dtype, copy=False)
 
-    return Vectors(n, known.dim, known.dtype, checked, str(path), path)
+    return Vectors(n, known.dim, known.dtype, checked, str(path), path, name)

@@ -21,7 +21,7 @@ from ..storage.work import WORK
 from .codebook import Codebook
 from .coding import VectorCoding
 from .format import CODEBOOK, CODES, DISK_CODEBOOK, ENTRIES, MAGIC, NODES, ROWS, VERSION, GraphFacts, RecallPoint, in_directory
-from .index import GraphIndex
+from .index import THREADS_MAX, GraphIndex
 from .layout import CODE_PAGE_BYTES, HEADER, PageLayout, code_salt
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ def _with_recall(facts: GraphFacts, blocks: Blocks, threads: int, seed: int, *, 
     if k < 2:
         return facts
     chosen = np.sort(np.random.default_rng(seed + 1).permutation(n)[:_CURVE_QUERIES])
-    with GraphIndex(facts.where, threads=threads) as index:
+    with GraphIndex(facts.where, threads=min(threads, THREADS_MAX)) as index:
         queries = _rows_of(blocks(), chosen, facts.layout.dim) if has_ceiling else index.vectors(chosen)
         exact = index.exact(queries, k, blocks())
         ceiling = None

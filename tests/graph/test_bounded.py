@@ -336,3 +336,22 @@ def test_a_step_is_there_when_it_is_whole(tmp_path: Path) -> None:
         (folder / "file").write_text("whole")
     assert WorkFolder(tmp_path, {"a": 1}).file("x", "file").read_text() == "whole"
     assert not WorkFolder(tmp_path, {"a": 2}).has("x")
+
+
+def test_another_column_is_another_build(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    random = np.random.default_rng(0)
+    first, second = (random.standard_normal((600, 8)).astype(np.float32) for _ in "ab")
+    source = tmp_path / "x.parquet"
+    parquet.write_table(arrow.table({"a": list(first), "b": list(second)}), source)
+
+    def stop(what: str, done: int, total: int) -> None:
+        if what == "merge":
+            raise KeyboardInterrupt
+
+    options: dict[str, Any] = {"memory": "8GiB", "max_degree": 8, "search_list_size": 20, "vector_dtype": "float32"}
+    with pytest.raises(KeyboardInterrupt):
+        espnx.graph.build(source, tmp_path / "g", column="a", progress=stop, **options)
+    espnx.graph.build(source, tmp_path / "g", column="b", **options)
+    with espnx.graph.open(tmp_path / "g") as index:
+        assert np.array_equal(index.vectors(np.arange(600)), second)

@@ -303,3 +303,70 @@ def test_a_graph_of_given_edges() -> None:
         given = {"vectors": vectors, "format": "fp32", "neighbours": neighbours, "counts": counts, "medoid": 3, "list_size": 10} | wrong
         with pytest.raises(ValueError):
             make(**given)
+
+
+def test_a_graph_whose_recall_was_not_measured(tmp_path: Path) -> None:
+    """The build is interrupted right after the graph is whole: it is searched with a list of some length, and not with all of it."""
+    base = clustered(3000, 12)
+
+    def stop(what: str, done: int, total: int) -> None:
+        if what == "recall":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        espnx.graph.build(base, tmp_path / "g", max_degree=16, progress=stop)
+    with espnx.graph.open(tmp_path / "g") as index:
+        assert index.facts.recall == []
+        found = index.search(base[:20], 5)
+        assert found.ids[:, 0].tolist() == list(range(20))
+        assert found.estimated.max() < 2500
+        with pytest.raises(errors.InvalidInputError, match="no list was measured"):
+            index.search(base[:20], 5, recall=0.95)
+
+
+def test_more_threads_than_a_search_may_have(tmp_path: Path) -> None:
+    report = espnx.graph.build(clustered(300, 8), tmp_path / "g", max_degree=8, threads=300)
+    assert report.n == 300
+    with espnx.graph.open(tmp_path / "g") as index:
+        assert index.facts.recall
+
+
+def test_vectors_without_a_direction_have_no_cosine(tmp_path: Path) -> None:
+    base = clustered(300, 8)
+    base[7] = 0
+    with pytest.raises(errors.InvalidInputError, match="vector 7; got length 0"):
+        espnx.graph.build(base, tmp_path / "g", metric="cosine")
+    espnx.graph.build(base[8:], tmp_path / "h", metric="cosine", max_degree=8)
+    with espnx.graph.open(tmp_path / "h") as index, pytest.raises(errors.InvalidInputError, match="query 1; got length 0"):
+        index.search(np.stack([base[0], base[7]]))
+
+
+@pytest.mark.parametrize("codes", ["paged", "memory"])
+def test_codes_longer_than_a_page_of_codes(tmp_path: Path, codes: str) -> None:
+    base = np.random.default_rng(0).standard_normal((60, 4096)).astype(np.float32)
+    options: dict[str, Any] = {"codes": codes, "pq_bytes": 4090, "max_degree": 8, "search_list_size": 10}
+    if codes == "paged":
+        with pytest.raises(errors.InvalidInputError, match="at most 4080"):
+            espnx.graph.build(base, tmp_path / "g", **options)
+        return
+    espnx.graph.build(base, tmp_path / "g", **options)
+    with espnx.graph.open(tmp_path / "g") as index:
+        assert index.search(base[:3], 1).ids.ravel().tolist() == [0, 1, 2]
+
+
+def test_tensors_of_bfloat16(tmp_path: Path) -> None:
+    base = torch.from_numpy(clustered(200, 8)).to(torch.bfloat16)
+    espnx.graph.build(base, tmp_path / "g", max_degree=8, vector_dtype="bfloat16")
+    with espnx.graph.open(tmp_path / "g") as index:
+        assert index.search(base[:9], 1).ids.ravel().tolist() == list(range(9))
+        assert np.array_equal(index.vectors([3]), base[3:4].float().numpy())
+        with pytest.raises(errors.InvalidInputError, match="a mask"):
+            index.vectors(np.ones(200, bool))
+
+
+def test_a_value_that_is_missing_is_no_zero(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows: list[list[int | None]] = [[1, 2, 3]] * 9000 + [[1, None, 3]]
+    parquet.write_table(arrow.table({"v": arrow.array(rows, arrow.list_(arrow.uint8()))}), tmp_path / "v.parquet")
+    with pytest.raises(errors.FormatError, match="a value that is missing"):
+        espnx.graph.build(tmp_path / "v.parquet", tmp_path / "g")

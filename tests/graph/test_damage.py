@@ -129,6 +129,52 @@ def test_a_deadline_is_of_each_query_and_not_of_the_batch(graph: Path, queries: 
         assert np.array_equal(found.ids, plain.search(asked, 5, list_size=5, beamwidth=1).ids)
 
 
+@pytest.mark.parametrize("walks", [1, 64])
+def test_searches_go_on_after_reads_that_never_end(graph: Path, queries: np.ndarray, walks: int) -> None:
+    """Each takes a place with the queue for ever, and no walk's place; nor does anybody wait for it again."""
+    lost = FaultRule("never", operation="read", nth=1, count=min(walks, 40))
+    with espnx.graph.open(graph, threads=1, walks=walks, rules=[lost]) as index, espnx.graph.open(graph) as plain:
+        with pytest.raises(errors.DeadlineExceededError):
+            index.search(queries[:40], 5, list_size=30, deadline_s=0.3)
+        begun = time.monotonic()
+        for query in queries[:10]:
+            found = index.search(query, 5, list_size=30, beamwidth=1, deadline_s=20.0)
+            assert np.array_equal(found.ids, plain.search(query, 5, list_size=30, beamwidth=1).ids)
+        assert time.monotonic() - begun < 10, "every step waits for reads that never end"
+
+
+def test_a_query_alone_does_not_wait_behind_a_batch(graph: Path, queries: np.ndarray) -> None:
+    slow = FaultRule("delay", operation="read", probability=1.0, value=2_000_000)
+    with espnx.graph.open(graph, threads=1, walks=1, rules=[slow]) as index:
+        batch = index.start(np.resize(queries, (40, queries.shape[1])), 5, list_size=30, beamwidth=1)
+        index.search(queries[0], 5, list_size=10, beamwidth=1)
+        ids, _ = batch.partial(0)
+        assert (ids[-1] < 0).all(), "the batch was over first"
+
+
+def test_early_results_are_of_pages_that_have_arrived(graph: Path, queries: np.ndarray) -> None:
+    slow = FaultRule("delay", operation="read", probability=1.0, value=2_000_000)
+    with espnx.graph.open(graph, threads=1, walks=8, rules=[slow]) as index:
+        search = index.start(np.resize(queries, (60, queries.shape[1])), 5, list_size=30, beamwidth=1)
+        ids, far = search.partial(1)
+        assert (ids[:, 0] >= 0).all()
+        assert np.isfinite(far[:, 0]).all()
+        search.finish()
+
+
+def test_a_search_outlives_the_graph_that_began_it(graph: Path, queries: np.ndarray) -> None:
+    expected = np.sort(exact_ids(graph, queries), axis=1)
+    for _ in range(20):
+        search = espnx.graph.open(graph).start(queries, 5, list_size=300)
+        assert np.array_equal(np.sort(search.finish().ids, axis=1), expected)
+        espnx.graph.open(graph).start(queries, 5, list_size=300)  # dropped at once, with everything that its walks look at
+
+
+def exact_ids(graph: Path, queries: np.ndarray) -> np.ndarray:
+    with espnx.graph.open(graph) as index:
+        return index.search(queries, 5, list_size=300).ids
+
+
 def test_closing_does_not_hang_on_a_read_that_never_ends(graph: Path) -> None:
     index = espnx.graph.open(graph, rules=[FaultRule("never", operation="read")])
     with pytest.raises(errors.DeadlineExceededError):

@@ -291,3 +291,14 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path, operation: str, nth: int
         export_diskann(tmp_path / "g", tmp_path / "ann", engine=engine)
     assert sorted(tmp_path.iterdir()) == before
     export_diskann(tmp_path / "g", tmp_path / "ann")
+
+
+def test_vectors_that_are_not_the_indexs(tmp_path: Path) -> None:
+    base = np.random.default_rng(0).standard_normal((300, 12)).astype(np.float32)
+    edges = reference.make(tmp_path / "ann", base)
+    held = np.random.default_rng(0).integers(0, 256, (300, 5)).astype(np.uint8)
+    reference.write_index(tmp_path / "ann", held, edges, degree=8)
+    (tmp_path / "ann_disk.index_pq_pivots.bin").write_bytes(b"")
+    with pytest.raises(errors.InvalidInputError, match="of the codes that they should have"):
+        import_diskann(tmp_path / "ann", tmp_path / "g", vectors=np.ascontiguousarray(base[::-1]))
+    import_diskann(tmp_path / "ann", tmp_path / "g", vectors=base)

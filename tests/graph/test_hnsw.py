@@ -241,11 +241,28 @@ def test_what_is_refused(tmp_path: Path) -> None:
         HnswGraph(tmp_path / "nowhere")
     build_hnsw(base, tmp_path / "hnsw")
     before = json.loads((tmp_path / "hnsw" / "MANIFEST.json").read_text())
-    with pytest.raises(errors.InvalidInputError, match="expected none"):
+    with pytest.raises(errors.InvalidInputError, match="expected an empty directory"):
         build_hnsw(base, tmp_path / "hnsw")
     assert json.loads((tmp_path / "hnsw" / "MANIFEST.json").read_text()) == before
     with pytest.raises(errors.StateError):
         HnswGraph(tmp_path / "hnsw").plan(np.array([0]))
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    """Even one of a name that an HNSW has, of which its vectors come."""
+    base = whole_numbers(20, 4)
+    mine = np.lib.format.open_memmap(tmp_path / "vectors.bin", "w+", np.uint8, base.shape)
+    mine[:] = base
+    with pytest.raises(errors.InvalidInputError, match=r"vectors\.bin"):
+        build_hnsw(mine, tmp_path)
+    assert np.array_equal(np.load(tmp_path / "vectors.bin"), base)
+
+
+def test_what_an_interrupted_build_has_left_is_written_over(tmp_path: Path) -> None:
+    base = whole_numbers(20, 4)
+    (tmp_path / "vectors.bin.new").write_bytes(b"half")
+    build_hnsw(base, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["LOCK", "MANIFEST.json", "links.bin", "pages.crc", "vectors.bin"]
 
 
 def test_through_the_device_interface(tmp_path: Path) -> None:

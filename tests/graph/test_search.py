@@ -12,6 +12,7 @@ import espnx.graph
 from espnx import errors
 from espnx.graph.format import CODES, NODES, GraphFacts
 from tests.graph.conftest import clustered, exact, recall_of
+from tests.storage.common import in_child
 
 
 def codes_of(facts: GraphFacts) -> np.ndarray | None:
@@ -316,3 +317,22 @@ def test_pages_of_codes_are_read_once_while_they_are_kept(base: np.ndarray, quer
     assert totals[0] > totals[1] > totals[2]
     assert totals[2] <= count
     assert (found[0].bytes_read == 4096 * (found[0].pages + found[0].code_pages)).all()
+
+
+def test_private_graphs_in_a_child_and_after_close(tmp_path: Path) -> None:
+    base = clustered(200, 8)
+    espnx.graph.build_private(base, [tmp_path / "a", tmp_path / "b"], max_degree=8)
+    graphs = espnx.graph.PrivateGraphs([tmp_path / "a", tmp_path / "b"])
+    graphs.search(base[:2])  # its threads wait for work now
+
+    def search() -> str:
+        try:
+            graphs.search(base[:2])
+        except errors.InvalidInputError as error:
+            return str(error)
+        return "found"
+
+    assert "after fork()" in in_child(search)
+    graphs.close()
+    with pytest.raises(errors.EngineClosedError):
+        graphs.search(base[:1])

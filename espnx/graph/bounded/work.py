@@ -12,10 +12,11 @@ from ..vectors import Vectors
 
 
 def identity(source: Vectors) -> str:
-    """What tells one input from another: of a file its path, size and time; else a digest of the values."""
+    """What tells one input from another: of a file its path, size, time and column; else a digest of the values."""
     if source.path is not None:
         facts = source.path.stat()
-        return f"{source.path.resolve()}, {facts.st_size} bytes, {facts.st_mtime_ns} ns"
+        column = "" if source.column is None else f", column {source.column}"
+        return f"{source.path.resolve()}, {facts.st_size} bytes, {facts.st_mtime_ns} ns{column}"
     digest = hashlib.sha256()
     for block in source.blocks():
         digest.update(np.ascontiguousarray(block).view(np.uint8).reshape(-1).data)

@@ -14,7 +14,7 @@ from ...ops.distances.checks import check_dim, check_metric
 from ...ops.quantise import load_faiss
 from ...storage import NativeEngine
 from ...storage.files import StreamWriter, crc32c, make_given_directory, write_file
-from ...storage.lock import DirectoryLock
+from ...storage.lock import LOCK_NAME, DirectoryLock
 from ...storage.manifest import NAME, write_manifest
 from ...storage.native import given_engine
 from .links import M_MAX, Links
@@ -113,13 +113,16 @@ def write_hnsw(
     slots = Slots(len(rows), vector_bytes(format, rows.shape[1]))
     make_given_directory(directory)
     with given_engine(engine) as own, DirectoryLock(directory):
-        if os.path.lexists(os.path.join(directory, NAME)):
+        unfinished = {name: f"{name}.new" for name in (VECTORS_NAME, SUMS_NAME, LINKS_NAME)}
+        if foreign := sorted(set(os.listdir(directory)) - {LOCK_NAME, f"{NAME}.new", *unfinished.values()}):
             raise errors.InvalidInputError(
-                f"directory {os.fspath(directory)}", got=f"a {NAME}", expected="none", fix="name a new directory"
+                f"directory {os.fspath(directory)}", got=foreign[:3], expected="an empty directory, or what an interrupted build has left"
             )
-        sums = _write_vectors(own, os.path.join(directory, VECTORS_NAME), rows, slots)
-        _, sums_crc32c = write_file(own, os.path.join(directory, SUMS_NAME), sums.tobytes())
-        _, links_crc32c = write_file(own, os.path.join(directory, LINKS_NAME), links.to_bytes())
+        sums = _write_vectors(own, os.path.join(directory, unfinished[VECTORS_NAME]), rows, slots)
+        _, sums_crc32c = write_file(own, os.path.join(directory, unfinished[SUMS_NAME]), sums.tobytes())
+        _, links_crc32c = write_file(own, os.path.join(directory, unfinished[LINKS_NAME]), links.to_bytes())
+        for name, written in unfinished.items():
+            own.rename(os.path.join(directory, written), os.path.join(directory, name))
         facts = {
             "format": format, "dim": rows.shape[1], "metric": metric, "n": len(rows), "m": links.m, "n_upper": len(links.upper),
             "entry": links.entry, "sums_crc32c": sums_crc32c, "links_crc32c": links_crc32c,
