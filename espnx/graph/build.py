@@ -161,7 +161,7 @@ def _build(
         plan_parts(layout, options, limit_bytes, resident_bytes())  # before anything is written
     make_given_directory(path)
     with given_engine(engine) as own, DirectoryLock(path):
-        clear_leftovers(path, keep_work=limit_bytes is not None)
+        clear_leftovers(own, path, keep_work=limit_bytes is not None)
         if limit_bytes is None:
             return _Builder(own, path, source, layout, options, progress).run()
         built = build_bounded(own, path, source, layout, options, limit_bytes, progress)

@@ -176,7 +176,7 @@ def import_diskann(
         make_given_directory(path)
         options = {"imported": "DiskANN", "codes": codes, "order": order, "num_entry_points": num_entry_points, "seed": seed}
         with DirectoryLock(path):
-            clear_leftovers(path)
+            clear_leftovers(own, path)
             facts, repaired = _write_index(own, os.fspath(path), index, layout, options, tell)
             times.append(time.perf_counter())
             facts = add_recall(

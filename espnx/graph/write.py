@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,8 @@ from .. import errors
 from ..ops.crc32c import crc32c_ranges
 from ..storage import NativeEngine
 from ..storage.files import StreamWriter, crc32c, write_error
-from ..storage.manifest import NAME, write_manifest
-from ..storage.work import WORK
+from ..storage.manifest import NAME, read_manifest, write_manifest
+from ..storage.work import WORK, check_work, remove_work
 from .codebook import Codebook
 from .coding import VectorCoding
 from .format import CODEBOOK, CODES, DISK_CODEBOOK, ENTRIES, MAGIC, NODES, ROWS, VERSION, GraphFacts, RecallPoint, in_directory
@@ -171,28 +171,29 @@ def row_blocks(rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield np.arange(first, first + len(part)), part
 
 
-def clear_leftovers(path: str | os.PathLike[str], *, keep_work: bool = False) -> None:
-    """Of an interrupted build. Raises InvalidInputError where a graph, or anything else, is there.
+def clear_leftovers(engine: NativeEngine, path: str | os.PathLike[str], *, keep_work: bool = False) -> None:
+    """Of an interrupted build. Raises InvalidInputError where a graph, or anything else, is there, a `work` of the user's own, too.
 
     Args:
         keep_work: not the work folder of a build in bounded memory, which may go on.
     """
     there = set(os.listdir(path)) - {"LOCK"}
     if NAME in there:
-        shutil.rmtree(os.path.join(path, WORK), ignore_errors=True)  # of a build that ended right after it was done
+        with contextlib.suppress(errors.EspnxError):
+            read_manifest(engine, path, MAGIC, VERSION)  # of a graph
+            remove_work(path)  # of a build that ended right after it was done
         raise errors.InvalidInputError(f"directory {os.fspath(path)}", got="a graph, or another store", expected="a new directory")
-    ours = {NODES, ROWS, CODES, CODEBOOK, DISK_CODEBOOK, ENTRIES, f"{NAME}.new", WORK}
-    if foreign := sorted(there - ours):
+    check_work(path)
+    files = {NODES, ROWS, CODES, CODEBOOK, DISK_CODEBOOK, ENTRIES, f"{NAME}.new"}
+    if foreign := sorted(there - files - {WORK}):
         raise errors.InvalidInputError(
             f"directory {os.fspath(path)}", got=foreign[:3], expected="an empty directory, or what an interrupted build has left"
         )
-    for name in there - ({WORK} if keep_work else set()):
-        where = os.path.join(path, name)
+    if not keep_work:
+        remove_work(path)
+    for where in (os.path.join(path, name) for name in there & files):
         try:
-            if name == WORK:
-                shutil.rmtree(where)
-            else:
-                os.unlink(where)
+            os.unlink(where)
         except OSError as error:
             raise write_error("cannot remove what an interrupted build has left", where, error) from error
 

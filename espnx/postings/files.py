@@ -14,7 +14,7 @@ from ..storage import NativeEngine
 from ..storage.files import StreamWriter, read_file, write_error
 from ..storage.lock import LOCK_NAME
 from ..storage.manifest import NAME as MANIFEST
-from ..storage.work import WORK
+from ..storage.work import WORK, check_work
 from .build.writer import Section
 from .deletions import Deletions
 from .format import KINDS, SECTIONS, Facts, SegmentFacts
@@ -104,18 +104,22 @@ def report_of(engine: NativeEngine, directory: str, facts: Facts, segment: Segme
         found.close()
 
 
-def clear_leftovers(directory: str) -> None:
-    """Of an interrupted build, but its runs. Raises InvalidInputError where postings, or anything else, are there."""
+def check_new(directory: str) -> None:
+    """Raises InvalidInputError where postings, or anything but what an interrupted build has left, are there."""
     there = set(os.listdir(directory)) - {LOCK_NAME}
     if MANIFEST in there:
         raise errors.InvalidInputError(f"directory {directory}", got="postings, or another store", expected="a new directory")
-    if os.path.isdir(os.path.join(directory, WORK)):
-        there.remove(WORK)
-    if foreign := sorted(name for name in there if not is_own_file(name)):
+    check_work(directory)
+    if foreign := sorted(name for name in there - {WORK} if not is_own_file(name)):
         raise errors.InvalidInputError(
             f"directory {directory}", got=foreign[:3], expected="an empty directory, or what an interrupted build has left"
         )
-    remove_files(directory, there)
+
+
+def clear_leftovers(directory: str) -> None:
+    """Of an interrupted build, but its runs. Raises as `check_new`, and removes nothing then; WriteError."""
+    check_new(directory)
+    remove_files(directory, (name for name in os.listdir(directory) if is_own_file(name)))
 
 
 def is_own_file(name: str) -> bool:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ from ..storage import NativeEngine
 from ..storage.files import write_file
 from ..storage.lock import LOCK_NAME, DirectoryLock
 from ..storage.manifest import NAME as MANIFEST
-from ..storage.work import WORK
+from ..storage.work import remove_work
 from .build.builder import MEMORY_BYTES, SegmentBuilder
 from .build.records import CsrArrays, add_records
 from .build.writer import Progress
@@ -45,7 +44,7 @@ class _Writer:
         """Makes a version the one that is opened from now on, and removes files of no other use."""
         self.engine.sync_directory(self.directory)
         write_facts(self.engine, self.directory, facts)
-        shutil.rmtree(os.path.join(self.directory, WORK), ignore_errors=True)  # of a build that ended right after it was done
+        remove_work(self.directory)  # of a build that ended right after it was done
         there = set(os.listdir(self.directory)) - {LOCK_NAME, MANIFEST}
         remove_files(self.directory, (name for name in there - facts.file_names if is_own_file(name)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -18,20 +19,66 @@ WORK = "work"
 _JOB = "job.json"
 
 
+def is_own_work(directory: str | os.PathLike[str]) -> bool:
+    """Whether the folder ``work`` of a directory is what a build has left, not a user's own of that name: empty, or steps and their job.
+
+    False where there is none, and where nobody may look into it.
+    """
+    root = Path(directory) / WORK
+    try:
+        if root.is_symlink():
+            return False
+        there = {each.name: each.is_dir(follow_symlinks=False) for each in os.scandir(root)}
+    except OSError:
+        return False
+    if not there:
+        return True
+    names = there.keys() & {_JOB, f"{_JOB}.new"}
+    return bool(names) and all(is_folder != (name in names) for name, is_folder in there.items())
+
+
+def check_work(directory: str | os.PathLike[str]) -> None:
+    """Raises InvalidInputError where ``work`` is there and not a build's own: nothing of a user's is ever removed."""
+    if os.path.lexists(Path(directory) / WORK) and not is_own_work(directory):
+        raise errors.InvalidInputError(
+            f"directory {os.fspath(directory)}", got=f"a {WORK!r} that no build has left", expected="an empty directory",
+            fix=f"name another directory, or move {WORK!r} away",
+        )  # fmt: skip
+
+
+def remove_work(directory: str | os.PathLike[str]) -> None:
+    """Removes ``work`` where it is a build's own, and nothing else. What cannot be removed stays."""
+    if is_own_work(directory):
+        with contextlib.suppress(OSError):
+            _remove(Path(directory) / WORK)
+
+
+def _remove(root: Path) -> None:
+    """The job last: interrupted anywhere, what is left still says whose it is."""
+    for each in root.iterdir():
+        if each.is_dir():
+            shutil.rmtree(each, ignore_errors=True)
+    if not any(each.is_dir() for each in root.iterdir()):
+        shutil.rmtree(root, ignore_errors=True)
+
+
 class WorkFolder:
     """Steps of a build, each a folder that is renamed into place when it is whole.
 
     Args:
         directory: of what is built.
         job: what the result depends on. What another job has left is removed.
+
+    Raises InvalidInputError for a folder of that name that no build has left; WriteError, DiskFullError.
     """
 
     def __init__(self, directory: str, job: Mapping[str, Any]):
         self._root = Path(directory) / WORK
         text = json.dumps(job, sort_keys=True)
+        check_work(directory)
         with self.writing():
             if not self._is_of(text):
-                shutil.rmtree(self._root, ignore_errors=True)
+                remove_work(directory)
                 self._root.mkdir()
                 (self._root / f"{_JOB}.new").write_text(text)
                 os.replace(self._root / f"{_JOB}.new", self._root / _JOB)
@@ -91,7 +138,7 @@ class WorkFolder:
 
     def remove(self) -> None:
         """Removes all of it."""
-        shutil.rmtree(self._root, ignore_errors=True)
+        remove_work(self._root.parent)
 
 
 def _sync(path: Path) -> None:

@@ -131,6 +131,28 @@ def test_a_graph_is_not_built_over(tmp_path: Path) -> None:
     assert (tmp_path / "h" / "mine.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("memory", [None, "8GiB"])
+@pytest.mark.parametrize("store", ["nothing", "a graph", "postings"])
+def test_a_folder_of_a_user_called_work_is_left_alone(tmp_path: Path, store: str, memory: str | None) -> None:
+    if store == "a graph":
+        espnx.graph.build(FLOATS, tmp_path)
+    elif store == "postings":
+        espnx.Postings.build(tmp_path, ["a disk"])
+    notes = tmp_path / "work" / "notes"
+    notes.parent.mkdir()
+    notes.write_text("years")
+    with pytest.raises(errors.InvalidInputError):
+        espnx.graph.build(FLOATS, tmp_path, memory=memory)
+    assert notes.read_text() == "years"
+    notes.rename(notes.with_name("job.json"))  # a build's own: a graph's, if it is a graph's directory
+    if store == "nothing":
+        espnx.graph.build(FLOATS, tmp_path, memory=memory)
+    else:
+        with pytest.raises(errors.InvalidInputError):
+            espnx.graph.build(FLOATS, tmp_path, memory=memory)
+    assert notes.parent.exists() == (store == "postings")
+
+
 def test_what_progress_raises_ends_the_build(tmp_path: Path) -> None:
     class EnoughError(Exception):
         pass

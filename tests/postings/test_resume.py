@@ -196,3 +196,30 @@ def test_the_spool_is_as_large_as_was_said(tmp_path: Path) -> None:
     for given in ({}, {"texts": iter(["a"])}):
         with pytest.raises(errors.InvalidInputError):
             estimate_spool(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("n_parts", [1, 2])
+def test_a_folder_of_a_user_called_work_is_refused(tmp_path: Path, n_parts: int) -> None:
+    paths = [tmp_path / str(i) for i in range(n_parts)]
+    (paths[-1] / WORK / "thesis").mkdir(parents=True)
+    (paths[-1] / WORK / "thesis" / "chapter").write_text("years")
+    if n_parts > 1:
+        interrupted(paths[0], 400, terms=RECORDS)
+    with pytest.raises(errors.InvalidInputError, match="work"):
+        if n_parts == 1:
+            Postings.build(paths[0], terms=RECORDS)
+        else:
+            espnx.postings.build_split(paths, terms=RECORDS)
+    assert (paths[-1] / WORK / "thesis" / "chapter").read_text() == "years"
+    assert n_parts == 1 or list((paths[0] / WORK).glob("run_*"))  # refused before anything is removed
+
+
+def test_changes_leave_a_folder_of_a_user_alone(tmp_path: Path) -> None:
+    Postings.build(tmp_path / "x", terms=RECORDS[:10])
+    (tmp_path / "x" / WORK).mkdir()
+    (tmp_path / "x" / WORK / "notes").write_text("years")
+    espnx.postings.add(tmp_path / "x", terms=RECORDS[:10])
+    assert (tmp_path / "x" / WORK / "notes").read_text() == "years"
+    (tmp_path / "x" / WORK / "notes").rename(tmp_path / "x" / WORK / "job.json")  # what a build may have left
+    espnx.postings.delete(tmp_path / "x", [3])
+    assert not (tmp_path / "x" / WORK).exists()

@@ -25,8 +25,6 @@ from .spool import Run, TermPostings
 
 #: Of the files of kept runs: those of another version are of no use.
 RUNS_VERSION = 1
-#: Of the files of kept runs: those of another version are of no use.
-RUNS_VERSION = 1
 _BEGUN, _SALT, _FACTS, _POSTINGS, _LENGTHS = "begun", "salt", "facts.json", "postings", "lengths"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import os
 import secrets
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ from ...checks import check_path, check_whole
 from ...storage import NativeEngine
 from ...storage.files import make_given_directory
 from ...storage.lock import DirectoryLock
-from ...storage.work import WORK
+from ...storage.work import remove_work
 from ..analyzer import Analyzer
 from ..bm25 import BM25
 from ..build.builder import MEMORY_BYTES, SegmentBuilder
@@ -25,7 +24,7 @@ from ..build.records import CsrArrays, add_records
 from ..build.spool import TermPostings
 from ..build.writer import Progress, SegmentWriter
 from ..compaction import kept_postings
-from ..files import PostingsReport, clear_leftovers, open_segment, remove_files, report_of, write_sections
+from ..files import PostingsReport, check_new, clear_leftovers, open_segment, remove_files, report_of, write_sections
 from ..format import KINDS, PARTS_MAX, PLACEMENTS, Facts, SegmentFacts, SplitFacts, write_facts
 from ..stored.segment import Segment
 
@@ -75,8 +74,10 @@ def build_split(
         for directory in directories:
             make_given_directory(directory)
             held.enter_context(DirectoryLock(directory))
+            check_new(directory)
+        for directory in directories:  # all may be used: only now anything is removed
             clear_leftovers(directory)
-            shutil.rmtree(os.path.join(directory, WORK), ignore_errors=True)  # of a build of one index
+            remove_work(directory)  # of a build of one index
         engine = held.enter_context(NativeEngine("auto"))
         work = _Work(engine, directories, facts, memory_bytes, progress)
         source = {"texts": texts, "terms": terms, "vectors": vectors}
