@@ -1,6 +1,9 @@
 """What the systems are called."""
 
-#: Codes beside each node, of as many bytes as the peer's, and of as many as fill the page; in memory; and in pages of their own.
-OURS = ("espnx-inline", "espnx-inline-full", "espnx-memory", "espnx-paged")
+#: Codes beside each node, of as many bytes as the peer's, and of as many as fill the page, also built in less time; in memory; and in pages
+#: of their own.
+OURS = ("espnx-inline", "espnx-inline-full", "espnx-inline-fast", "espnx-memory", "espnx-paged")
+LONG_CODES = ("espnx-inline-full", "espnx-inline-fast")
+LIST_SIZES = {"espnx-inline-fast": 50}  # of builds, in place of 100
 PEER, IN_RAM, MAPPED, LANCE = "diskann", "faiss-hnsw", "faiss-ondisk-ivf", "lancedb"
 SYSTEMS = (*OURS, PEER, IN_RAM, MAPPED, LANCE)

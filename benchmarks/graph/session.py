@@ -11,7 +11,7 @@ import espnx.graph
 from espnx.ops.quantise import load_faiss
 
 from .lance import LanceTable, build_lance, load_lance
-from .names import LANCE
+from .names import LANCE, LIST_SIZES, LONG_CODES
 from .service import Found, Opened, Service, Setting
 
 HNSW_DEGREE, HNSW_CONSTRUCTION = 32, 100
@@ -67,8 +67,11 @@ class Session(Service):
 
     def build(self, system: str, base: str, folder: str, pq_bytes: int, threads: int) -> dict[str, Any]:
         if system.startswith("espnx"):
-            wanted = None if system == "espnx-inline-full" else pq_bytes
-            report = espnx.graph.build(base, folder, codes=_CODES.get(system, "inline"), pq_bytes=wanted, threads=threads)
+            wanted = None if system in LONG_CODES else pq_bytes
+            report = espnx.graph.build(
+                base, folder, codes=_CODES.get(system, "inline"), pq_bytes=wanted, threads=threads,
+                search_list_size=LIST_SIZES.get(system, 100),
+            )  # fmt: skip
             return {"pq_bytes": report.pq_bytes}
         if system == LANCE:
             build_lance(base, folder, pq_bytes, threads)
