@@ -58,10 +58,8 @@ Reads::~Reads() {
   left->emplace_back(std::move(reads_), std::move(queue_));
 }
 
-std::shared_ptr<ReadBatch> Reads::start(const std::vector<Want>& wants, double deadline_s) {
+std::shared_ptr<ReadBatch> Reads::start(const std::vector<Want>& wants) {
   auto batch = std::make_shared<ReadBatch>();
-  batch->deadline =
-      io::Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::clamp(deadline_s, 0.0, 1e9) * 1e9));
   int64_t total = 0;
   std::vector<int64_t> places;
   for (const Want& want : wants) {
@@ -110,26 +108,38 @@ void Reads::pump() {
 
 void Reads::submit(size_t tag) {
   const Read& read = reads_[tag];
+  is_unsent_ = true;
   queue_->submit({io::Op::read, read.file, read.offset_bytes, read.data, read.size_bytes, tag});
 }
 
-void Reads::wait(ReadBatch& batch, const std::function<bool()>& interrupted) {
+bool Reads::take(size_t at_least, int64_t timeout_ns) {
+  completions_.clear();
+  is_unsent_ = false;
+  queue_->wait(completions_, at_least, timeout_ns);
+  in_flight_ -= completions_.size();  // also those that a failure keeps from being looked at
+  for (const io::Completion& completion : completions_) complete(completion);
+  pump();
+  return !completions_.empty();
+}
+
+void Reads::wait(ReadBatch& batch, double deadline_s, const std::function<bool()>& interrupted) {
+  // Nothing to wait for: without a call of the queue, reads ahead would begin only when the next wait must be long.
+  // io_uring looks for ended ones, which make room, only where at least one is asked for.
+  if (batch.left == 0 && (is_unsent_ || !waiting_.empty())) take(waiting_.empty() ? 0 : 1, 0);
+  if (batch.left == 0) return;
+  const auto deadline =
+      io::Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::clamp(deadline_s, 0.0, 1e9) * 1e9));
   while (batch.left > 0) {
-    const auto now = io::Clock::now();
-    if (now >= batch.deadline) {
+    const int64_t left_ns = std::chrono::nanoseconds(deadline - io::Clock::now()).count();
+    const bool has_moved = take(1, std::clamp<int64_t>(left_ns, 0, kSignalCheckNs));
+    if (!has_moved && left_ns <= 0) {  // looked at after the clock: what has arrived in time counts
       io::Failure failure;
       failure.kind = io::Kind::deadline;
       failure.what = "reading posting lists took too long";
       failure.path = batch.files.front()->path;
       throw io::FailureError(failure);
     }
-    const int64_t left_ns = std::chrono::nanoseconds(batch.deadline - now).count();
-    completions_.clear();
-    queue_->wait(completions_, 1, std::min(kSignalCheckNs, left_ns));
-    in_flight_ -= completions_.size();  // also those that a failure keeps from being looked at
-    for (const io::Completion& completion : completions_) complete(completion);
-    pump();
-    if (completions_.empty() && interrupted()) {
+    if (interrupted()) {
       io::Failure failure;
       failure.kind = io::Kind::cancelled;
       failure.what = "searching posting lists was interrupted";

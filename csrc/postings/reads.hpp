@@ -22,7 +22,6 @@ struct ReadBatch {
   std::vector<std::shared_ptr<io::File>> files;
   int64_t left = 0;  // reads that have not ended
   int64_t requests = 0, bytes_asked = 0, bytes_moved = 0;
-  io::Clock::time_point deadline;
 
   const uint8_t* data(int64_t i) const { return reinterpret_cast<const uint8_t*>(buffer->data) + position_bytes[i]; }
 };
@@ -36,9 +35,11 @@ class Reads {
   Reads(const Reads&) = delete;
   Reads& operator=(const Reads&) = delete;
 
-  std::shared_ptr<ReadBatch> start(const std::vector<Want>& wants, double deadline_s);
-  // Until all of the batch is there. `interrupted` is asked about twenty times a second. Throws FailureError.
-  void wait(ReadBatch& batch, const std::function<bool()>& interrupted);
+  // What is started ahead of what is waited for goes to the kernel with the next wait(), and is read meanwhile.
+  std::shared_ptr<ReadBatch> start(const std::vector<Want>& wants);
+  // Until all of the batch is there: at most `deadline_s`, from now on. `interrupted` is asked about twenty times a
+  // second. Throws FailureError.
+  void wait(ReadBatch& batch, double deadline_s, const std::function<bool()>& interrupted);
 
  private:
   struct Read {
@@ -52,6 +53,9 @@ class Reads {
   void add(const std::shared_ptr<ReadBatch>& batch, const Want& want, int64_t place);
   void pump();
   void submit(size_t tag);
+  // Takes what has ended, at least so much of it or until the time is over, and submits what waits for room. False
+  // where nothing had ended.
+  bool take(size_t at_least, int64_t timeout_ns);
   void complete(const io::Completion& completion);
   [[noreturn]] void fail(const Read& read, io::Kind kind, int error, const char* what);
 
@@ -62,6 +66,7 @@ class Reads {
   std::vector<size_t> free_;
   std::vector<io::Completion> completions_;
   size_t in_flight_ = 0;
+  bool is_unsent_ = false;  // reads that the queue has, and the kernel perhaps has not
 };
 
 }  // namespace espnx::postings

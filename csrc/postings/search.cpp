@@ -106,12 +106,22 @@ class Share {
       : request_(request), ends_(ends), reads_(engine) {}
 
   void run(int64_t begin, int64_t end, const std::function<bool()>& interrupted, std::vector<QueryResult>& results) {
-    const std::function<bool()> stops = [&] { return ends_ || interrupted(); };
+    auto asked = io::Clock::now();
+    const std::function<bool()> stops = [&] {
+      if (ends_) return true;
+      const auto now = io::Clock::now();
+      if (now - asked < std::chrono::nanoseconds(kSignalCheckNs)) return false;
+      asked = now;
+      return interrupted();
+    };
     int64_t next = begin;
-    for (int64_t query = begin; query < end && !ends_; ++query) {
-      while (next < end && may_read(next)) start(next++);
+    for (int64_t query = begin; query < end; ++query) {
+      if (stops()) interrupt();  // queries whose lists are there already do not wait
+      if (static_cast<int64_t>(ahead_.size()) <= kQueriesAhead / 2) {  // many in one call of the kernel
+        while (next < end && may_read(next)) start(next++);
+      }
       const std::shared_ptr<ReadBatch> batch = ahead_.front();
-      reads_.wait(*batch, stops);
+      reads_.wait(*batch, request_.deadline_s, stops);
       const int64_t first = request_.first_list[query], last = request_.first_list[query + 1];
       results[query] =
           scan_query(request_, query, first, last, own_scanner(), [&](int64_t i) { return batch->data(i - first); });
@@ -138,7 +148,7 @@ class Share {
       const OpenSegment& segment = request_.segments[list.segment];
       wants.push_back({segment.file, segment.begin_bytes + list.offset_bytes, list.size_bytes});
     }
-    ahead_.push_back(reads_.start(wants, request_.deadline_s));
+    ahead_.push_back(reads_.start(wants));
     ahead_bytes_ += ahead_.back()->bytes_asked;
   }
 

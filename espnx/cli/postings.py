@@ -92,7 +92,8 @@ def run_build(args: argparse.Namespace) -> int:
     if args.pattern is not None:
         options["pattern"] = args.pattern
     if args.stop_words is not None:
-        options["stop_words"] = args.stop_words if args.stop_words == "english" else tuple(args.stop_words.split(","))
+        words = tuple(word.strip() for word in args.stop_words.split(",") if word.strip())
+        options["stop_words"] = "english" if words == ("english",) else words
     given = _sources(args)
     with ProgressLine() as line:
         if estimate := _estimate(args, Analyzer(**options)):
@@ -210,7 +211,11 @@ def _queries(args: argparse.Namespace, kind: str) -> dict[str, Any]:
         return dict(read_queries(args.queries))
     from ..postings.imports import read_vector_lines
 
-    return dict(read_vector_lines(args.queries))
+    found: dict[str, dict[str, float]] = {}
+    for name, vector in read_vector_lines(args.queries):
+        if found.setdefault(name, vector) != vector:
+            raise InvalidInputError(f"queries {args.queries}", got=f"another query {name!r}", expected="ids that occur once")
+    return found
 
 
 def run_search(args: argparse.Namespace) -> int:

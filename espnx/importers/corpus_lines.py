@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import InvalidInputError
 
 _FIELD_CHARACTERS_MAX = 1 << 30
+_FIX_QUOTES = "put texts that begin with a quotation mark into quotation marks, and double those within; or write JSON lines"
 
 
 def json_rows(name: str, lines: Iterable[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -33,7 +34,11 @@ def json_rows(name: str, lines: Iterable[bytes]) -> Iterator[tuple[str, dict[str
 
 
 def csv_rows(name: str, lines: Iterable[bytes], *, delimiter: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where it ends, its fields by the names in the first line) of each row; fields are text. Raises InvalidInputError."""
+    """(where it ends, its fields by the names in the first line) of each row; fields are text. Raises InvalidInputError.
+
+    Of tabs, too, fields may be quoted, as pandas and `csv` write them. A file that is not meant so shows where a text begins with a
+    quotation mark: what follows is no CSV, or whole lines lie within the quotes.
+    """
     if csv.field_size_limit() < _FIELD_CHARACTERS_MAX:  # of the whole process; a document may be longer than 128 KiB
         csv.field_size_limit(_FIELD_CHARACTERS_MAX)
     reader = csv.reader(codecs.iterdecode(lines, "utf-8-sig"), delimiter=delimiter, strict=True)
@@ -48,6 +53,9 @@ def csv_rows(name: str, lines: Iterable[bytes], *, delimiter: str) -> Iterator[t
             elif row:
                 if len(row) != len(names):
                     raise InvalidInputError(place, got=f"{len(row)} fields", expected=f"{len(names)}: {', '.join(names[:8])}")
+                if delimiter == "\t" and any("\n" in field and "\t" in field for field in row):
+                    raise InvalidInputError(place, got="lines with tabs within a quoted field", expected="a row a line", fix=_FIX_QUOTES)
                 yield place, dict(zip(names, row, strict=True))
     except (csv.Error, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"line {reader.line_num} of {name}", got=str(error), expected="CSV in UTF-8") from error
+        fix = _FIX_QUOTES if delimiter == "\t" and isinstance(error, csv.Error) else None
+        raise InvalidInputError(f"line {reader.line_num} of {name}", got=str(error), expected="CSV in UTF-8", fix=fix) from error

@@ -88,6 +88,7 @@ class BM25:
         """Of a term's idf: what it gives to records that do not have it; scores of those that do are summed less that."""
         if self.variant not in _WITH_ABSENT:
             return 0.0
-        no_occurrence_is_worth_nothing = self.variant == "bm25+" and self.k1 == 0  # 0 / 0
-        norm = 1.0 if self.variant == "bm25l" or no_occurrence_is_worth_nothing else self.k1
+        if self.k1 == 0 and (self.variant == "bm25+" or self.delta == 0):  # 0 / 0: no occurrence is worth nothing
+            return self.delta
+        norm = 1.0 if self.variant == "bm25l" else self.k1
         return float(self.part(np.zeros(1), np.array([norm]))[0])

@@ -45,13 +45,15 @@ class Explanation:
         number: of the record.
         terms: of the query that any record has, in its order.
         constant: what every record gets (``bm25l``, ``bm25+``).
-        score: as a search gives it; None: the record has no term of the query, and is not found.
+        score: as a search gives it; None: the record has no term of the query, or was deleted, and is not found.
+        is_deleted: whether it was; nothing else is said of it then.
     """
 
     number: int
     terms: tuple[TermScore, ...]
     constant: float
     score: float | None
+    is_deleted: bool = False
 
     def summary(self) -> str:
         """A line for each term, the most important first."""
@@ -61,7 +63,8 @@ class Explanation:
         ]
         if self.constant:
             lines.append(f"{self.constant:10.4f}  for every record")
-        total = "no term of the query: not found" if self.score is None else f"{self.score:.4f}"
+        why = "deleted" if self.is_deleted else "no term of the query"
+        total = f"{why}: not found" if self.score is None else f"{self.score:.4f}"
         return "\n".join([f"record {self.number}: {total}", *lines])
 
 
@@ -71,6 +74,7 @@ def explain(engine: NativeEngine, collection: Collection, query: QueryTerms, num
     Raises InvalidInputError for a number that no segment has; ChecksumError, and what a read raises.
     """
     plan = QueryPlan(collection, [query], bm25, None)
+    plan.check_names(0)  # a term that is not in the lists may have the hash of one that is
     for i, segment in enumerate(collection.segments):
         if segment.first_number <= number < segment.first_number + len(segment):
             return _explain(engine, plan, i, segment, number)

@@ -35,13 +35,14 @@ def mask_of(include: Any, exclude: Any, total: int) -> np.ndarray | None:
         return None
     allowed = np.ones(total, bool)
     if include is not None:
-        allowed &= _marked("include", include, total)
+        allowed &= marked("include", include, total)
     if exclude is not None:
-        allowed &= ~_marked("exclude", exclude, total)
+        allowed &= ~marked("exclude", exclude, total)
     return allowed
 
 
-def _marked(name: str, given: Any, total: int) -> np.ndarray:
+def marked(name: str, given: Any, total: int) -> np.ndarray:
+    """bool [total]: records that are given as such, or by their numbers. Raises InvalidInputError."""
     values = np.asarray(given)
     if values.dtype == bool and values.shape == (total,):
         return values
@@ -51,6 +52,6 @@ def _marked(name: str, given: Any, total: int) -> np.ndarray:
         raise errors.InvalidInputError(name, got=f"{values.dtype} {list(values.shape)}", expected=f"bool [{total}], or numbers of records")
     if values.size and not 0 <= int(values.min()) <= int(values.max()) < total:
         raise errors.InvalidInputError(name, got=f"numbers from {values.min()} to {values.max()}", expected=f"from 0 to {total - 1}")
-    marked = np.zeros(total, bool)
-    marked[values] = True
-    return marked
+    found = np.zeros(total, bool)
+    found[values] = True
+    return found

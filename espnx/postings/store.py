@@ -16,6 +16,7 @@ from ..sizes import format_size
 from ..storage import FaultRule, NativeEngine
 from ..storage.files import make_given_directory
 from ..storage.lock import DirectoryLock
+from ..storage.manifest import open_current
 from .analyzer import Analyzer
 from .bm25 import BM25
 from .build.builder import MEMORY_BYTES, SegmentBuilder
@@ -60,16 +61,17 @@ class Postings:
     ):
         self.directory = check_path("directory of postings", path)
         self._engine = NativeEngine(engine, rules=rules, seed=fault_seed)
-        self._segments: list[Segment] = []
-        self._deletions = Deletions()
         try:
-            self.facts: Facts = read_facts(self._engine, self.directory)
-            check_whole_collection(self.facts, self.directory)
-            self._segments, self._deletions = open_all(self._engine, self.directory, self.facts)
+            self.facts, self._segments, self._deletions = open_current(self.directory, self._open)
             self._search = PostingsSearch(self._engine, self._collection())
         except BaseException:
             self.close()
             raise
+
+    def _open(self) -> tuple[Facts, list[Segment], Deletions]:
+        facts = read_facts(self._engine, self.directory)
+        check_whole_collection(facts, self.directory)
+        return facts, *open_all(self._engine, self.directory, facts)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], **options: Any) -> Postings:
@@ -250,7 +252,8 @@ class Postings:
             queries, k, include, exclude, threads, deadline_s: see `search`.
 
         Returns:
-            As `search`; scores are the same for each record, bits included. Costs are those of both steps.
+            As `search`; scores are the same for each record, bits included. Costs are those of both steps; of terms whose lists are not
+            read, the first query that asks for one reads its name.
 
         Raises as `search`, and InvalidInputError for BM25.
         """
@@ -282,6 +285,8 @@ class Postings:
         check_whole("number of a record", number, 0, max(0, self.facts.end_number - 1))
         (terms,) = terms_of([query], self.facts.analyzer)
         rule = rule_of(self.facts.bm25, variant=variant, k1=k1, b=b, delta=delta)
+        if number in self._deletions.numbers:
+            return Explanation(number, (), 0.0, None, is_deleted=True)
         return explain(self._engine, self._search.collection, terms, number, rule)
 
     def verify(self) -> VerifyReport:

@@ -8,6 +8,7 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from .compaction import bits_of, merged_sections
 from .deletions import Deletions
 from .files import PostingsReport, is_own_file, open_all, remove_files, report_of, write_sections
 from .format import KINDS, SEGMENTS_MAX, Facts, SegmentFacts, check_whole_collection, read_facts, write_facts
+from .queries import marked
 from .stored.layout import REMOVED
 from .stored.lists import read_lists
 from .stored.segment import Segment
@@ -117,23 +119,22 @@ def add(
         return report_of(writer.engine, writer.directory, facts, segment)
 
 
-def delete(path: str | os.PathLike[str], numbers: Iterable[int]) -> int:
+def delete(path: str | os.PathLike[str], numbers: Any) -> int:
     """Takes records out: they are found no more, and count no more in the totals, so scores of BM25 are those of an index of the others.
 
     Goes through all lists once, to see which terms they had. Numbers of other records stay; those of deleted ones are not given again.
 
+    Args:
+        numbers: of the records; or bool [n], as `espnx.Postings.search` takes ``include``, n the end of the numbers given so far.
+
     Returns:
         How many were deleted; a number that was deleted before is none.
 
-    Raises as `add`; InvalidInputError for a number that no record has.
+    Raises as `add`; InvalidInputError for a number that no record has, and for what is no number of a record; nothing is deleted then.
     """
     with _changing(path) as writer:
         facts, held = writer.facts, writer.deletions
-        given = np.unique(np.fromiter(numbers, np.int64))
-        if len(given) and not 0 <= given[0] <= given[-1] < facts.end_number:
-            raise errors.InvalidInputError(
-                "numbers to delete", got=f"{given[0]} to {given[-1]}", expected=f"from 0 to {facts.end_number - 1}"
-            )
+        given = np.flatnonzero(marked("numbers to delete", _listed(numbers), facts.end_number))
         fresh = np.setdiff1d(given, held.numbers, assume_unique=True)
         if not len(fresh):
             return 0
@@ -148,6 +149,13 @@ def delete(path: str | os.PathLike[str], numbers: Iterable[int]) -> int:
         name = writer.write_deletions(deletions, [segment.dictionary.salt for segment in writer.segments])
         writer.publish(facts.next(deletions=name, n_deleted=len(everything)))
         return len(fresh)
+
+
+def _listed(numbers: Any) -> Any:
+    """What an iterator gives; anything else as it is."""
+    return (
+        list(numbers) if isinstance(numbers, Iterable) and not hasattr(numbers, "__array__") and not isinstance(numbers, str) else numbers
+    )
 
 
 def removed_terms(

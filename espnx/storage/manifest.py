@@ -9,7 +9,8 @@ import hashlib
 import json
 import os
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from .. import errors
 from .files import read_file, replace_file
@@ -18,6 +19,8 @@ from .parse import check_plain_file
 
 NAME = "MANIFEST.json"
 _LIMIT_BYTES = 16 * 1024 * 1024
+_ATTEMPTS = 100  # to open a store that is being replaced all the time
+T = TypeVar("T")
 
 
 def _digest(fields: dict[str, Any]) -> str:
@@ -78,3 +81,24 @@ def read_manifest(engine: NativeEngine, directory: str | os.PathLike[str], magic
     if checksum != _digest(fields):
         raise errors.FormatError("damaged manifest", path=path, got=f"checksum {checksum}", expected=_digest(fields), fix=damaged)
     return fields
+
+
+def open_current(path: str | os.PathLike[str], open_it: Callable[[], T]) -> T:
+    """What `open_it` opens of a store; again whenever a new version was published (and the old one's files removed) meanwhile."""
+    for _ in range(_ATTEMPTS):
+        before = _manifest_identity(path)
+        try:
+            return open_it()
+        except errors.StorageError:
+            if _manifest_identity(path) == before:
+                raise
+    return open_it()
+
+
+def _manifest_identity(path: str | os.PathLike[str]) -> tuple[int, int, int] | None:
+    """Another one after every publication."""
+    try:
+        found = os.stat(os.path.join(path, NAME))
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns

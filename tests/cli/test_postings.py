@@ -47,6 +47,25 @@ def test_build_search_change_info_verify(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["postings", "info", str(tmp_path)]) == 1
 
 
+def test_queries_of_vectors_and_stop_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    index, queries = str(tmp_path / "x"), tmp_path / "q"
+    (tmp_path / "v").write_text('{"vector": {"a": 1.0}}\n{"vector": {"b": 2.0}}\n')
+    assert main(["postings", "build", index, "--vectors", str(tmp_path / "v")]) == 0
+    queries.write_text('{"id": 7, "vector": {"a": 1}}\n{"id": "7", "vector": {"a": 1}}\n')
+    capsys.readouterr()
+    assert main(["postings", "search", index, "--queries", str(queries), "--json", "-"]) == 0
+    assert len(strict_json(capsys.readouterr().out)["results"]) == 1
+    queries.write_text('{"id": 7, "vector": {"a": 1}}\n{"id": 7, "vector": {"b": 1}}\n')
+    assert main(["postings", "search", index, "--queries", str(queries)]) == 2
+    assert "another query '7'" in capsys.readouterr().err
+    source = write_corpus(tmp_path / "c.jsonl")
+    for name, words, expected in (("y", "the, logs ,", ["the", "logs"]), ("z", " english", "english")):
+        assert main(["postings", "build", str(tmp_path / name), "--corpus", source, "--stop-words", words]) == 0
+        capsys.readouterr()
+        assert main(["postings", "info", str(tmp_path / name), "--json", "-"]) == 0
+        assert strict_json(capsys.readouterr().out)["analyzer"]["stop_words"] == expected
+
+
 def test_a_collection_over_several_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, trace = write_corpus(tmp_path / "c.jsonl"), str(tmp_path / "trace")
     for placement in ("passages", "terms"):

@@ -134,6 +134,8 @@ def test_a_long_field_of_a_csv(tmp_path: Path) -> None:
         ("c.csv", b'id,text\n1,"red\n', "line 2 .*unexpected end of data"),
         ("c.csv", b"id,text\n1,\xff\n", "line 1 .*utf-8"),
         ("c.tsv", b"id\ttext\n1\tred\textra\n", "line 2 .*got 3 fields"),
+        ("c.tsv", b'id\ttext\n5\t"x\n6\ty"\n7\tz\n', "line 3 .*lines with tabs within a quoted field.*double"),
+        ("c.tsv", b'id\ttext\n1\t"Alpha" is first\n', "line 2 .*double"),
         ("c.parquet", b"PAR1 and no more", "cannot read corpus .*a whole parquet file"),
         ("c.arrow", b"ARROW1", "cannot read corpus .*a whole arrow file"),
     ],

@@ -7,9 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import espnx.postings
 from espnx import errors
 from espnx.postings import CsrArrays, Postings
 from espnx.postings.build.impacts import LAYERED_FROM
+from espnx.postings.stored import segment as stored_segment
+from espnx.postings.stored import terms as stored_terms
 
 N, V = 12_000, 300
 
@@ -84,6 +87,7 @@ def test_every_candidate_and_every_term_give_the_exact_result(path: Path, querie
 def test_the_heaviest_lists_may_be_read_whole(path: Path, queries: list[dict[int, float]]) -> None:
     with Postings.open(path) as postings:
         whole = postings.search(queries, k=10)
+        postings.search_two_step(queries, query_terms=1)  # names of terms are read once
         costs, hits = [], []
         for whole_terms in (0, 2, 8, 100):
             found = postings.search_two_step(queries, k=10, query_terms=8, candidates=20, whole_terms=whole_terms)
@@ -167,3 +171,40 @@ def test_weights_of_numpy_are_numbers(tmp_path: Path) -> None:
         plain, scalars = (postings.search([query], k=2) for query in ({"a": 2.0}, {"a": np.float32(2)}))
         assert plain.numbers.tolist() == scalars.numbers.tolist() == [[0, 1]]
         assert plain.scores.tolist() == scalars.scores.tolist()
+
+
+def test_a_term_that_a_vector_has_twice_is_refused(tmp_path: Path) -> None:
+    for vector in ({1: 0.5, "1": 0.25}, {"1": 0.5, np.int32(1): 0.25}):
+        with pytest.raises(errors.InvalidInputError, match="twice"):
+            Postings.build(tmp_path / "x", vectors=[{"2": 1.0}, vector])
+    Postings.build(tmp_path / "x", vectors=[{1: 0.5, "1": 0.0, "2": 1.0}])  # a weight of 0 is as good as none
+    with Postings.open(tmp_path / "x") as postings:
+        assert postings.verify().postings == 2
+
+
+def test_terms_of_lists_that_are_not_read_are_known_by_more_than_their_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two steps the lists of a few terms are read, the forward records say what the others weigh: whose they are, no list has said."""
+    whole = stored_terms.hash_of
+    monkeypatch.setattr(stored_terms, "hash_of", lambda data: whole(b"log" if data == b"unknown" else data))
+    Postings.build(tmp_path / "x", vectors=[{"disk": 2.0, "log": 0.5, "page": 0.25}, {"disk": 1.5}], exact=True)
+    espnx.postings.add(tmp_path / "x", vectors=[{"disk": 1.0, "log": 0.5}, {"disk": 0.5, "unknown": 0.25}])
+    queries = [{"disk": 1.0, "unknown": 1.0}, {"disk": 1.0, "log": 1.0}, {"disk": 1.0, "page": 1.0, "unknown": 2.0, "log": 1.0}]
+    with Postings.open(tmp_path / "x") as postings:
+        exact = postings.search(queries, k=4)
+        first, again = (postings.search_two_step(queries, k=4, query_terms=1, candidates=4) for _ in range(2))
+    assert first.numbers.tolist() == again.numbers.tolist() == exact.numbers.tolist()
+    assert first.scores.tolist() == again.scores.tolist() == exact.scores.tolist()
+    assert (again.requests < first.requests).any()  # names are read once
+    assert (again.requests <= first.requests).all()
+
+
+def test_names_that_are_asked_for_by_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Postings.build(tmp_path / "x", vectors=[dict.fromkeys(range(300), 1.0)])
+    monkeypatch.setattr(stored_segment, "_NAMES_KEPT", 70)  # they are forgotten, and read again
+    with Postings.open(tmp_path / "x") as postings:
+        [segment] = postings.searcher.collection.segments
+        for numbers in (np.array([299, 0, 64, 64]), np.arange(0), np.arange(0, 300, 3), np.arange(300)):
+            names, costs = segment.names(numbers)
+            assert names == [segment.term(number) for number in numbers.tolist()]
+            assert (costs > 0).all() == (len(numbers) > 0)
+        assert segment.names(np.arange(300))[1].tolist() == [0, 0, 0]

@@ -11,6 +11,7 @@ import pytest
 import espnx.postings
 from espnx import errors
 from espnx.postings import VARIANTS, Analyzer, Postings, read_bm25s, read_vector_lines
+from espnx.postings.stored import terms as stored_terms
 from tests.postings.common import corpus
 
 
@@ -39,6 +40,36 @@ def test_explanations_of_vectors(tmp_path: Path) -> None:
         assert explained.score == postings.search([{"b": 3.0, "a": 1.0}], k=2).scores[0, 1]
     assert [(each.term, each.weight) for each in explained.terms] == [("b", 3.0), ("a", 1.0)]
     assert [each.value for each in explained.terms] == pytest.approx([0.5, 0.0], abs=2 / 255)
+
+
+def test_a_deleted_record_is_not_found(tmp_path: Path) -> None:
+    Postings.build(tmp_path / "x", ["disk log", "disk page", "log"])
+    espnx.postings.delete(tmp_path / "x", [0])
+    for _ in range(2):
+        with Postings.open(tmp_path / "x") as postings:
+            explained = postings.explain("disk", 0)
+            assert explained.score is None
+            assert explained.is_deleted
+            assert "deleted: not found" in explained.summary()
+            assert postings.explain("disk", 1).score == postings.search("disk").scores[0, 0]
+            assert not postings.explain("disk", 1).is_deleted
+        espnx.postings.compact(tmp_path / "x")
+
+
+@pytest.mark.parametrize("kind", ["counts", "vectors"])
+def test_a_term_of_the_same_hash_explains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    whole = stored_terms.hash_of
+    monkeypatch.setattr(stored_terms, "hash_of", lambda data: whole(b"log" if data == b"unknown" else data))
+    if kind == "counts":
+        Postings.build(tmp_path / "x", ["disk log", "page", "disk"])
+    else:
+        Postings.build(tmp_path / "x", vectors=[{"disk": 2.0, "log": 0.5}, {"page": 1.0}, {"disk": 1.0}])
+    with Postings.open(tmp_path / "x") as postings:
+        query = ("disk", "unknown") if kind == "counts" else {"disk": 1.0, "unknown": 1.0}
+        explained = postings.explain(query, 0, variant="bm25l")
+        found = postings.search([query], k=3, variant="bm25l")
+        assert explained.score == found.scores[0, found.numbers[0].tolist().index(0)]
+        assert [each.term for each in explained.terms] == ["disk"]
 
 
 def test_an_analyzer_of_other_stop_words_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

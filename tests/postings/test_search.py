@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,6 +95,42 @@ def test_one_request_for_each_list(postings_path: Path) -> None:
     assert found.requests.tolist()[1:] == [0, 0]
     assert 1 <= found.requests[0] <= 2  # one where both lie in a block
     assert (found.numbers[1:] == -1).all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("k1", [0.0, 1e-9])
+def test_where_counts_and_lengths_are_worth_nothing(postings_path: Path, documents: list[list[str]], variant: str, k1: float) -> None:
+    """k1 and delta of 0: whoever has a term gets its idf, whoever has not gets nothing."""
+    with Postings.open(postings_path) as postings:
+        found = postings.search([["w3"]], k=len(documents), variant=variant, k1=k1, b=0.0, delta=0.0)
+    has = [i for i, document in enumerate(documents) if "w3" in document]
+    idf = BM25(variant).idf(len(has), len(documents))
+    assert sorted(found.numbers[0, : len(has)].tolist()) == has
+    assert found.scores[0, : len(has)] == pytest.approx(idf, rel=1e-6)
+    assert (found.numbers[0, len(has) :] == -1).all()
+
+
+def test_norms_are_those_of_the_rule_whatever_other_threads_ask_for(postings_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Postings.open(postings_path) as postings:
+        held, own, other = postings.searcher.collection, BM25(b=0.0), BM25(b=1.0)
+        [right] = held.norms(own)
+        real = BM25.__eq__
+
+        def interrupted(self: BM25, given: object) -> bool:
+            monkeypatch.setattr(BM25, "__eq__", real)
+            held.norms(other)  # what another thread does meanwhile
+            return real(self, given)
+
+        monkeypatch.setattr(BM25, "__eq__", interrupted)
+        [found] = held.norms(BM25(b=0.0))
+        assert found.tolist() == right.tolist()
+        assert found.tolist() != held.norms(other)[0].tolist()
+
+
+@pytest.mark.parametrize("given", [{"terms": ["the log"]}, {"terms": "log"}, {"texts": "the log"}, {"terms": [["a"], b"the log"]}])
+def test_a_text_in_the_place_of_a_list_is_refused(tmp_path: Path, given: dict[str, Any]) -> None:
+    with pytest.raises(errors.InvalidInputError, match="record"):
+        Postings.build(tmp_path / "x", **given)
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 import espnx.postings
 from espnx import errors
-from espnx.postings import VARIANTS, Postings
+from espnx.postings import VARIANTS, Postings, store
 from tests.postings.common import corpus
 
 QUERIES = corpus(30, seed=3, longest=8)
@@ -119,7 +121,7 @@ def test_wrong_changes_are_refused_and_nothing_changes(tmp_path: Path) -> None:
     path = tmp_path / "x"
     Postings.build(path, terms=[["a"], ["b"]])
     before = sorted((name, os.stat(path / name).st_size) for name in os.listdir(path))
-    for numbers in ([2], [-1]):
+    for numbers in ([2], [-1], [0.0], "0", b"0", ["0"], [True], np.array([True, False, False]), 1, None, [[0]], [2**70]):
         with pytest.raises(errors.InvalidInputError, match="numbers to delete"):
             espnx.postings.delete(path, numbers)
     with pytest.raises(errors.InvalidInputError, match="records to add"):
@@ -129,6 +131,40 @@ def test_wrong_changes_are_refused_and_nothing_changes(tmp_path: Path) -> None:
     with pytest.raises(errors.StoreNotFoundError):
         espnx.postings.delete(tmp_path / "nothing", [0])
     assert sorted((name, os.stat(path / name).st_size) for name in os.listdir(path)) == before
+
+
+@pytest.mark.parametrize("given", [np.array([False, True, True]), np.uint8([2, 1, 2]), iter([1, 2]), {1, 2}, range(1, 3), [True, 2]])
+def test_records_are_deleted_by_what_searches_include(tmp_path: Path, given: object) -> None:
+    Postings.build(tmp_path / "x", terms=[["a"], ["a"], ["a"]])
+    assert espnx.postings.delete(tmp_path / "x", given) == 2
+    with Postings.open(tmp_path / "x") as postings:
+        assert postings.search([["a"]], k=3).numbers.tolist() == [[0, -1, -1]]
+
+
+@pytest.mark.parametrize("is_published", [True, False])
+def test_opened_beside_a_change_it_is_the_new_version(tmp_path: Path, is_published: bool) -> None:
+    """Files are gone that the manifest names: another process has published a version since it was read, or they are missing."""
+    path, real, calls = tmp_path / "x", store.open_all, []
+    Postings.build(path, terms=[["a"]])
+    espnx.postings.add(path, terms=[["a", "b"]])
+
+    def late(*given: Any) -> Any:
+        calls.append(given)
+        if is_published and len(calls) == 1:
+            espnx.postings.compact(path)
+        elif not is_published:
+            (path / "s1.lists").unlink(missing_ok=True)
+        return real(*given)
+
+    with patch.object(store, "open_all", late):
+        if is_published:
+            with Postings.open(path) as postings:
+                assert len(postings.facts.segments) == 1
+                assert postings.search([["b"]], k=2).numbers.tolist() == [[1, -1]]
+        else:
+            with pytest.raises(errors.FileMissingError):
+                Postings.open(path)
+    assert len(calls) == 1 + is_published
 
 
 def test_one_writer_at_a_time(tmp_path: Path) -> None:

@@ -112,8 +112,9 @@ class LoadedExact:
         return text, query.cls.numpy()
 
     def start(
-        self, queries: Sequence[Any], candidates: int, effort: int | None = None, allowed: Allowed | None = None, at_least: int = 0
-    ) -> ExactSearch:
+        self, queries: Sequence[Any], candidates: int, effort: int | None = None, allowed: Allowed | None = None, at_least: int = 0,
+        deadline_s: float = 30.0,
+    ) -> ExactSearch:  # fmt: skip
         some = slice(None) if allowed is None else np.unpackbits(allowed.bitmap, bitorder="little")[self.numbers].astype(bool)
         return ExactSearch(self.numbers[some], self.vectors[some], [vector for _, vector in queries], candidates)
 

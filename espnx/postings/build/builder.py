@@ -130,18 +130,26 @@ class SegmentBuilder:
 
     def add_terms(self, terms: Sequence[str | int]) -> None:
         """The next record, as its terms, each as often as it has it. Raises InvalidInputError."""
+        if isinstance(terms, (str, bytes)):
+            raise errors.InvalidInputError("terms of a record", got=type(terms).__name__, expected="a list of them", fix="give it in texts")
         ids = self._vocabulary.ids
         self._tokens.extend([ids.setdefault(_text(term), len(ids) + 1) for term in terms])
         self._end_record(len(terms))
 
     def add_vector(self, vector: Mapping[Any, float]) -> None:
-        """The next record of impacts: a weight above 0 for each of its terms; 0 is as good as none. Raises InvalidInputError."""
+        """The next record of impacts: a weight above 0 for each of its terms; 0 is as good as none.
+
+        Raises InvalidInputError for a weight that cannot be stored, and for a term that it has twice, as a number and as its digits.
+        """
         ids = self._vocabulary.ids
         weights = np.fromiter(vector.values(), np.float64, len(vector))
         _check_weights(weights)
         rounded = weights.astype(np.float32)
         kept = rounded > 0
-        self._tokens.extend([ids.setdefault(_text(term), len(ids) + 1) for term, keep in zip(vector, kept.tolist(), strict=True) if keep])
+        numbers = [ids.setdefault(_text(term), len(ids) + 1) for term, keep in zip(vector, kept.tolist(), strict=True) if keep]
+        if len(set(numbers)) < len(numbers):
+            raise errors.InvalidInputError("vector", got="a term that it has twice", expected="each once, as text or as a number")
+        self._tokens.extend(numbers)
         self._weights.frombytes(rounded[kept].tobytes())
         self.largest = max(self.largest, float(rounded.max(initial=0)))
         self._end_record(int(kept.sum()))

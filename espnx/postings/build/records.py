@@ -54,6 +54,8 @@ def add_records(
     vectors: Iterable[Mapping[Any, float]] | None = None,
 ) -> None:
     """Hands all of them over, one at a time, but for those that an attempt before has kept. Raises InvalidInputError."""
+    if isinstance(texts, (str, bytes)) or isinstance(terms, (str, bytes)):
+        raise errors.InvalidInputError("records", got="one text", expected="a list of them", fix="put it into a list, of texts")
     for text in () if texts is None else builder.resumed(iter(texts), _identity_of_text):
         builder.add_text(text)
     for each in () if terms is None else builder.resumed(iter(terms), _identity_of_terms):

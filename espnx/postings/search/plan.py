@@ -58,10 +58,11 @@ class Collection:
 
     def norms(self, bm25: BM25) -> list[torch.Tensor]:
         """For each segment, the bits of the float64 norm of each length; kept for the next search."""
-        if self._norms is None or self._norms[0] != bm25:
+        held = self._norms  # read once: another thread may put others there
+        if held is None or held[0] != bm25:
             made = [bm25.norms(segment.length_table, self.average_length) for segment in self.segments]
-            self._norms = bm25, [torch.from_numpy(each.view(np.int64)) for each in made]
-        return self._norms[1]
+            self._norms = held = bm25, [torch.from_numpy(each.view(np.int64)) for each in made]
+        return held[1]
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ class QueryPlan:
     def look_up(self, terms: list[bytes]) -> None:
         """Finds terms in every segment, and weighs them."""
         self._terms, self._names = terms, [name_of(term) for term in terms]
+        self._is_read = np.zeros((len(self.collection.segments), len(terms)), bool)
         numbers, shared = self.collection.dictionaries.look_up(torch.from_numpy(hashes_of(terms).view(np.int64)))
         self._numbers = numbers.numpy()
         for segment, i, count in shared:  # the terms themselves tell which
@@ -114,6 +116,27 @@ class QueryPlan:
         for segment, name in self._rows[places][:, [0, 9]].tolist():
             self._numbers[segment, name] = -1
         self._weigh()
+
+    def check_names(self, query: int, deadline_s: float = 30.0) -> np.ndarray:
+        """Of a query's terms whose lists were not asked for, which say whose they are, leaves those out that merely share a hash with one.
+
+        Returns:
+            int64 [3]: requests, bytes asked, bytes moved; none for terms that were looked at before.
+
+        Raises as `Segment.term`.
+        """
+        tokens, costs, is_other = np.unique(self._tokens[self._first[query] : self._first[query + 1]]), np.zeros(3, np.int64), False
+        for number, segment in enumerate(self.collection.segments):
+            here = tokens[(self._numbers[number, tokens] >= 0) & ~self._is_read[number, tokens]]
+            names, spent = segment.names(self._numbers[number, here], deadline_s)
+            costs += spent
+            others = [i for i, name in zip(here.tolist(), names, strict=True) if name != self._terms[i]]
+            self._numbers[number, others] = -1
+            self._is_read[number, here] = True
+            is_other = is_other or bool(others)
+        if is_other:
+            self._weigh()
+        return costs
 
     def _weigh(self) -> None:
         """Global weights of the terms, which change where a list turned out to be another term's."""
@@ -153,6 +176,7 @@ class QueryPlan:
         if any(is_digest for _, is_digest in self._names):
             rows[:, 6] = np.array([is_digest for _, is_digest in self._names])[rows[:, 9]]
         self._rows = rows
+        self._is_read[rows[:, 0], rows[:, 9]] = True
         return rows
 
     def name(self, i: int) -> bytes:

@@ -54,6 +54,7 @@ def search_two_step(
     costs = np.stack([first.requests, first.bytes_asked, first.bytes_moved], axis=1)
     for query in range(len(queries)):
         found = first.numbers[query][first.numbers[query] >= 0]
+        costs[query] += plan.check_names(query, deadline_s)  # their weights count in the second step alone
         exact, spent = score_records(search.engine, plan, query, found, deadline_s)
         best = np.lexsort((found, -exact))[:k]
         numbers[query, : len(best)], scores[query, : len(best)] = found[best], exact[best]

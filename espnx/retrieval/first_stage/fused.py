@@ -43,12 +43,13 @@ class FusedStage:
         return tuple(stage.prepare(query, text) for stage in self.stages.values())
 
     def start(
-        self, queries: Sequence[Any], candidates: int, effort: int | None = None, allowed: Allowed | None = None, at_least: int = 0
-    ) -> FusedSearch:
+        self, queries: Sequence[Any], candidates: int, effort: int | None = None, allowed: Allowed | None = None, at_least: int = 0,
+        deadline_s: float = 30.0,
+    ) -> FusedSearch:  # fmt: skip
         searches: dict[str, StageSearch] = {}
         for place, (kind, stage) in enumerate(self.stages.items()):
             own = [query[place] for query in queries]
-            searches[kind] = stage.start(own, candidates, effort if place == 0 else None, allowed, at_least)
+            searches[kind] = stage.start(own, candidates, effort if place == 0 else None, allowed, at_least, deadline_s)
         return FusedSearch(searches, candidates, self._fuse)
 
     def search_bytes(self, candidates: int, effort: int | None, allowed: Allowed | None, at_least: int) -> int:

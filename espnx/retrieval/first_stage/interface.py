@@ -254,8 +254,9 @@ class LoadedStage(Protocol):
         ...
 
     def start(
-        self, queries: Sequence[Any], candidates: int, effort: int | None = None, allowed: Allowed | None = None, at_least: int = 0
-    ) -> StageSearch:
+        self, queries: Sequence[Any], candidates: int, effort: int | None = None, allowed: Allowed | None = None, at_least: int = 0,
+        deadline_s: float = 30.0,
+    ) -> StageSearch:  # fmt: skip
         """Begins a search.
 
         Args:
@@ -265,6 +266,7 @@ class LoadedStage(Protocol):
                 record that may be found does not count.
             allowed: which records may be found; None for every one.
             at_least: more is looked at than `effort` says where that finds fewer records.
+            deadline_s: of the reads of each query; what is in memory takes as long as it takes.
         """
         ...
 

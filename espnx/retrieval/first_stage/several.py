@@ -236,9 +236,10 @@ class LoadedSeveral:
         return self._default.prepare(query, text)
 
     def start(
-        self, queries: Sequence[Any], candidates: int, effort: int | None = None, allowed: Allowed | None = None, at_least: int = 0
-    ) -> StageSearch:
-        return self._default.start(queries, candidates, effort, allowed, at_least)
+        self, queries: Sequence[Any], candidates: int, effort: int | None = None, allowed: Allowed | None = None, at_least: int = 0,
+        deadline_s: float = 30.0,
+    ) -> StageSearch:  # fmt: skip
+        return self._default.start(queries, candidates, effort, allowed, at_least, deadline_s)
 
     def search_bytes(self, candidates: int, effort: int | None, allowed: Allowed | None, at_least: int) -> int:
         return self._default.search_bytes(candidates, effort, allowed, at_least)

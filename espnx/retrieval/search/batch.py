@@ -175,7 +175,10 @@ class QueryBatch:
         plan = self._plan
         self._begun = begun = time.perf_counter()
         prepared = [query.prepared for query in self.queries]
-        search = self._stage.loaded.start(prepared, plan.candidates, plan.options.effort, plan.allowed, plan.at_least)
+        options = plan.options
+        search = self._stage.loaded.start(
+            prepared, plan.candidates, options.effort, plan.allowed, plan.at_least, deadline_s=options.deadline_s
+        )  # fmt: skip
         for step in plan.steps if plan.depth else ():
             early = search.advance(step)
             if step == plan.steps[0]:

@@ -18,12 +18,13 @@ from ...checks import check_finite
 from ...device.interface import RecordDevice
 from ...storage import NativeEngine
 from ...storage.engine import because
+from ...storage.manifest import open_current
 from ..encoder import Encoded, Encoder, check_same_encoder
 from ..first_stage.interface import LoadedStage
 from ..first_stage.registry import with_sparse_encoder
 from ..sparse_encoder import SparseEncoder
 from ..store.places import DETACH
-from ..store.store import EmbeddingStore, open_current
+from ..store.store import EmbeddingStore
 from ..store.tier import Tier
 from .chosen_stage import ChosenStage
 from .filters import Filters

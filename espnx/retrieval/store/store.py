@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,10 +38,8 @@ from .projection import Projection
 from .texts import DocumentId
 from .tier import Tier
 
-T = TypeVar("T")
 #: Of the names under which a base keeps what the first stage was trained to.
 STAGE_PREFIX = "first_stage."
-_ATTEMPTS = 100  # to open a store that is being replaced all the time
 
 
 def store_salt(store_id: str, generation: int) -> int:
@@ -358,27 +356,6 @@ class EmbeddingStore(Version):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-def open_current(path: str | os.PathLike[str], open_it: Callable[[], T]) -> T:
-    """What `open_it` opens of a store; again whenever a new version was published (and the old one's files removed) meanwhile."""
-    for _ in range(_ATTEMPTS):
-        before = _manifest_identity(path)
-        try:
-            return open_it()
-        except errors.StorageError:
-            if _manifest_identity(path) == before:
-                raise
-    return open_it()
-
-
-def _manifest_identity(path: str | os.PathLike[str]) -> tuple[int, int, int] | None:
-    """Another one after every publication."""
-    try:
-        found = os.stat(os.path.join(path, MANIFEST_NAME))
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 def placement_of(parts: Sequence[Part], tier: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -127,9 +127,9 @@ def test_the_text_of_a_query_arrives(folder: Path, monkeypatch: pytest.MonkeyPat
     seen: list[str | None] = []
     whole = LoadedExact.start
 
-    def start(self: LoadedExact, prepared: Any, *rest: Any) -> Any:
+    def start(self: LoadedExact, prepared: Any, *rest: Any, **options: Any) -> Any:
         seen.extend(text for text, _ in prepared)
-        return whole(self, prepared, *rest)
+        return whole(self, prepared, *rest, **options)
 
     monkeypatch.setattr(LoadedExact, "start", start)
     with espnx.open(folder / "s", toy_encoder()) as index:

@@ -12,7 +12,10 @@ import pytest
 
 import espnx
 from espnx import errors
+from espnx.graph.index import GraphIndex
 from espnx.postings.analyzer import Analyzer
+from espnx.postings.search.search import PostingsSearch
+from espnx.retrieval.first_stage.graph import stage as graph
 from espnx.retrieval.sparse_encoder import SparseVector
 from tests.retrieval.common import build, corpus, queries, toy_encoder
 
@@ -234,3 +237,28 @@ def test_a_model_that_no_store_remembers(folder: Path) -> None:
         build(folder / kind, DOCUMENTS[:20], first_stages=kind)
         with pytest.raises(errors.InvalidInputError, match="first stage of splade"):
             espnx.open(folder / kind, toy_encoder(), sparse_encoder=Counting())
+
+
+@pytest.mark.parametrize("named", ["bm25", "graph", ("bm25", "graph"), ("graph", "bm25")])
+def test_a_deadline_reaches_the_reads_of_first_stages(folder: Path, monkeypatch: pytest.MonkeyPatch, named: str | tuple[str, ...]) -> None:
+    monkeypatch.setattr(graph, "FLAT_MAX", 40)  # or there would be no graph
+    build(folder / "s", DOCUMENTS[:150], first_stages=("graph", "bm25"))
+    seen: dict[str, set[float]] = {}
+
+    def note(kind: str, cls: type, method: str) -> None:
+        real = getattr(cls, method)
+
+        def noted(self: Any, *given: Any, **options: Any) -> Any:
+            seen.setdefault(kind, set()).add(options.get("deadline_s", 30.0))
+            return real(self, *given, **options)
+
+        monkeypatch.setattr(cls, method, noted)
+
+    for method in ("begin", "search"):
+        note("bm25", PostingsSearch, method)
+    note("graph", GraphIndex, "start")
+    with espnx.open(folder / "s", encoder=toy_encoder()) as index:
+        for asked in ("word0 word3", ["word0"] * 9):
+            index.search(asked, first_stage=named, deadline_s=7.5)
+            index.search(asked, first_stage=named, deadline_s=7.5, prefetch_step=0.5)
+    assert seen == {kind: {7.5} for kind in ((named,) if isinstance(named, str) else named)}

@@ -64,10 +64,10 @@ class GraphPart:
         self._filters: WeakKeyDictionary[Allowed, RowFilter] = WeakKeyDictionary()
         self._filtering = threading.Lock()
 
-    def start(self, queries: np.ndarray, candidates: int, list_size: int, allowed: Allowed | None) -> GraphSearch:
+    def start(self, queries: np.ndarray, candidates: int, list_size: int, allowed: Allowed | None, deadline_s: float) -> GraphSearch:
         k = min(candidates, self.count)
         include = None if allowed is None else self._filter(allowed)
-        return self.index.start(queries, k, list_size=min(LIST_SIZE_MAX, max(k, list_size)), include=include)
+        return self.index.start(queries, k, list_size=min(LIST_SIZE_MAX, max(k, list_size)), include=include, deadline_s=deadline_s)
 
     def _filter(self, allowed: Allowed) -> RowFilter:
         with self._filtering:
@@ -128,13 +128,14 @@ class LoadedGraph:
         return self._vector(query)
 
     def start(
-        self, queries: Sequence[Any], candidates: int, effort: int | None = None, allowed: Allowed | None = None, at_least: int = 0
-    ) -> GraphStageSearch:
+        self, queries: Sequence[Any], candidates: int, effort: int | None = None, allowed: Allowed | None = None, at_least: int = 0,
+        deadline_s: float = 30.0,
+    ) -> GraphStageSearch:  # fmt: skip
         """`queries`: float32 [dim] each."""
         list_size = self._list_size(candidates, effort)
         wide = np.ascontiguousarray(queries, dtype=np.float32)
         pages = max(1, math.ceil(self._pages_per_candidate * list_size))
-        return GraphStageSearch(self.parts, wide, candidates, list_size, allowed, at_least, pages)
+        return GraphStageSearch(self.parts, wide, candidates, list_size, allowed, at_least, pages, deadline_s)
 
     def _list_size(self, candidates: int, effort: int | None) -> int:
         if effort is None:
@@ -181,9 +182,10 @@ class GraphStageSearch:
         allowed: Allowed | None,
         at_least: int,
         expected_pages: int,
+        deadline_s: float,
     ):
         self._parts, self._queries, self._candidates = parts, queries, candidates
-        self._list_size, self._allowed, self._expected_pages = list_size, allowed, expected_pages
+        self._list_size, self._allowed, self._expected_pages, self._deadline_s = list_size, allowed, expected_pages, deadline_s
         self._at_least = min(at_least, sum(part.count for part in parts) if allowed is None else allowed.count)
         self._walks: list[tuple[GraphPart, GraphSearch]] = []
         self.pages = 0  # read by all walks, once complete
@@ -191,7 +193,7 @@ class GraphStageSearch:
         if candidates and len(queries):
             # Walks first: they read while the small parts are looked at.
             self._walks = [
-                (part, part.start(queries, candidates, list_size, allowed)) for part in parts if isinstance(part, GraphPart)
+                (part, part.start(queries, candidates, list_size, allowed, deadline_s)) for part in parts if isinstance(part, GraphPart)
             ]  # fmt: skip
             flat = [part.search(queries, candidates, allowed) for part in parts if isinstance(part, FlatPart)]
         else:
@@ -217,7 +219,7 @@ class GraphStageSearch:
         # Records that may be found are hard to come by here: longer lists, until all that may be found are looked at.
         longer = GraphStageSearch(
             self._parts, self._queries[short], self._candidates, min(LIST_SIZE_MAX, 4 * self._list_size), self._allowed, self._at_least,
-            self._expected_pages,
+            self._expected_pages, self._deadline_s,
         )  # fmt: skip
         for place, found in zip(short, longer.complete(), strict=True):
             final[place] = found

@@ -198,6 +198,7 @@ class LoadedIvf:
         effort: int | None = None,
         allowed: Allowed | None = None,
         at_least: int = 0,
+        deadline_s: float = 30.0,
     ) -> IvfSearch:
         """`queries`: float32 [dim] each."""
         vectors = np.ascontiguousarray(queries, dtype=np.float32)

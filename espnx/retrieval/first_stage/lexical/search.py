@@ -54,9 +54,10 @@ class LoadedLexical:
         return self._words(text)
 
     def start(
-        self, queries: Sequence[Any], candidates: int, effort: int | None = None, allowed: Allowed | None = None, at_least: int = 0
-    ) -> LexicalSearch:
-        return LexicalSearch(self._search, list(queries), candidates, None if allowed is None else self._filter(allowed))
+        self, queries: Sequence[Any], candidates: int, effort: int | None = None, allowed: Allowed | None = None, at_least: int = 0,
+        deadline_s: float = 30.0,
+    ) -> LexicalSearch:  # fmt: skip
+        return LexicalSearch(self._search, list(queries), candidates, None if allowed is None else self._filter(allowed), deadline_s)
 
     def _filter(self, allowed: Allowed) -> list[np.ndarray]:
         """The bits of each segment. Parts begin at multiples of 64 records, so at whole bytes."""
@@ -78,15 +79,16 @@ class LoadedLexical:
 class LexicalSearch:
     """See `StageSearch`."""
 
-    def __init__(self, search: PostingsSearch, queries: list[Any], candidates: int, allowed: list[np.ndarray] | None):
-        self._search, self._queries, self._candidates, self._allowed = search, queries, candidates, allowed
+    def __init__(self, search: PostingsSearch, queries: list[Any], candidates: int, allowed: list[np.ndarray] | None, deadline_s: float):
+        self._search, self._queries, self._candidates = search, queries, candidates
+        self._options: dict[str, Any] = {"allowed": allowed, "deadline_s": deadline_s}
         self._states: list[PostingsState] = []
         self.reads = StageReads()
         if candidates and len(queries) <= _STATES_MAX:
             self._begin()
 
     def _begin(self) -> None:
-        self._states = [self._search.begin(query, self._candidates, allowed=self._allowed) for query in self._queries]
+        self._states = [self._search.begin(query, self._candidates, **self._options) for query in self._queries]
 
     def advance(self, share: float) -> list[Candidates]:
         if not self._states and self._candidates:
@@ -100,7 +102,7 @@ class LexicalSearch:
             found = [state.complete() for state in self._states]
             self.reads = StageReads(*np.sum([state.costs for state in self._states], axis=0).tolist())
             return found
-        batch = self._search.search(self._queries, self._candidates, allowed=self._allowed)
+        batch = self._search.search(self._queries, self._candidates, **self._options)
         self.reads = StageReads(int(batch.requests.sum()), int(batch.bytes_asked.sum()), int(batch.bytes_moved.sum()))
         return [
             (numbers[numbers >= 0], scores[numbers >= 0]) for numbers, scores in zip(batch.numbers, batch.scores, strict=True)
