@@ -210,8 +210,12 @@ def graph_reads(found: Sequence[Found]) -> Any:
 
 
 def _over_recall(found: Sequence[Found], title: str, what: str, name: str, best: Callable[..., Row]) -> Any:
-    """Of the first vectors, a line for each system; None without points at a recall that anybody wants."""
-    rows = [each.row for each in found if each.row.params["data"] == found[0].row.params["data"] and each.row.metrics["recall"] >= 0.8]
+    """Of the vectors that most systems were measured with, a line for each; None without points at a recall that anybody wants."""
+    systems: dict[str, set[str]] = defaultdict(set)
+    for each in found:
+        systems[each.row.params["data"]].add(each.row.system)
+    most = max(systems, key=lambda data: len(systems[data]), default=None)
+    rows = [each.row for each in found if each.row.params["data"] == most and each.row.metrics["recall"] >= 0.8]
     if not rows:
         return None
     figure, axes = _axes(f"{title}, {rows[0].params['n']:,} vectors", "recall@10", what, _HALF_INCHES)
