@@ -139,7 +139,7 @@ def build(
         OutOfMemoryError: no limit was given, and the build takes more than there is.
         MissingDependencyError, PathUnavailableError: no cuVS, or no GPU.
         WriteError, DiskFullError, StoreBusyError: the directory cannot be written, is full, or somebody else builds there.
-        What `read_vectors` raises.
+        FileMissingError, FormatError, TruncatedFileError: see `espnx.graph.vectors.read_vectors`.
     """
     threads = torch.get_num_threads() if threads is None else threads
     options = GraphOptions(

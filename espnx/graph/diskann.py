@@ -351,7 +351,7 @@ def export_diskann(path: str | os.PathLike[str], prefix: str | os.PathLike[str],
         InvalidInputError: files that are there; a graph by inner product, without vectors, or with more neighbours or bytes of a code than
             DiskANN reads.
         WriteError, DiskFullError: and no file of that prefix is left.
-        What opening and verifying a graph raises.
+        StoreNotFoundError, FormatError, ChecksumError, TruncatedFileError, ReadError: of the graph, as of `GraphIndex` and its `verify`.
     """
     where = os.fspath(prefix)
     make_given_directory(os.path.dirname(os.path.abspath(where)))

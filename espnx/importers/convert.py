@@ -97,9 +97,9 @@ def import_index(
         ids: of the documents, in the order of the index. Default: those of a PyLate index, else those of the JSON lines, else 0, 1, 2, ...
         encoder: that the index was made with, or a description of it as `espnx.load_encoder` takes it. Recorded, so that the store
             refuses queries of another; documents are not encoded.
-        coarse, pooling, first_stages, language, sparse_encoder, first_stage_code, nlist, centroids, memory, directories, engine,
-        restart, replace, progress:
-            as of `espnx.build`. Format, dimensions and codebook are the index's own.
+        coarse, pooling, first_stages, language, sparse_encoder, first_stage_code, nlist, centroids: as of `espnx.build`. Format, dimensions
+            and codebook are the index's own.
+        memory, directories, engine, restart, replace, progress: as of `espnx.build`.
 
     Raises:
         InvalidInputError: not an index, texts or ids that are not its own, or options that do not fit.

@@ -454,9 +454,9 @@ def build(
         documents: an iterable, read once: ``(id, text)`` pairs, mappings with ``id`` and ``text``, or `Document`. Only a batch is held.
         encoder: turns texts into vectors, or a description of one as `espnx.load_encoder` takes it; needed unless every document brings
             its own vectors.
-        format, coarse, pca, pooling, first_stages, language, sparse_encoder, first_stage_code, nlist, centroids, cls_weight, memory,
-        directories: see
-            `BuildOptions`; None: its default, or what `trained` was trained with.
+        format, coarse, pca, pooling, first_stages, language, sparse_encoder: see `BuildOptions`; None: its default, or what `trained` was
+            trained with.
+        first_stage_code, nlist, centroids, cls_weight, memory, directories: the same.
         dims: (d_cls, dim) of vectors that documents bring; an encoder knows its own.
         engine: a native engine to use; default ``auto``.
         codebook: of the token rows that documents bring already in a residual format (`Document.rows`); they are kept bit for bit.
