@@ -3,6 +3,7 @@
 
 #include <pybind11/stl.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -22,6 +23,23 @@ constexpr int64_t kSignalCheckNs = 50'000'000;  // Ctrl-C is seen at least this 
   failure.kind = io::Kind::invalid;
   failure.what = what;
   throw io::FailureError(failure);
+}
+
+// What `work(interrupted)` returns, run without the GIL. `interrupted` says whether a signal's handler has raised, from
+// any thread; that exception goes on in place of the failure that the interruption became.
+template <typename Work>
+auto run_interruptibly(const Work& work) {
+  const std::function<bool()> interrupted = [] {
+    py::gil_scoped_acquire locked;
+    return PyErr_CheckSignals() != 0;
+  };
+  try {
+    py::gil_scoped_release unlocked;
+    return work(interrupted);
+  } catch (const io::FailureError&) {
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+    throw;
+  }
 }
 
 inline std::vector<int64_t> to_vector(const Tensor& tensor, const char* name, int64_t count) {

@@ -168,23 +168,6 @@ class PyVamana {
   std::unique_ptr<Vamana> graph_;
 };
 
-bool interrupted() {
-  py::gil_scoped_acquire locked;
-  return PyErr_CheckSignals() != 0;
-}
-
-// Runs what may fail because a signal's handler raised: that exception goes on then.
-template <class Function>
-void run_interruptible(const Function& run) {
-  try {
-    py::gil_scoped_release unlocked;
-    run();
-  } catch (const io::FailureError&) {
-    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-    throw;
-  }
-}
-
 // A search under way, and the memory that it reads from and writes to.
 class PyGraphSearch {
  public:
@@ -240,14 +223,14 @@ class PyGraphSearch {
     check();
     early_rows_.resize(rows_.size()), early_distances_.resize(rows_.size());
     request_.early_rows = early_rows_.data(), request_.early_distances = early_distances_.data();
-    run_interruptible([&] { searcher_->partial(job_, pages, interrupted); });
+    run_interruptibly([&](const std::function<bool()>& interrupted) { searcher_->partial(job_, pages, interrupted); });
     return {to_tensor(std::vector<int64_t>(early_rows_)), to_tensor(std::vector<float>(early_distances_))};
   }
 
   py::tuple finish() {
     check();
     over_ = true;
-    run_interruptible([&] { searcher_->finish(job_, interrupted); });
+    run_interruptibly([&](const std::function<bool()>& interrupted) { searcher_->finish(job_, interrupted); });
     return py::make_tuple(to_tensor(std::move(rows_)), to_tensor(std::move(distances_)), to_tensor(std::move(pages_)),
                           to_tensor(std::move(code_pages_)), to_tensor(std::move(measured_)),
                           to_tensor(std::move(estimated_)), to_tensor(std::move(seconds_)));

@@ -57,17 +57,8 @@ std::optional<double> wait(const PyLinkClock& self, const std::vector<LinkTicket
   const auto until =
       LinkClock::Wall::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::min(deadline_s, 1e9) * 1e9));
   LinkClock& clock = self.get();
-  const std::function<bool()> interrupted = [] {
-    py::gil_scoped_acquire locked;
-    return PyErr_CheckSignals() != 0;
-  };
-  try {
-    py::gil_scoped_release unlocked;
-    return clock.wait(tickets, asked_s, until, interrupted);
-  } catch (const io::FailureError&) {
-    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-    throw;
-  }
+  return run_interruptibly(
+      [&](const std::function<bool()>& interrupted) { return clock.wait(tickets, asked_s, until, interrupted); });
 }
 
 }  // namespace

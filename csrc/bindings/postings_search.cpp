@@ -209,28 +209,12 @@ struct PyRequest {
   }
 };
 
-const std::function<bool()> kInterrupted = [] {
-  py::gil_scoped_acquire locked;
-  return PyErr_CheckSignals() != 0;
-};
-
-// Rethrows what a signal handler raised in place of the failure that its interruption became.
-template <typename Work>
-auto interruptible(const Work& work) {
-  try {
-    py::gil_scoped_release unlocked;
-    return work();
-  } catch (const io::FailureError&) {
-    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-    throw;
-  }
-}
-
 py::tuple search_postings(const std::shared_ptr<io::Engine>& engine, const py::dict& query) {
   if (!engine->in_own_process()) invalid("the postings belong to the parent process; open them after fork()");
   free_kept();
   const PyRequest given(query);
-  const auto results = interruptible([&] { return search(*engine, given.request, kInterrupted); });
+  const auto results = run_interruptibly(
+      [&](const std::function<bool()>& interrupted) { return search(*engine, given.request, interrupted); });
   return to_results(results, given.request.k);
 }
 
@@ -256,7 +240,8 @@ struct PyTicket {
   py::tuple result(int64_t lists) {
     if (!ticket->in_own_process()) invalid("the search belongs to the parent process; begin it after fork()");
     if (lists < 0 || lists > ticket->lists()) invalid("the query has fewer lists");
-    const auto found = interruptible([&] { return ticket->result(lists, kInterrupted); });
+    const auto found =
+        run_interruptibly([&](const std::function<bool()>& interrupted) { return ticket->result(lists, interrupted); });
     return to_results({found}, given->request.k);
   }
 

@@ -150,22 +150,6 @@ const int64_t* positions(const std::optional<Tensor>& tensor, int64_t count, con
   return values;
 }
 
-// Runs `work` without the GIL; Ctrl-C during it is raised here.
-template <typename Work>
-void run_interruptibly(const Work& work) {
-  const std::function<bool()> interrupted = [] {
-    py::gil_scoped_acquire locked;
-    return PyErr_CheckSignals() != 0;
-  };
-  try {
-    py::gil_scoped_release unlocked;
-    work(interrupted);
-  } catch (const io::FailureError&) {
-    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-    throw;
-  }
-}
-
 // The rows in memory that Python hands over: (k, v, skip, n_rows, first_position).
 using TailArguments = std::tuple<Tensor, Tensor, int64_t, int64_t, int64_t>;
 
