@@ -15,7 +15,7 @@ import torch
 from .. import errors
 from ..ops.crc32c import crc32c_ranges
 from ..storage import NativeEngine
-from ..storage.files import StreamWriter, crc32c, write_error
+from ..storage.files import StreamWriter, crc32c, names_in, write_error
 from ..storage.manifest import NAME, read_manifest, write_manifest
 from ..storage.work import WORK, check_work, remove_work
 from .codebook import Codebook
@@ -177,7 +177,7 @@ def clear_leftovers(engine: NativeEngine, path: str | os.PathLike[str], *, keep_
     Args:
         keep_work: not the work folder of a build in bounded memory, which may go on.
     """
-    there = set(os.listdir(path)) - {"LOCK"}
+    there = names_in(path) - {"LOCK"}
     if NAME in there:
         with contextlib.suppress(errors.EspnxError):
             read_manifest(engine, path, MAGIC, VERSION)  # of a graph

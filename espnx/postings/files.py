@@ -11,7 +11,7 @@ import numpy as np
 from .. import errors
 from ..sizes import format_size
 from ..storage import NativeEngine
-from ..storage.files import StreamWriter, read_file, write_error
+from ..storage.files import StreamWriter, names_in, read_file, write_error
 from ..storage.lock import LOCK_NAME
 from ..storage.manifest import NAME as MANIFEST
 from ..storage.work import WORK, check_work
@@ -106,7 +106,7 @@ def report_of(engine: NativeEngine, directory: str, facts: Facts, segment: Segme
 
 def check_new(directory: str) -> None:
     """Raises InvalidInputError where postings, or anything but what an interrupted build has left, are there."""
-    there = set(os.listdir(directory)) - {LOCK_NAME}
+    there = names_in(directory) - {LOCK_NAME}
     if MANIFEST in there:
         raise errors.InvalidInputError(f"directory {directory}", got="postings, or another store", expected="a new directory")
     check_work(directory)
@@ -119,7 +119,7 @@ def check_new(directory: str) -> None:
 def clear_leftovers(directory: str) -> None:
     """Of an interrupted build, but its runs. Raises as `check_new`, and removes nothing then; WriteError."""
     check_new(directory)
-    remove_files(directory, (name for name in os.listdir(directory) if is_own_file(name)))
+    remove_files(directory, (name for name in names_in(directory) if is_own_file(name)))
 
 
 def is_own_file(name: str) -> bool:

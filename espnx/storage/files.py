@@ -66,6 +66,14 @@ def make_given_directory(path: str | os.PathLike[str]) -> None:
     make_directory(path)
 
 
+def names_in(directory: str | os.PathLike[str]) -> set[str]:
+    """What a directory holds. Raises ReadError."""
+    try:
+        return set(os.listdir(directory))
+    except OSError as error:
+        raise errors.ReadError("cannot list a directory", path=directory, errno=error.errno) from error
+
+
 def aligned_empty(size_bytes: int) -> torch.Tensor:
     """An uninitialised uint8 tensor whose memory direct I/O can use (4 KiB aligned)."""
     raw = torch.empty(size_bytes + BLOCK_BYTES, dtype=torch.uint8)

@@ -376,6 +376,15 @@ def test_codes_longer_than_a_page_of_codes(tmp_path: Path, codes: str) -> None:
         assert index.search(base[:3], 1).ids.ravel().tolist() == [0, 1, 2]
 
 
+def test_a_directory_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> list[str]:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "listdir", fail)
+    with pytest.raises(errors.ReadError, match="cannot list a directory"):
+        espnx.graph.build(clustered(20, 4), tmp_path / "g")
+
+
 def test_tensors_of_bfloat16(tmp_path: Path) -> None:
     base = torch.from_numpy(clustered(200, 8)).to(torch.bfloat16)
     espnx.graph.build(base, tmp_path / "g", max_degree=8, vector_dtype="bfloat16")

@@ -13,7 +13,7 @@ from ...ops.distances import VECTOR_FORMATS, vector_bytes
 from ...ops.distances.checks import check_dim, check_metric
 from ...ops.quantise import load_faiss
 from ...storage import NativeEngine
-from ...storage.files import StreamWriter, crc32c, make_given_directory, write_file
+from ...storage.files import StreamWriter, crc32c, make_given_directory, names_in, write_file
 from ...storage.lock import LOCK_NAME, DirectoryLock
 from ...storage.manifest import NAME, write_manifest
 from ...storage.native import given_engine
@@ -114,7 +114,7 @@ def write_hnsw(
     make_given_directory(directory)
     with given_engine(engine) as own, DirectoryLock(directory):
         unfinished = {name: f"{name}.new" for name in (VECTORS_NAME, SUMS_NAME, LINKS_NAME)}
-        if foreign := sorted(set(os.listdir(directory)) - {LOCK_NAME, f"{NAME}.new", *unfinished.values()}):
+        if foreign := sorted(names_in(directory) - {LOCK_NAME, f"{NAME}.new", *unfinished.values()}):
             raise errors.InvalidInputError(
                 f"directory {os.fspath(directory)}", got=foreign[:3], expected="an empty directory, or what an interrupted build has left"
             )
