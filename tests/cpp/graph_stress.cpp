@@ -144,7 +144,8 @@ int main(int argc, char** argv) {
         for (int turn = 0; turn < 4; ++turn) {
           try {
             const int64_t beam = caller == 0 ? 1 + turn : 1;
-            const Results found = search(searcher, queries, beam, 0.5);
+            // Where reads never end, the deadline is what each search waits for.
+            const Results found = search(searcher, queries, beam, round % 2 == 1 ? 0.2 : 60);
             if (beam == 1 && (found.rows != expected.rows || found.distances != expected.distances)) {
               broken("a search beside others finds something else");
             }
