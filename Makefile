@@ -5,6 +5,8 @@ CXX_FILES = $(shell git ls-files -co --exclude-standard 'csrc/*.cpp' 'csrc/*.h' 
 # Tests on as many processes as there are cores, a file of tests on one, in the order of tests/conftest.py; on one process where
 # pytest-xdist could not be installed.
 PARALLEL = $(shell $(PYTHON_VENV) -c 'import xdist' 2>/dev/null && printf '%s' '-n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder')
+# Bytecode is kept whatever the environment says: without it collecting takes twice as long, and so do processes that tests start.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(PYTHON_VENV) -m pytest
 .DEFAULT_GOAL := help
 .PHONY: help setup build wheel demo check test models lint format docs bench gpu-check clean
 
@@ -19,10 +21,10 @@ demo: ## index the installed libraries' documentation on SSD, search it, let a m
 	@$(PYTHON_VENV) scripts/demo.py
 
 check: lint ## before a commit: the linters, style and layers, and tests that go through every room once (tests/smoke.txt)
-	@$(PYTHON_VENV) -m pytest -q $(PARALLEL) --durations=0 --durations-min=5 @tests/smoke.txt
+	@$(PYTEST) -q $(PARALLEL) --durations=0 --durations-min=5 @tests/smoke.txt
 
 test: setup ## the whole test suite; what needs a GPU is skipped and counted
-	@$(PYTHON_VENV) -m pytest $(PARALLEL) $(PYTEST_ARGS)
+	@$(PYTEST) $(PARALLEL) $(PYTEST_ARGS)
 
 models: setup ## every causal model of transformers with a KV cache on SSD (half an hour; goes on where it was interrupted)
 	@$(PYTHON_VENV) -m espnx bench models --json benchmarks/results/kv-models.json --render $(MODELS_ARGS)
