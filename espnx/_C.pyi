@@ -364,7 +364,8 @@ class GraphSearcher:
         self, *, path: str, begin: int, codes_path: str, codes_begin: int, direct: bool | None, n: int, dim: int, format: str, metric: str,  # noqa: A002
         degree: int, code_bytes: int,
         codes_in: str, inline_pq: int, page_bytes: int, nodes_per_page: int, salt: int, parts: Sequence[int], centroids: Tensor,
-        disk_parts: Sequence[int], disk_centroids: Tensor | None, codes: Tensor | None,
+        rotation: Tensor | None, disk_parts: Sequence[int], disk_centroids: Tensor | None, disk_rotation: Tensor | None,
+        codes: Tensor | None,
         entries: Tensor, entry_codes: Tensor, engine: str, threads: int, walks: int, code_cache_bytes: int,
         rules: Sequence[dict[str, Any]], seed: int,
     ) -> None: ...  # fmt: skip

@@ -23,8 +23,9 @@ DESCRIPTION = """sweep: every system builds an index of the same vectors and sea
 nprobe of inverted lists, of LanceDB with as many candidates refined): recall@10 against exact neighbours, reads and bytes of a query,
 queries a second, times of a query alone, memory, folder, build. A summary compares at recall .95 and .99, between two list sizes by a
 straight line: queries a second with the best threads and W of each, pass by pass; reads with W = 1 and PQ codes of as many bytes
-(espnx-inline-full: as many as fill the page; espnx-inline-fast: the same, built with a list of 50 in place of 100; espnx-paged: with those
-of code pages, of which 5 MiB are kept). memory: above that of a process that has opened nothing, with 64 queries under way, over --n.
+(espnx-inline-pq: of the vectors as they are, as DiskANN's are, and not rotated; espnx-inline-full: as many as fill the page;
+espnx-inline-fast: the same, built with a list of 50 in place of 100; espnx-paged: with those of code pages, of which 5 MiB are kept).
+memory: above that of a process that has opened nothing, with 64 queries under way, over --n.
 
   espnx bench graph --path /mnt/nvme --diskann-python ENV/bin/python --json graph.json
   espnx bench graph --path /mnt/nvme --base sift.fbin --queries sift-queries.fbin --pq-bytes 32

@@ -11,7 +11,7 @@ import espnx.graph
 from espnx.ops.quantise import load_faiss
 
 from .lance import LanceTable, build_lance, load_lance
-from .names import LANCE, LIST_SIZES, LONG_CODES
+from .names import LANCE, LIST_SIZES, LONG_CODES, UNROTATED
 from .service import Found, Opened, Service, Setting
 
 HNSW_DEGREE, HNSW_CONSTRUCTION = 32, 100
@@ -70,7 +70,7 @@ class Session(Service):
             wanted = None if system in LONG_CODES else pq_bytes
             report = espnx.graph.build(
                 base, folder, codes=_CODES.get(system, "inline"), pq_bytes=wanted, threads=threads,
-                search_list_size=LIST_SIZES.get(system, 100),
+                search_list_size=LIST_SIZES.get(system, 100), use_opq=system not in UNROTATED,
             )  # fmt: skip
             return {"pq_bytes": report.pq_bytes}
         if system == LANCE:

@@ -252,8 +252,9 @@ class PyGraphSearch {
   pid_t process_ = getpid();
 };
 
-// Centroids [256, dim] of parts that begin so, the last number being dim.
-graph::Codebook to_codebook(const std::vector<int64_t>& parts, const Tensor& centroids, int64_t dim) {
+// Centroids [256, dim] of parts that begin so, the last number being dim, and the rotation of vectors that they are of.
+graph::Codebook to_codebook(const std::vector<int64_t>& parts, const Tensor& centroids,
+                            const std::optional<Tensor>& rotation, int64_t dim) {
   if (parts.size() < 2 || parts.front() != 0 || parts.back() != dim || !std::is_sorted(parts.begin(), parts.end())) {
     invalid("parts must go from 0 to dim");
   }
@@ -261,7 +262,12 @@ graph::Codebook to_codebook(const std::vector<int64_t>& parts, const Tensor& cen
   if (centroids.dim() != 2 || centroids.size(0) != kCentroids || centroids.size(1) != dim) {
     invalid("centroids must be [256, dim]");
   }
-  return {parts, values};
+  if (!rotation) return {parts, values};
+  const auto* rows = contiguous<const float>(*rotation, Dtype::float32, "rotation", "float32");
+  if (rotation->dim() != 2 || rotation->size(0) != dim || rotation->size(1) != dim) {
+    invalid("a rotation must be [dim, dim]");
+  }
+  return {parts, values, rows};
 }
 
 // A searcher in the process that opened it: its threads are not in a child's.
@@ -271,10 +277,11 @@ class PyGraphSearcher {
                   std::optional<bool> direct, int64_t n, int64_t dim, const std::string& format,
                   const std::string& metric, int64_t degree, int64_t code_bytes, const std::string& codes_in,
                   int64_t inline_pq, int64_t page_bytes, int64_t nodes_per_page, uint64_t salt,
-                  const std::vector<int64_t>& parts, const Tensor& centroids, const std::vector<int64_t>& disk_parts,
-                  const std::optional<Tensor>& disk_centroids, const std::optional<Tensor>& codes,
-                  const Tensor& entries, const Tensor& entry_codes, const std::string& engine, int threads,
-                  int64_t walks, int64_t code_cache_bytes, const std::vector<py::dict>& rules, uint64_t seed) {
+                  const std::vector<int64_t>& parts, const Tensor& centroids, const std::optional<Tensor>& rotation,
+                  const std::vector<int64_t>& disk_parts, const std::optional<Tensor>& disk_centroids,
+                  const std::optional<Tensor>& disk_rotation, const std::optional<Tensor>& codes, const Tensor& entries,
+                  const Tensor& entry_codes, const std::string& engine, int threads, int64_t walks,
+                  int64_t code_cache_bytes, const std::vector<py::dict>& rules, uint64_t seed) {
     GraphView view;
     view.layout = {n,         dim,        to_format(format), degree, code_bytes,
                    inline_pq, page_bytes, nodes_per_page,    salt,   codes_in == "paged"};
@@ -288,8 +295,8 @@ class PyGraphSearcher {
       invalid("the layout of a graph's pages is out of range");
     }
     if (static_cast<int64_t>(parts.size()) != code_bytes + 1) invalid("parts must be code_bytes + 1 numbers");
-    view.book = to_codebook(parts, centroids, dim);
-    if (disk_centroids) view.disk_book = to_codebook(disk_parts, *disk_centroids, dim);
+    view.book = to_codebook(parts, centroids, rotation, dim);
+    if (disk_centroids) view.disk_book = to_codebook(disk_parts, *disk_centroids, disk_rotation, dim);
     if (disk_centroids.has_value() == disk_parts.empty()) invalid("disk_parts and disk_centroids belong together");
     if (codes) {
       view.codes = contiguous<const uint8_t>(*codes, Dtype::uint8, "codes", "uint8");
@@ -382,15 +389,17 @@ void bind_graph(py::module_& m) {
   py::class_<PyGraphSearcher>(m, "GraphSearcher")
       .def(py::init<const std::string&, int64_t, const std::string&, int64_t, std::optional<bool>, int64_t, int64_t,
                     const std::string&, const std::string&, int64_t, int64_t, const std::string&, int64_t, int64_t,
-                    int64_t, uint64_t, const std::vector<int64_t>&, const Tensor&, const std::vector<int64_t>&,
-                    const std::optional<Tensor>&, const std::optional<Tensor>&, const Tensor&, const Tensor&,
-                    const std::string&, int, int64_t, int64_t, const std::vector<py::dict>&, uint64_t>(),
+                    int64_t, uint64_t, const std::vector<int64_t>&, const Tensor&, const std::optional<Tensor>&,
+                    const std::vector<int64_t>&, const std::optional<Tensor>&, const std::optional<Tensor>&,
+                    const std::optional<Tensor>&, const Tensor&, const Tensor&, const std::string&, int, int64_t,
+                    int64_t, const std::vector<py::dict>&, uint64_t>(),
            py::kw_only(), py::arg("path"), py::arg("begin"), py::arg("codes_path"), py::arg("codes_begin"),
            py::arg("direct"), py::arg("n"), py::arg("dim"), py::arg("format"), py::arg("metric"), py::arg("degree"),
            py::arg("code_bytes"), py::arg("codes_in"), py::arg("inline_pq"), py::arg("page_bytes"),
-           py::arg("nodes_per_page"), py::arg("salt"), py::arg("parts"), py::arg("centroids"), py::arg("disk_parts"),
-           py::arg("disk_centroids"), py::arg("codes"), py::arg("entries"), py::arg("entry_codes"), py::arg("engine"),
-           py::arg("threads"), py::arg("walks"), py::arg("code_cache_bytes"), py::arg("rules"), py::arg("seed"))
+           py::arg("nodes_per_page"), py::arg("salt"), py::arg("parts"), py::arg("centroids"), py::arg("rotation"),
+           py::arg("disk_parts"), py::arg("disk_centroids"), py::arg("disk_rotation"), py::arg("codes"),
+           py::arg("entries"), py::arg("entry_codes"), py::arg("engine"), py::arg("threads"), py::arg("walks"),
+           py::arg("code_cache_bytes"), py::arg("rules"), py::arg("seed"))
       .def("start", &PyGraphSearcher::start, py::kw_only(), py::arg("queries"), py::arg("queries_f32"), py::arg("k"),
            py::arg("list_size"), py::arg("beam"), py::arg("stop_beyond"), py::arg("allowed"), py::arg("deadline_s"))
       .def("close", &PyGraphSearcher::close)

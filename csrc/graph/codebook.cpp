@@ -21,7 +21,15 @@ inline __attribute__((always_inline)) void add_dimension(float value, const floa
   }
 }
 
+// out[i] += value * row[i], rounded likewise.
+inline __attribute__((always_inline)) void add_scaled(float value, const float* row, int64_t n, float* out) {
+  for (int64_t i = 0; i < n; ++i) out[i] += value * row[i];
+}
+
 using AddDimension = void (*)(float value, const float* column, float* row);
+using AddScaled = void (*)(float value, const float* row, int64_t n, float* out);
+
+void add_scaled_portable(float value, const float* row, int64_t n, float* out) { add_scaled(value, row, n, out); }
 
 template <Metric kMetric>
 void add_portable(float value, const float* column, float* row) {
@@ -33,6 +41,10 @@ template <Metric kMetric>
 __attribute__((target("avx2"))) void add_avx2(float value, const float* column, float* row) {
   add_dimension<kMetric>(value, column, row);
 }
+
+__attribute__((target("avx2"))) void add_scaled_avx2(float value, const float* row, int64_t n, float* out) {
+  add_scaled(value, row, n, out);
+}
 #endif
 
 template <Metric kMetric>
@@ -43,10 +55,22 @@ AddDimension in_force() {
   return add_portable<kMetric>;
 }
 
+std::vector<float> rotate(const std::vector<float>& rotation, const float* query, int64_t dim) {
+  AddScaled add = add_scaled_portable;
+#if defined(__x86_64__)
+  if (cpu_level() >= CpuLevel::kAvx2) add = add_scaled_avx2;
+#endif
+  std::vector<float> rotated(dim);
+  for (int64_t k = 0; k < dim; ++k) add(query[k], rotation.data() + k * dim, dim, rotated.data());
+  return rotated;
+}
+
 }  // namespace
 
-Codebook::Codebook(std::vector<int64_t> begin_of_parts, const float* centroids) : begin(std::move(begin_of_parts)) {
+Codebook::Codebook(std::vector<int64_t> begin_of_parts, const float* centroids, const float* rotation_of_vectors)
+    : begin(std::move(begin_of_parts)) {
   const int64_t dim = begin.back();
+  if (rotation_of_vectors != nullptr) rotation.assign(rotation_of_vectors, rotation_of_vectors + dim * dim);
   columns.resize(dim * kCentroids);
   for (int64_t k = 0; k < dim; ++k) {
     for (int64_t c = 0; c < kCentroids; ++c) columns[k * kCentroids + c] = centroids[c * dim + k];
@@ -55,6 +79,11 @@ Codebook::Codebook(std::vector<int64_t> begin_of_parts, const float* centroids) 
 
 void fill_table(const Codebook& book, const float* query, Metric metric, float* table) {
   const AddDimension add = metric == Metric::kL2 ? in_force<Metric::kL2>() : in_force<Metric::kIp>();
+  std::vector<float> rotated;
+  if (!book.rotation.empty()) {
+    rotated = rotate(book.rotation, query, book.begin.back());
+    query = rotated.data();
+  }
   std::fill(table, table + book.parts() * kCentroids, 0.0f);
   for (int64_t part = 0; part < book.parts(); ++part) {
     for (int64_t k = book.begin[part]; k < book.begin[part + 1]; ++k) {

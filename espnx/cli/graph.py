@@ -17,7 +17,8 @@ _SHOWN = 10
 # Options of the command line are those of the functions, by name.
 _SHARED_OPTIONS = ("codes", "num_entry_points", "threads", "seed", "column")
 _BUILD_OPTIONS = (
-    "metric", "max_degree", "search_list_size", "alpha", "inline_pq", "pq_bytes", "vector_dtype", "disk_pq_bytes", "device", "memory",
+    "metric", "max_degree", "search_list_size", "alpha", "inline_pq", "pq_bytes", "vector_dtype", "disk_pq_bytes", "use_opq", "device",
+    "memory",
 )  # fmt: skip
 _IMPORT_OPTIONS = ("vectors", "data_type", "metric", "order")
 
@@ -52,6 +53,10 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
         help="where codes are paged or in memory: neighbours whose codes lie beside each node all the same; -1: as many as fill a page",
     )  # fmt: skip
     parser.add_argument("--pq-bytes", type=int, metavar="N", help="of a code (default: as many as fill a page)")
+    parser.add_argument(
+        "--no-opq", dest="use_opq", action="store_false",
+        help="codes of the vectors as they are: by default of rotated ones, where these say more of them",
+    )  # fmt: skip
     parser.add_argument(
         "--vector-dtype", default="auto", choices=("auto", "float32", "float16", "bfloat16", "uint8", "int8", "pq"),
         help="as vectors are stored; pq: codes in their place, see --disk-pq-bytes (default: whole numbers as they come, else float16)",

@@ -90,6 +90,7 @@ def build(
     pq_bytes: int | None = None,
     vector_dtype: str = "auto",
     disk_pq_bytes: int | None = None,
+    use_opq: bool = True,
     num_entry_points: int = 1000,
     threads: int | None = None,
     seed: int = 0,
@@ -103,9 +104,8 @@ def build(
     recall by list size, which is measured last. A graph whose build was interrupted then is searched with a list of 320.
 
     The graph is a Vamana graph (DiskANN, section 2). Without `memory` all of it is built in memory. With it, vectors are divided among
-    parts that overlap, as many as the limit makes necessary, whose graphs are built one after the other and merged (section 4.2). Such a
-    build goes on where it was interrupted; until the graph is whole, files in the folder ``work`` of the directory take about
-    `2 * n * (dim * value bytes + 4 * max_degree)` bytes.
+    parts that overlap, whose graphs are built one after the other and merged (section 4.2). Such a build goes on where it was interrupted;
+    files in the folder ``work`` of the directory take about `2 * n * (dim * value bytes + 4 * max_degree)` bytes meanwhile.
 
     Args:
         vectors: see `espnx.graph.vectors.read_vectors`; row i of the input is vector i.
@@ -117,13 +117,13 @@ def build(
         codes: where the codes of product quantisation lie by which a walk chooses: ``inline``, beside each node its neighbours' (AiSAQ's
             performance mode: memory does not grow with n); ``paged``, in pages of their own that walks read, too (AiSAQ's scale mode: the
             smallest folder without memory that grows, and many more reads); ``memory`` (DiskANN's: n * pq_bytes of memory, few reads).
-        inline_pq: where codes are paged or in memory: neighbours of a node, 0 to max_degree, whose codes lie in it all the same; -1: as
-            many as the smallest page for one node holds.
+        inline_pq: where codes are paged or in memory: neighbours whose codes lie in a node all the same; -1: as many as a page holds.
         pq_bytes: of a code; None: as many as fill the page, at most one a dimension.
         vector_dtype: ``float32``, ``float16``, ``bfloat16``, ``uint8`` or ``int8``; ``auto``: as they come where they are whole numbers,
             else float16. ``pq``: codes of `disk_pq_bytes` in their place, whose distances searches return, and which limit what they find:
             `GraphReport.recall_ceiling` says how much.
         disk_pq_bytes: of such a code (DiskANN's pq_disk_bytes), 1 to a byte a dimension.
+        use_opq: codes are of rotated vectors (`espnx.graph.rotation`) where a sample shows that these say more; up to 2,048 dimensions.
         num_entry_points: where searches may begin; they take the nearest by its code.
         threads: of the build; None: as many as torch uses. With one the same input gives the same graph.
         seed: of samples and of the order of insertion.
@@ -144,7 +144,7 @@ def build(
     threads = torch.get_num_threads() if threads is None else threads
     options = GraphOptions(
         metric, max_degree, search_list_size, alpha, codes, inline_pq, pq_bytes, vector_dtype, num_entry_points, threads, seed, device,
-        disk_pq_bytes,
+        disk_pq_bytes, use_opq,
     )  # fmt: skip
     return _build(read_vectors(vectors, column=column), os.fspath(path), options, memory, progress or _no_progress, engine)
 
@@ -262,7 +262,8 @@ class _Builder:
 
     def _codebook(self, rows: np.ndarray, code_bytes: int) -> Codebook:
         if len(rows):
-            return train_codebook(rows, code_bytes, seed=self._options.seed, device=self._options.device)
+            chosen = self._options
+            return train_codebook(rows, code_bytes, use_opq=chosen.use_opq, seed=chosen.seed, device=chosen.device)
         begin = np.linspace(0, self._layout.dim, code_bytes + 1).round().astype(np.int64)
         return Codebook(begin, np.zeros((256, self._layout.dim), np.float32))
 

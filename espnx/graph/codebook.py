@@ -1,4 +1,4 @@
-"""Product quantisation of vectors: each is cut in parts, and each part named by the nearest of its 256 centroids."""
+"""Product quantisation of vectors: each is rotated, cut in parts, and each part named by the nearest of its 256 centroids."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..ops.centroids import encode_product, fit_product_quantizer
+from ..ops.centroids import PRODUCT_CENTROIDS, encode_product, fit_product_quantizer
+from .rotation import fit_rotation
 
 _SAMPLE = 65_536
+# Rotated at a time: vectors that are held once more, as float32.
+_BLOCK_BYTES = 4 << 20
+# With more dimensions the rotation would be more than 16 MiB, of which an open graph keeps all.
+_ROTATED_DIM_MAX = 2048
+# Of the sample, by which it is decided whether a rotation is any good: so many centroids are fitted to, and as many others measured.
+_TRIED_ROWS = 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,30 +25,85 @@ class Codebook:
     Attributes:
         begin: int64 [code_bytes + 1]: part p has the dimensions ``begin[p]`` to ``begin[p + 1] - 1``.
         centroids: float32 [256, dim]: row c has each part's centroid of number c.
+        rotation: float32 [dim, dim], orthogonal: parts are of ``vectors @ rotation``; None: of the vectors as they are.
     """
 
     begin: np.ndarray
     centroids: np.ndarray
+    rotation: np.ndarray | None = None
 
     @property
     def code_bytes(self) -> int:
         return len(self.begin) - 1
 
+    def rotated(self, vectors: np.ndarray) -> np.ndarray:
+        """float32 [n, dim]: what parts are of."""
+        values = np.asarray(vectors, dtype=np.float32)
+        return values if self.rotation is None else values @ self.rotation
+
     def encode(self, vectors: np.ndarray) -> np.ndarray:
         """uint8 [n, code_bytes] of vectors [n, dim] of any dtype."""
-        return encode_product(vectors, self.begin, self.centroids)
+        if self.rotation is None:
+            return encode_product(vectors, self.begin, self.centroids)
+        found = np.empty((len(vectors), self.code_bytes), np.uint8)
+        at_once = max(1, _BLOCK_BYTES // (4 * vectors.shape[1]))
+        for first in range(0, len(vectors), at_once):
+            part = slice(first, first + at_once)
+            found[part] = encode_product(self.rotated(vectors[part]), self.begin, self.centroids)
+        return found
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
         """float32 [n, dim]: what codes stand for."""
         part = np.repeat(np.arange(self.code_bytes), np.diff(self.begin))
-        return self.centroids[codes[:, part], np.arange(self.centroids.shape[1])]
+        values: np.ndarray = self.centroids[codes[:, part], np.arange(self.centroids.shape[1])]
+        return values if self.rotation is None else values @ self.rotation.T
+
+    def packed(self) -> np.ndarray:
+        """float32: centroids, and the rotation behind them, as files have them. See `unpack_codebook`."""
+        parts = [self.centroids] if self.rotation is None else [self.centroids, self.rotation]
+        return np.concatenate([each.reshape(-1) for each in parts])
 
 
-def train_codebook(vectors: np.ndarray, code_bytes: int, *, seed: int = 0, device: str = "cpu") -> Codebook:
+def codebook_bytes(dim: int, *, is_rotated: bool) -> int:
+    """Of a packed codebook of vectors of `dim` values."""
+    return 4 * dim * (PRODUCT_CENTROIDS + (dim if is_rotated else 0))
+
+
+def unpack_codebook(begin: np.ndarray, values: np.ndarray, dim: int) -> Codebook:
+    """A codebook of `codebook_bytes` of float32, with a rotation where there are so many."""
+    centroids, rest = np.split(values, [PRODUCT_CENTROIDS * dim])
+    return Codebook(begin, centroids.reshape(PRODUCT_CENTROIDS, dim), rest.reshape(dim, dim) if len(rest) else None)
+
+
+def may_rotate(dim: int, code_bytes: int, *, use_opq: bool) -> bool:
+    """Whether a rotation is tried: with a byte for each dimension there is nothing to deal out."""
+    return use_opq and code_bytes < dim <= _ROTATED_DIM_MAX
+
+
+def train_codebook(vectors: np.ndarray, code_bytes: int, *, use_opq: bool = True, seed: int = 0, device: str = "cpu") -> Codebook:
     """k-means of each part over a sample of the vectors, [n, dim], n at least 1. The first parts are a dimension longer where code_bytes
-    does not divide dim."""
+    does not divide dim.
+
+    `use_opq`: of rotated vectors, see `fit_rotation`, where that makes codes better and `dim` is at most 2048.
+    """
     n, dim = vectors.shape
-    chosen = np.sort(np.random.default_rng(seed).permutation(n)[:_SAMPLE])
-    sample = np.asarray(vectors[chosen], dtype=np.float32)
+    random = np.random.default_rng(seed)
+    sample = np.asarray(vectors[np.sort(random.permutation(n)[:_SAMPLE])], dtype=np.float32)
     begin = np.concatenate([np.zeros(1, np.int64), np.cumsum(dim // code_bytes + (np.arange(code_bytes) < dim % code_bytes))])
-    return Codebook(begin, fit_product_quantizer(sample, begin, seed=seed, device=device))
+    rotation = None
+    if may_rotate(dim, code_bytes, use_opq=use_opq):
+        tried = sample[random.permutation(len(sample))[: 2 * _TRIED_ROWS]]
+        rotation = fit_rotation(sample, begin)
+        if not _loss(tried, begin, rotation, seed) < _loss(tried, begin, None, seed):
+            rotation = None
+    if rotation is not None:
+        for first in range(0, len(sample), _TRIED_ROWS):  # in place: a build in bounded memory has room for one of these
+            sample[first : first + _TRIED_ROWS] = sample[first : first + _TRIED_ROWS] @ rotation
+    return Codebook(begin, fit_product_quantizer(sample, begin, seed=seed, device=device), rotation)
+
+
+def _loss(rows: np.ndarray, begin: np.ndarray, rotation: np.ndarray | None, seed: int) -> float:
+    """The squared error of codes of one half of some vectors, by centroids of the other."""
+    fitted, others = rows[::2], rows[1::2]
+    book = Codebook(begin, fit_product_quantizer(fitted if rotation is None else fitted @ rotation, begin, seed=seed), rotation)
+    return float(np.square(book.decode(book.encode(others)) - others, dtype=np.float64).sum())

@@ -318,6 +318,11 @@ def _without_added_dimension(engine: NativeEngine, prefix: str, found: _Index) -
     largest product. Edges were chosen by that, and so it stays for what repairs and packs them.
     """
     norm = theirs.read_norm(engine, prefix + theirs.NORM)
+    if found.codebook.rotation is not None:
+        raise errors.FormatError(
+            "an index by inner product", path=prefix + theirs.PIVOTS + theirs.ROTATION, got="codes of rotated vectors (OPQ)",
+            expected="codes of the vectors as they are: the dimension that DiskANN adds cannot be taken out of these",
+        )  # fmt: skip
     dim = found.measured.shape[1] - 1
     begin = np.minimum(found.codebook.begin, dim)
     begin = begin[: np.searchsorted(begin, dim) + 1]  # without a chunk that was the added dimension alone
@@ -355,7 +360,8 @@ def export_diskann(path: str | os.PathLike[str], prefix: str | os.PathLike[str],
     """
     where = os.fspath(prefix)
     make_given_directory(os.path.dirname(os.path.abspath(where)))
-    names = (theirs.CODES, theirs.PIVOTS, theirs.METADATA, theirs.INDEX)  # the index last
+    rotation_file = theirs.PIVOTS + theirs.ROTATION
+    names = [theirs.CODES, theirs.PIVOTS, rotation_file, theirs.METADATA, theirs.INDEX]  # the index last
     if there := [where + each for each in names if os.path.lexists(where + each)]:
         raise errors.InvalidInputError("prefix of an export", got=there[0], expected="no file of that name")
     with given_engine(engine) as own:
@@ -370,6 +376,10 @@ def export_diskann(path: str | os.PathLike[str], prefix: str | os.PathLike[str],
         try:
             theirs.write_codes(own, where + theirs.CODES + ".new", codes)
             theirs.write_codebook(own, where + theirs.PIVOTS + ".new", facts.codebook)
+            if facts.codebook.rotation is None:
+                names.remove(rotation_file)
+            else:
+                theirs.write_rotation(own, where + rotation_file + ".new", facts.codebook.rotation)
             theirs.write_metadata(own, where + theirs.METADATA + ".new", nodes.vectors.dtype.name, layout.n, layout.dim)
             theirs.write_nodes(own, where + theirs.INDEX + ".new", header, nodes)
             for each in names:

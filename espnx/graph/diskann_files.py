@@ -8,6 +8,9 @@ An index of n vectors lies in files of one prefix, all little-endian; "bin" is t
     PREFIX_pq_pivots.bin      bin uint64 [4, 1]: where the others begin; float32 [256, dim] centroids less their centre, float32 [dim, 1]
                               centre, uint32 [chunks + 1, 1] first dimension of each chunk
     PREFIX_pq_compressed.bin  bin uint8 [n, chunks]: codes
+    PREFIX_pq_pivots.bin_rotation_matrix.bin
+                              where codes are of rotated vectors (OPQ): bin float32 [dim, dim]; a vector, less the centre, times it is
+                              what the chunks are of
     PREFIX_metadata.bin       uint64 [4]: dtype, metric, n, dim; diskannpy's alone
 """
 
@@ -29,6 +32,8 @@ from .format import N_MAX
 from .layout import MAX_DEGREE_MAX
 
 INDEX, PIVOTS, CODES, METADATA = "_disk.index", "_pq_pivots.bin", "_pq_compressed.bin", "_metadata.bin"
+#: Behind the name of the centroids' file.
+ROTATION = "_rotation_matrix.bin"
 #: Beside an index by inner product: by what its vectors were divided.
 NORM = "_disk.index_max_base_norm.bin"
 #: Where nodes have codes in place of vectors, the centroids of these.
@@ -41,11 +46,12 @@ SECTOR_BYTES = 4096
 _HEADER_VALUES = 9
 _CENTROIDS = 256
 _BLOCK_BYTES = 4 << 20
+# By what the square of a length may change that float32 and whoever trained it have rounded.
+_NOT_ORTHOGONAL = 0.01
 _REBUILD = "restore the index from a copy, or build it again"
 # Of other kinds of index, which would be read wrongly: what each file says.
 _FOREIGN = {
     "_disk.index_dummy_map.txt": "points that stand for others, of an index with labels",
-    "_pq_pivots.bin_rotation_matrix.bin": "codes of rotated vectors (OPQ)",
 }
 
 
@@ -205,7 +211,7 @@ def _check_nodes(path: str, header: DiskannHeader, nodes: np.ndarray, first: int
 
 
 def read_codebook(engine: NativeEngine, path: str, chunks: int, dim: int) -> Codebook:
-    """Centroids of ``PREFIX_pq_pivots.bin``, their centre added.
+    """Centroids of ``PREFIX_pq_pivots.bin``, their centre added, and the rotation, where a file beside it has one.
 
     Raises FileMissingError, TruncatedFileError, FormatError, ReadError.
     """
@@ -222,13 +228,27 @@ def read_codebook(engine: NativeEngine, path: str, chunks: int, dim: int) -> Cod
         raise errors.FormatError(
             "first dimensions of DiskANN's chunks", path=path, got=begin.tolist()[:8], expected=f"growing from 0 to {dim}", fix=_REBUILD
         )
-    centroids = table + centre
+    rotation = _read_rotation(engine, path + ROTATION, dim)
+    centroids = table + (centre if rotation is None else centre @ rotation)
     if not np.isfinite(centroids).all():
         where = np.argwhere(~np.isfinite(centroids))[0].tolist()
         raise errors.FormatError(
             f"centroid {where[0]}, dimension {where[1]}", path=path, got=float(centroids[*where]), expected="a finite number", fix=_REBUILD
         )
-    return Codebook(begin, centroids)
+    return Codebook(begin, centroids, rotation)
+
+
+def _read_rotation(engine: NativeEngine, path: str, dim: int) -> np.ndarray | None:
+    """Raises as `read_codebook`."""
+    if not os.path.lexists(path):
+        return None
+    if (size_bytes := _size(path, 8)) > 8 + 4 * dim * dim:
+        raise errors.FormatError("DiskANN's rotation", path=path, got=f"{size_bytes} bytes", expected=8 + 4 * dim * dim, fix=_REBUILD)
+    rotation = _bin(read_file(engine, path), 0, "<f4", (dim, dim), path, "the rotation")
+    far = np.abs(rotation.T.astype(np.float64) @ rotation - np.eye(dim)).max()
+    if not far < _NOT_ORTHOGONAL:
+        raise errors.FormatError("DiskANN's rotation", path=path, got=f"lengths change by {far:g}", expected="a rotation", fix=_REBUILD)
+    return rotation
 
 
 def read_dim(engine: NativeEngine, path: str) -> int:
@@ -346,12 +366,20 @@ def write_nodes(engine: NativeEngine, path: str, header: DiskannHeader, nodes: D
 
 
 def write_codebook(engine: NativeEngine, path: str, book: Codebook) -> None:
-    """``PREFIX_pq_pivots.bin``, with a centre of zeros: the centroids are themselves then, to the bit. Raises WriteError, DiskFullError."""
+    """``PREFIX_pq_pivots.bin``, with a centre of zeros: the centroids are themselves then, to the bit. Not the rotation.
+
+    Raises WriteError, DiskFullError.
+    """
     dim = book.centroids.shape[1]
     sections = [book.centroids.astype("<f4"), np.zeros((dim, 1), "<f4"), book.begin.astype("<u4")[:, None]]
     packed = [_packed(each) for each in sections]
     starts = np.cumsum([SECTOR_BYTES, *(len(each) for each in packed)])
     write_file(engine, path, b"".join([_packed(starts.astype("<u8")[:, None]).ljust(SECTOR_BYTES, b"\0"), *packed]))
+
+
+def write_rotation(engine: NativeEngine, path: str, rotation: np.ndarray) -> None:
+    """What lies beside the centroids where these are of rotated vectors. Raises WriteError, DiskFullError."""
+    write_file(engine, path, _packed(rotation.astype("<f4")))
 
 
 def write_codes(engine: NativeEngine, path: str, codes: np.ndarray) -> None:

@@ -14,7 +14,7 @@ A directory holds::
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from ..storage import NativeEngine
 from ..storage.files import Region, crc32c, read_region
 from ..storage.manifest import NAME, read_manifest
 from ..storage.parse import Fields, check_file_size
-from .codebook import Codebook
+from .codebook import Codebook, codebook_bytes, unpack_codebook
 from .coding import VectorCoding
 from .layout import CODE_PAGE_BYTES, HEADER, MAX_DEGREE_MAX, NODE_FORMATS, PAGE_BYTES_MAX, PAGE_UNIT_BYTES, PageLayout, code_salt
 
@@ -102,13 +102,18 @@ class GraphFacts:
     def memory_bytes(self) -> int:
         """That stay in memory, codes among them where they do."""
         codes = self.layout.codes_bytes if self.layout.codes_in == "memory" else 0
-        books = sum(book.centroids.nbytes + book.begin.nbytes for book in (self.codebook, self.disk_codebook) if book is not None)
+        books = sum(book.packed().nbytes + book.begin.nbytes for book in (self.codebook, self.disk_codebook) if book is not None)
         return int(books + self.entries.nbytes + self.entry_codes.nbytes + codes)
 
     @property
     def file_sizes(self) -> dict[str, int]:
         """Bytes of each file."""
-        return file_sizes(self.layout, len(self.entries))
+        return file_sizes(self.layout, len(self.entries), self.rotated)
+
+    @property
+    def rotated(self) -> list[str]:
+        """Files of codebooks with a rotation in them."""
+        return rotated_files(self.codebook, self.disk_codebook)
 
     def path(self, name: str) -> str:
         """Of one of its files, or of that which it lies in."""
@@ -127,22 +132,34 @@ class GraphFacts:
             layout |= {"disk_parts": self.disk_codebook.begin.tolist(), "recall_ceiling": self.recall_ceiling}
         return {
             **layout, "metric": self.metric, "salt": f"{self.salt:016x}", "parts": self.codebook.begin.tolist(),
-            "n_entries": len(self.entries), "sums": dict(self.sums), "options": dict(self.options),
+            "rotated": self.rotated, "n_entries": len(self.entries), "sums": dict(self.sums), "options": dict(self.options),
             "recall": [asdict(each) for each in self.recall],
         }  # fmt: skip
 
 
-def file_sizes(layout: PageLayout, n_entries: int) -> dict[str, int]:
-    """Bytes of each file of a graph."""
+def rotated_files(codebook: Codebook, disk_codebook: Codebook | None) -> list[str]:
+    """Files of those of a graph's codebooks that have a rotation in them."""
+    books = {CODEBOOK: codebook, DISK_CODEBOOK: disk_codebook}
+    return [name for name, book in books.items() if book is not None and book.rotation is not None]
+
+
+def file_sizes(layout: PageLayout, n_entries: int, rotated: Collection[str]) -> dict[str, int]:
+    """Bytes of each file of a graph. `rotated`: of `rotated_files`."""
     codes = {} if layout.codes_in == "inline" else {CODES: layout.codes_bytes}
-    entries, book_bytes = n_entries * (4 + layout.code_bytes), 256 * layout.dim * 4
-    held = {DISK_CODEBOOK: book_bytes} if layout.format == "pq" else {}
-    return {NODES: layout.size_bytes, ROWS: 4 * layout.n, CODEBOOK: book_bytes, ENTRIES: entries, **codes, **held}
+    names = [CODEBOOK, DISK_CODEBOOK] if layout.format == "pq" else [CODEBOOK]
+    books = {name: codebook_bytes(layout.dim, is_rotated=name in rotated) for name in names}
+    return {NODES: layout.size_bytes, ROWS: 4 * layout.n, **books, ENTRIES: n_entries * (4 + layout.code_bytes), **codes}
 
 
-def in_directory(directory: str, layout: PageLayout, n_entries: int) -> dict[str, Region]:
+def in_directory(
+    directory: str, layout: PageLayout, n_entries: int, codebook: Codebook, disk_codebook: Codebook | None
+) -> dict[str, Region]:  # fmt: skip
     """Where the files of a graph lie that has a directory of its own."""
-    return {name: Region(os.path.join(directory, name), 0, size) for name, size in file_sizes(layout, n_entries).items()}
+    return _whole_files(directory, file_sizes(layout, n_entries, rotated_files(codebook, disk_codebook)))
+
+
+def _whole_files(directory: str, sizes: Mapping[str, int]) -> dict[str, Region]:
+    return {name: Region(os.path.join(directory, name), 0, size) for name, size in sizes.items()}
 
 
 @dataclass(frozen=True)
@@ -184,10 +201,10 @@ def read_graph(engine: NativeEngine, source: str | os.PathLike[str] | GraphSecti
     parts = _read_parts(fields, "parts", layout.code_bytes, layout.dim)
     disk_parts = _read_parts(fields, "disk_parts", layout.disk_pq_bytes, layout.dim) if holds_codes else None
     ceiling = fields.real("recall_ceiling") if holds_codes and "recall_ceiling" in fields else None
-    regions = _located(source, where, layout, n_entries)
+    regions = _located(source, where, file_sizes(layout, n_entries, _read_rotated(fields)))
 
     def codebook(name: str, begin: np.ndarray) -> Codebook:
-        return Codebook(begin, np.frombuffer(_read_whole(engine, regions, name, expected), "<f4").reshape(256, layout.dim))
+        return unpack_codebook(begin, np.frombuffer(_read_whole(engine, regions, name, expected), "<f4"), layout.dim)
 
     data = _read_whole(engine, regions, ENTRIES, expected)
     entries = np.frombuffer(data, "<u4", n_entries).astype(np.int64)
@@ -201,6 +218,13 @@ def read_graph(engine: NativeEngine, source: str | os.PathLike[str] | GraphSecti
     )  # fmt: skip
 
 
+def _read_rotated(fields: Fields) -> list[str]:
+    rotated = fields.texts("rotated", count=2)
+    if not set(rotated) <= {CODEBOOK, DISK_CODEBOOK}:
+        fields.refuse("rotated", f"{CODEBOOK}, {DISK_CODEBOOK}, or neither", rotated)
+    return rotated
+
+
 def _read_parts(fields: Fields, name: str, count: int, dim: int) -> np.ndarray:
     """Where the parts of a code of `count` bytes begin."""
     parts = np.array(fields.wholes(name, 0, dim, count=count + 1), np.int64)
@@ -209,15 +233,15 @@ def _read_parts(fields: Fields, name: str, count: int, dim: int) -> np.ndarray:
     return parts
 
 
-def _located(source: str | os.PathLike[str] | GraphSections, where: str, layout: PageLayout, n_entries: int) -> dict[str, Region]:
+def _located(source: str | os.PathLike[str] | GraphSections, where: str, sizes: Mapping[str, int]) -> dict[str, Region]:
     """The region of each file, of the size that it must have: checked before memory is taken for anything."""
     if not isinstance(source, GraphSections):
-        regions = in_directory(where, layout, n_entries)
+        regions = _whole_files(where, sizes)
         for region in regions.values():
             check_file_size(region.path, region.size_bytes, "file of a graph", _REBUILD)
         return regions
-    regions = {name: source.regions[section_of(name)] for name in file_sizes(layout, n_entries) if section_of(name) in source.regions}
-    for name, size_bytes in file_sizes(layout, n_entries).items():
+    regions = {name: source.regions[section_of(name)] for name in sizes if section_of(name) in source.regions}
+    for name, size_bytes in sizes.items():
         found = regions[name].size_bytes if name in regions else None
         if found != size_bytes:
             raise errors.FormatError(

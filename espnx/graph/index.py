@@ -16,6 +16,7 @@ from ..ops._native import load_extension
 from ..ops.distances import distances
 from ..sizes import format_size
 from ..storage import FaultRule, NativeEngine, Plan
+from .codebook import Codebook
 from .format import CODES, NODES, ROWS, GraphFacts, GraphSections, RecallPoint, parse_pages, read_codes, read_graph
 from .layout import CODE_PAGE_BYTES
 from .vectors import as_array
@@ -138,6 +139,18 @@ class GraphSearch:
         return self._search
 
 
+def _tensors(book: Codebook | None, which: str = "") -> dict[str, Any]:
+    """A codebook as the native searcher takes it."""
+    if book is None:
+        return {f"{which}parts": [], f"{which}centroids": None, f"{which}rotation": None}
+    rotation = None if book.rotation is None else torch.from_numpy(book.rotation.copy())
+    return {
+        f"{which}parts": book.begin.tolist(),
+        f"{which}centroids": torch.from_numpy(book.centroids.copy()),
+        f"{which}rotation": rotation,
+    }
+
+
 class GraphIndex:
     """A graph that `espnx.graph.build` has made, open for searches.
 
@@ -178,9 +191,7 @@ class GraphIndex:
             metric="ip" if self.facts.metric == "ip" else "l2", degree=layout.max_degree, code_bytes=layout.code_bytes,
             codes_in=layout.codes_in, inline_pq=layout.inline_pq, page_bytes=layout.page_bytes,
             nodes_per_page=layout.nodes_per_page, salt=self.facts.salt,
-            parts=book.begin.tolist(), centroids=torch.from_numpy(book.centroids.copy()), codes=codes,
-            disk_parts=[] if held is None else held.begin.tolist(),
-            disk_centroids=None if held is None else torch.from_numpy(held.centroids.copy()),
+            **_tensors(book), **_tensors(held, "disk_"), codes=codes,
             entries=torch.from_numpy(self.facts.entries), entry_codes=torch.from_numpy(self.facts.entry_codes.copy()), engine=engine,
             threads=threads, walks=walks, code_cache_bytes=code_cache_bytes, rules=[asdict(rule) for rule in rules], seed=fault_seed,
         )  # fmt: skip

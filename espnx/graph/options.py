@@ -37,6 +37,7 @@ class GraphOptions:
     seed: int = 0
     device: str = "cpu"
     disk_pq_bytes: int | None = None
+    use_opq: bool = True
 
 
 def check_options(options: GraphOptions, source: Vectors) -> str:

@@ -8,6 +8,7 @@ from ..checks import check_whole
 from ..errors import InvalidInputError
 from ..ops.distances import DIM_MAX, VECTOR_FORMATS
 from .bounded.budget import least_bytes, member_bytes
+from .codebook import codebook_bytes, may_rotate
 from .format import N_MAX
 from .layout import CODES_IN, MAX_DEGREE_MAX, choose_layout
 from .options import GraphOptions
@@ -20,7 +21,8 @@ class GraphPlan:
     """Sizes in bytes.
 
     Attributes:
-        disk: ``nodes_bytes``, ``rows_bytes``, ``codebook_bytes`` (of both where codes are in place of vectors), ``entries_bytes``,
+        disk: ``nodes_bytes``, ``rows_bytes``, ``codebook_bytes`` (of both where codes are in place of vectors; with rotations, which a
+            build leaves out where they do not make codes better), ``entries_bytes``,
             ``codes_bytes`` (0 where codes are inline) and ``total_bytes``; a manifest of some kilobytes comes to it.
         memory: of the open graph: ``codebook_bytes``, ``entries_bytes``, ``codes_bytes``, ``total_bytes``; searches have buffers.
         build: what a build asks for, beside the process's libraries: ``whole_bytes`` in memory at a time, ``least_bytes`` as the smallest
@@ -44,6 +46,7 @@ def plan_graph(
     max_degree: int = 64,
     pq_bytes: int | None = None,
     disk_pq_bytes: int | None = None,
+    use_opq: bool = True,
     num_entry_points: int = 1000,
 ) -> GraphPlan:
     """Sizes of a graph of n vectors of `dim` values. Options are those of `espnx.graph.build`, by distance (``l2``, ``cosine``).
@@ -70,16 +73,17 @@ def plan_graph(
     )  # fmt: skip
     code_bytes, entries = layout.code_bytes, min(n, num_entry_points)
     resident_bytes = layout.codes_bytes if codes == "memory" else 0
-    books_bytes = 1024 * dim * (2 if holds_codes else 1)
+    of_books = [code_bytes, layout.disk_pq_bytes] if holds_codes else [code_bytes]
+    books_bytes = sum(codebook_bytes(dim, is_rotated=may_rotate(dim, each, use_opq=use_opq)) for each in of_books)
     disk = {
         "nodes_bytes": layout.size_bytes, "rows_bytes": 4 * n, "codebook_bytes": books_bytes, "entries_bytes": entries * (4 + code_bytes),
         "codes_bytes": layout.codes_bytes,
     }  # fmt: skip
     memory = {
-        "codebook_bytes": books_bytes + 8 * (code_bytes + 1 + (layout.disk_pq_bytes + 1 if holds_codes else 0)),
+        "codebook_bytes": books_bytes + 8 * sum(each + 1 for each in of_books),
         "entries_bytes": entries * (8 + code_bytes), "codes_bytes": resident_bytes,
     }  # fmt: skip
-    options = GraphOptions(max_degree=max_degree)
+    options = GraphOptions(max_degree=max_degree, use_opq=use_opq)
     build = {"whole_bytes": n * member_bytes(layout, options), "least_bytes": least_bytes(layout, options)}
     return GraphPlan(layout.page_bytes, layout.nodes_per_page, code_bytes, _with_total(disk), _with_total(memory), build)
 

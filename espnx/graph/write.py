@@ -96,11 +96,11 @@ def graph_files(
     node_of[row_of] = np.arange(layout.n, dtype=np.uint32)
     salt = secrets.randbits(64)
     entries, entry_codes = node_of[graph.entries], graph.codes[graph.entries]
-    whole = {CODEBOOK: graph.codebook.centroids, ENTRIES: np.concatenate([entries.view(np.uint8).ravel(), entry_codes.ravel()])}
+    whole = {CODEBOOK: graph.codebook.packed(), ENTRIES: np.concatenate([entries.view(np.uint8).ravel(), entry_codes.ravel()])}
     if layout.codes_in == "memory":
         whole[CODES] = graph.codes[row_of]
     if graph.disk_codebook is not None:
-        whole[DISK_CODEBOOK] = graph.disk_codebook.centroids
+        whole[DISK_CODEBOOK] = graph.disk_codebook.packed()
     if labels is None:
         labels = np.arange(layout.n)
     node_of_label = np.empty(layout.n, np.uint32)
@@ -110,8 +110,9 @@ def graph_files(
     contents |= {name: [values] for name, values in whole.items()}
     if layout.paged_codes:
         contents[CODES] = [code_pages(graph.codes[row_of], layout, salt)]
+    regions = in_directory(where, layout, len(entries), graph.codebook, graph.disk_codebook)
     facts = GraphFacts(
-        where, in_directory(where, layout, len(entries)), layout, graph.metric, salt, graph.codebook, entries.astype(np.int64), entry_codes,
+        where, regions, layout, graph.metric, salt, graph.codebook, entries.astype(np.int64), entry_codes,
         {name: crc32c(np.ascontiguousarray(values).reshape(-1).view(np.uint8)) for name, values in whole.items()}, graph.options,
         disk_codebook=graph.disk_codebook,
     )  # fmt: skip

@@ -63,8 +63,12 @@ def write_metadata(prefix: Path, dtype: int, metric: int, n: int, dim: int) -> N
     Path(f"{prefix}_metadata.bin").write_bytes(struct.pack("<4Q", dtype, metric, n, dim))
 
 
-def make(prefix: Path, vectors: np.ndarray, *, degree: int = 8, chunks: int = 3, metric: int = 0, seed: int = 0) -> list[list[int]]:
-    """An index of some vectors, whose edges lead to the nearest and to a few others. Returns the edges."""
+def make(
+    prefix: Path, vectors: np.ndarray, *, degree: int = 8, chunks: int = 3, metric: int = 0, seed: int = 0,
+    is_rotated: bool = False,
+) -> list[list[int]]:  # fmt: skip
+    """An index of some vectors, whose edges lead to the nearest and to a few others; codes of rotated vectors, if that is wanted. Returns
+    the edges."""
     random = np.random.default_rng(seed)
     n, dim = vectors.shape
     wide = vectors.astype(np.float64)
@@ -74,11 +78,16 @@ def make(prefix: Path, vectors: np.ndarray, *, degree: int = 8, chunks: int = 3,
     write_index(prefix, vectors, edges, degree=degree, medoid=n // 2)
     begin = np.linspace(0, dim, chunks + 1).round().astype(int)
     centre = wide.mean(axis=0)
-    table = (wide[random.integers(0, n, 256)] - centre).astype(np.float32)
+    around = wide - centre
+    if is_rotated:
+        rotation = np.linalg.qr(random.standard_normal((dim, dim)))[0].astype("<f4")
+        Path(f"{prefix}_pq_pivots.bin_rotation_matrix.bin").write_bytes(packed(rotation))
+        around = around @ rotation
+    table = (around[random.integers(0, n, 256)]).astype(np.float32)
     codes = np.empty((n, chunks), np.uint8)
     for chunk in range(chunks):
         own = slice(begin[chunk], begin[chunk + 1])
-        codes[:, chunk] = np.square((wide - centre)[:, None, own] - table[None, :, own]).sum(-1).argmin(axis=1)
+        codes[:, chunk] = np.square(around[:, None, own] - table[None, :, own]).sum(-1).argmin(axis=1)
     write_codes(prefix, codes, table, centre, begin)
     write_metadata(prefix, {"float32": 0, "int8": 1, "uint8": 2}[vectors.dtype.name], metric, n, dim)
     return edges

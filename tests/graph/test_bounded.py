@@ -203,23 +203,27 @@ import re, sys, numpy as np, torch, espnx.graph
 from espnx.graph.bounded.budget import resident_bytes
 from espnx.ops._native import load_extension
 torch.addmm(torch.ones(1, 8), torch.ones(8, 8), torch.ones(8, 8)); load_extension()
-limit = resident_bytes() + (64 << 20)
-report = espnx.graph.build(sys.argv[1], sys.argv[2], max_degree=12, search_list_size=12, codes=sys.argv[3], memory=limit, threads=2)
+limit = resident_bytes() + ((112 if sys.argv[4] == "rotated" else 64) << 20)  # 48 MiB for principal directions
+options = {"codes": sys.argv[3], "use_opq": sys.argv[4] == "rotated", "memory": limit, "threads": 2}
+report = espnx.graph.build(sys.argv[1], sys.argv[2], max_degree=12, search_list_size=12, **options)
 peak_kib = re.search("VmHWM:\\s+(\\d+)", open("/proc/self/status").read()).group(1)  # ru_maxrss would count the process that started this
 print(int(peak_kib) * 1024, limit, report.parts)
 """
 
 
-@pytest.mark.parametrize("codes", ["inline", "memory"])
-def test_the_limit_is_kept(tmp_path: Path, codes: str) -> None:
+@pytest.mark.parametrize(("codes", "turned"), [("inline", "rotated"), ("memory", "as they are")])
+def test_the_limit_is_kept(tmp_path: Path, codes: str, turned: str) -> None:
     n, dim = 24_000, 1024  # 94 MiB, with 16 MiB for a part
-    np.save(tmp_path / "x.npy", np.random.default_rng(0).standard_normal((n, dim)).astype(np.float32))
-    script = [sys.executable, "-c", PEAK, str(tmp_path / "x.npy"), str(tmp_path / "g"), codes]
+    rows = np.random.default_rng(0).standard_normal((n, dim)).astype(np.float32)
+    rows[:, 1::2] = rows[:, ::2]
+    np.save(tmp_path / "x.npy", rows)
+    script = [sys.executable, "-c", PEAK, str(tmp_path / "x.npy"), str(tmp_path / "g"), codes, turned]
     peak, limit, parts = map(int, subprocess.run(script, check=True, capture_output=True, text=True).stdout.split())
     assert parts > 3
     assert peak <= limit
     with espnx.graph.open(tmp_path / "g") as index:
         assert index.verify() == index.facts.layout.n_pages
+        assert (index.facts.codebook.rotation is not None) == (turned == "rotated")
 
 
 def test_a_limit_that_is_too_low(tmp_path: Path) -> None:
@@ -266,7 +270,7 @@ def test_files_of_an_interrupted_build_that_are_short(base: np.ndarray, tmp_path
         if what == "merge":
             raise KilledError
 
-    for name in ("sampled/centroids", "built_3/own.neighbours", "built_3/own.vectors", "built_3/guest.counts"):
+    for name in ("sampled/codebook", "built_3/own.neighbours", "built_3/own.vectors", "built_3/guest.counts"):
         path = tmp_path / name.replace("/", ".")
         with pytest.raises(KilledError):
             build_in_parts(base, path, 900, progress=stop)

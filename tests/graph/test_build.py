@@ -212,10 +212,12 @@ def test_codes_are_those_of_the_nearest_centroids(dim: int, code_bytes: int) -> 
     vectors = clustered(400, dim)
     book = train_codebook(vectors, code_bytes)
     assert np.diff(book.begin).max() - np.diff(book.begin).min() <= 1
+    assert (book.rotation is None) == (dim == code_bytes), "there is nothing to deal out"
     codes = book.encode(vectors)
+    turned = vectors if book.rotation is None else vectors.astype(np.float64) @ book.rotation.astype(np.float64)
     for part in range(code_bytes):
         own = slice(book.begin[part], book.begin[part + 1])
-        far = np.square(vectors[:, None, own].astype(np.float64) - book.centroids[None, :, own]).sum(axis=-1)
+        far = np.square(turned[:, None, own].astype(np.float64) - book.centroids[None, :, own]).sum(axis=-1)
         chosen = far[np.arange(400), codes[:, part]]
         assert (chosen <= far.min(axis=1) + 1e-5 * (1 + far.min(axis=1))).all()
     assert np.square(book.decode(codes) - vectors).mean() < np.square(vectors - vectors.mean(axis=0)).mean()

@@ -96,6 +96,51 @@ def test_their_centroids_are_read_with_their_centre(tmp_path: Path) -> None:
     assert np.square(decoded - vectors).mean() < 0.6 * np.square(vectors - vectors.mean(axis=0)).mean()
 
 
+ROTATION = "_pq_pivots.bin_rotation_matrix.bin"
+
+
+@pytest.mark.parametrize("codes", ["inline", "memory"])
+def test_codes_of_rotated_vectors(tmp_path: Path, codes: str) -> None:
+    """What a code stands for is near its vector, in their index and in the graph, and the export is theirs again."""
+    vectors = CASES["float32"] + np.float32(3)
+    reference.make(tmp_path / "ann", vectors, chunks=10, is_rotated=True)
+    import_diskann(tmp_path / "ann", tmp_path / "g", codes=codes)
+    held = np.frombuffer((tmp_path / "ann_pq_compressed.bin").read_bytes(), np.uint8, offset=8).reshape(-1, 10)
+    with espnx.graph.open(tmp_path / "g") as index:
+        index.verify()
+        book = index.facts.codebook
+        assert book.rotation is not None
+        assert np.square(book.decode(held) - vectors).mean() < 0.5 * np.square(vectors - vectors.mean(axis=0)).mean()
+        assert (book.encode(vectors) == held).mean() > 0.99
+        assert recall_of(index.search(vectors, 1, list_size=80).ids, exact(vectors, vectors, 1)) == 1
+    report = export_diskann(tmp_path / "g", tmp_path / "new")
+    assert ROTATION in report.files
+    for name in (ROTATION, "_pq_compressed.bin"):
+        assert (tmp_path / f"new{name}").read_bytes() == (tmp_path / f"ann{name}").read_bytes()
+    import_diskann(tmp_path / "new", tmp_path / "h", codes=codes)
+    with espnx.graph.open(tmp_path / "h") as again:
+        assert np.array_equal(again.facts.codebook.packed(), book.packed())
+
+
+@pytest.mark.parametrize("change", ["empty", "cut", "long", "another shape", "no rotation", "not finite", "a directory"])
+def test_a_rotation_that_cannot_be(tmp_path: Path, change: str) -> None:
+    reference.make(tmp_path / "ann", CASES["float32"], is_rotated=True)
+    path = tmp_path / f"ann{ROTATION}"
+    data = path.read_bytes()
+    values = np.frombuffer(data, "<f4", offset=8).copy()
+    if change == "not finite":
+        values[5] = np.nan
+    changed = {
+        "empty": b"", "cut": data[:-4], "long": data + bytes(4), "another shape": struct.pack("<ii", 10, 40) + data[8:],
+        "no rotation": data[:8] + (values * np.float32(1.1)).tobytes(), "not finite": data[:8] + values.tobytes(),
+    }  # fmt: skip
+    path.unlink()
+    path.mkdir() if change == "a directory" else path.write_bytes(changed[change])
+    with pytest.raises((errors.FormatError, errors.TruncatedFileError)):
+        import_diskann(tmp_path / "ann", tmp_path / "g")
+    assert not (tmp_path / "g" / NAME).exists()
+
+
 @pytest.mark.parametrize(("dtype", "metric"), [("float16", "l2"), ("float32", "cosine"), ("uint8", "l2")])
 def test_a_graph_of_ours_is_exported(tmp_path: Path, dtype: str, metric: str) -> None:
     base = BYTES if dtype == "uint8" else CASES["float32"]
@@ -125,6 +170,10 @@ def test_an_index_by_inner_product(tmp_path: Path) -> None:
     with espnx.graph.open(tmp_path / "g") as index:
         assert np.abs(index.vectors(np.arange(200)) - base).max() < 1e-4
         assert recall_of(index.search(queries, 5, list_size=100).ids, exact(base, queries, 5, "ip")) > 0.95
+    (tmp_path / f"ann{ROTATION}").write_bytes(reference.packed(np.eye(10, dtype="<f4")))
+    with pytest.raises(errors.FormatError, match="rotated"):
+        import_diskann(tmp_path / "ann", tmp_path / "h")
+    (tmp_path / f"ann{ROTATION}").unlink()
     (tmp_path / "ann_disk.index_max_base_norm.bin").unlink()
     with pytest.raises(errors.FileMissingError):
         import_diskann(tmp_path / "ann", tmp_path / "h")
@@ -273,10 +322,9 @@ def test_files_that_are_not_whole(tmp_path: Path, name: str, change: str) -> Non
     assert not (tmp_path / "g" / NAME).exists()
 
 
-@pytest.mark.parametrize("name", ["_disk.index_dummy_map.txt", "_pq_pivots.bin_rotation_matrix.bin"])
-def test_indexes_of_other_kinds(tmp_path: Path, name: str) -> None:
+def test_indexes_of_other_kinds(tmp_path: Path) -> None:
     reference.make(tmp_path / "ann", CASES["float32"])
-    (tmp_path / f"ann{name}").write_bytes(b"1")
+    (tmp_path / "ann_disk.index_dummy_map.txt").write_bytes(b"1")
     with pytest.raises(errors.FormatError, match="not an index that can be read"):
         import_diskann(tmp_path / "ann", tmp_path / "g")
 

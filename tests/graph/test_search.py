@@ -31,10 +31,15 @@ def plain_walk(facts: GraphFacts, codes: np.ndarray | None, query: np.ndarray, k
     layout, book = facts.layout, facts.codebook
     raw = np.fromfile(facts.path(NODES), np.uint8).reshape(-1, layout.page_bytes)
     nodes = np.ascontiguousarray(raw[:, 16 : 16 + layout.nodes_per_page * layout.node_bytes]).view(layout.node_dtype).ravel()[: layout.n]
+    turned = query
+    if book.rotation is not None:
+        turned = np.zeros(layout.dim, np.float32)
+        for value, row in zip(query, book.rotation, strict=True):  # in order, as the format says
+            turned += np.float32(value) * row
     table = np.zeros((layout.code_bytes, 256), np.float32)
     for part in range(layout.code_bytes):
         for each in range(book.begin[part], book.begin[part + 1]):
-            table[part] += np.square(query[each] - book.centroids[:, each])
+            table[part] += np.square(turned[each] - book.centroids[:, each])
 
     def estimate(code: np.ndarray) -> float:
         total = np.float32(0)
@@ -90,6 +95,7 @@ def plain_walk(facts: GraphFacts, codes: np.ndarray | None, query: np.ndarray, k
 def test_walk_is_the_plain_one(graph: Path, queries: np.ndarray, list_size: int) -> None:
     k = min(5, list_size)
     with espnx.graph.open(graph) as index:
+        assert index.facts.codebook.rotation is not None
         found = index.search(queries, k, list_size=list_size, beamwidth=1)
         codes = codes_of(index.facts)
         for i, query in enumerate(queries[:20]):

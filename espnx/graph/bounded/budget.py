@@ -9,11 +9,14 @@ from pathlib import Path
 from ... import errors
 from ...ops.distances import vector_bytes
 from ...sizes import format_size
+from ..codebook import may_rotate
 from ..layout import PageLayout
 from ..options import GraphOptions
 
 # Blocks of vectors, pages, codes and searches that are under way, whatever the number of vectors.
 _BUFFERS_BYTES = 48 << 20
+# Of a value of the matrix whose principal directions are looked for, meanwhile.
+_BYTES_PER_COVARIANCE = 48
 # Of each vector of the input: its node, its row, whether it is reached and leads on, and a copy while they are reordered.
 _BYTES_PER_VECTOR = 20
 # k-means makes parts of unequal size, and what has no room in its nearest part goes to the next.
@@ -49,7 +52,7 @@ def plan_parts(layout: PageLayout, options: GraphOptions, memory_bytes: int, use
             "memory for a build", got=format_size(memory_bytes),
             expected=f"at least {format_size(needed)}, of which this process has {format_size(used_bytes)} already",
         )  # fmt: skip
-    free_bytes = memory_bytes - used_bytes - _BUFFERS_BYTES - _BYTES_PER_VECTOR * n
+    free_bytes = memory_bytes - used_bytes - _fixed_bytes(layout, options) - _BYTES_PER_VECTOR * n
     rows = free_bytes // member_bytes(layout, options)
     n_parts = 1 if rows >= n else math.ceil(OVERLAP * n * _ROOM / rows)
     sample = min(n, 65_536, max(1, free_bytes // (16 * layout.dim)))
@@ -59,7 +62,13 @@ def plan_parts(layout: PageLayout, options: GraphOptions, memory_bytes: int, use
 def least_bytes(layout: PageLayout, options: GraphOptions) -> int:
     """The smallest limit of a build in parts, beside what the process has already."""
     n = max(1, layout.n)
-    return _BUFFERS_BYTES + _BYTES_PER_VECTOR * n + min(n, 4 * options.max_degree) * member_bytes(layout, options)
+    return _fixed_bytes(layout, options) + _BYTES_PER_VECTOR * n + min(n, 4 * options.max_degree) * member_bytes(layout, options)
+
+
+def _fixed_bytes(layout: PageLayout, options: GraphOptions) -> int:
+    code_bytes = min(layout.code_bytes, layout.disk_pq_bytes or layout.code_bytes)
+    is_rotated = may_rotate(layout.dim, code_bytes, use_opq=options.use_opq)
+    return _BUFFERS_BYTES + (_BYTES_PER_COVARIANCE * layout.dim**2 if is_rotated else 0)
 
 
 def member_bytes(layout: PageLayout, options: GraphOptions) -> int:

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from ...ops.centroids import fit_means
 from ...storage import FileHandle, NativeEngine, Plan
 from ...storage.files import crc32c
 from ...storage.work import WorkFolder
-from ..codebook import Codebook, train_codebook
+from ..codebook import Codebook, train_codebook, unpack_codebook
 from ..coding import VectorCoding
 from ..format import CODEBOOK, CODES, DISK_CODEBOOK, ENTRIES, NODES, ROWS, GraphFacts, in_directory
 from ..layout import PageLayout
@@ -140,14 +141,15 @@ class _Bounded:
             if self._options.metric == "ip" and len(rows):
                 longest = max(longest, float(np.square(rows.astype(np.float32)).sum(axis=1).max()))
         device = self._options.device
-        book = train_codebook(sample, layout.code_bytes, seed=seed, device=device)
-        disk_book = train_codebook(sample, layout.disk_pq_bytes, seed=seed, device=device) if layout.format == "pq" else None
+        train = partial(train_codebook, sample, use_opq=self._options.use_opq, seed=seed, device=device)
+        book = train(layout.code_bytes)
+        disk_book = train(layout.disk_pq_bytes) if layout.format == "pq" else None
         centres = fit_means(sample, min(self._budget.n_parts, count), seed=seed, device=device)
         with self._work.step(_SAMPLED) as folder:
             for name, each in (("", book), ("disk_", disk_book)):
                 if each is not None:
                     each.begin.tofile(folder / f"{name}begin")
-                    each.centroids.tofile(folder / f"{name}centroids")
+                    each.packed().tofile(folder / f"{name}codebook")
             centres.tofile(folder / "centres")
             np.array([longest]).tofile(folder / "longest")
             np.array([self._budget.part_rows]).tofile(folder / "part_rows")
@@ -156,7 +158,9 @@ class _Bounded:
         return read_array(self._work.file(_SAMPLED, name), dtype, width)
 
     def _codebook(self, name: str = "") -> Codebook:
-        return Codebook(self._sampled(f"{name}begin", np.int64), self._sampled(f"{name}centroids", np.float32, self._layout.dim))
+        dim = self._layout.dim
+        begin, packed = self._sampled(f"{name}begin", np.int64), self._sampled(f"{name}codebook", np.float32, dim)
+        return unpack_codebook(begin, packed.reshape(-1), dim)
 
     def _coding(self) -> VectorCoding:
         """Of vectors in nodes."""
@@ -238,9 +242,9 @@ class _Bounded:
         codes.open()
         codes.load(entries)
         entry_codes = codes.get(entries)
-        whole = {CODEBOOK: book.centroids, ENTRIES: np.concatenate([entries.astype("<u4").view(np.uint8).ravel(), entry_codes.ravel()])}
+        whole = {CODEBOOK: book.packed(), ENTRIES: np.concatenate([entries.astype("<u4").view(np.uint8).ravel(), entry_codes.ravel()])}
         if disk_book is not None:
-            whole[DISK_CODEBOOK] = disk_book.centroids
+            whole[DISK_CODEBOOK] = disk_book.packed()
         sums = {name: crc32c(np.ascontiguousarray(values).reshape(-1).view(np.uint8)) for name, values in whole.items()}
         contents: dict[str, Iterable[np.ndarray]] = {NODES: self._pages(pieces, edges, codes, salt), ROWS: [node_of]}
         contents |= {name: [values] for name, values in whole.items()}
@@ -250,8 +254,8 @@ class _Bounded:
             sums[CODES] = sum_of_codes
         options = {name: value for name, value in vars(self._options).items() if name not in ("metric", "threads")}
         facts = GraphFacts(
-            self._path, in_directory(self._path, layout, len(entries)), layout, self._options.metric, salt, book, entries, entry_codes,
-            sums, options, disk_codebook=disk_book,
+            self._path, in_directory(self._path, layout, len(entries), book, disk_book), layout, self._options.metric, salt, book, entries,
+            entry_codes, sums, options, disk_codebook=disk_book,
         )  # fmt: skip
         try:
             return publish(self._engine, self._path, GraphFiles(facts, contents))
