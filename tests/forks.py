@@ -111,6 +111,11 @@ class Forks:
         return self.wait(self.start(**job))
 
 
+def is_running(child: int) -> bool:
+    """Of a child that nobody has waited for: it has not ended."""
+    return Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
 @contextmanager
 def forks(module: str) -> Iterator[Forks]:
     """Children of that module."""

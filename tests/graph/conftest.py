@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import espnx.graph
+from tests.forks import Forks
 
 
 def clustered(n: int, dim: int, seed: int = 0) -> np.ndarray:
@@ -53,3 +55,9 @@ def graph(request: pytest.FixtureRequest, base: np.ndarray, tmp_path_factory: py
         pq_bytes=8 if request.param == "inline" else 12,
     )  # fmt: skip
     return path
+
+
+@pytest.fixture(scope="session")
+def processes(open_forks: Callable[[str], Forks]) -> Forks:
+    """Builders that can be killed."""
+    return open_forks("tests.graph.zygote")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ from espnx.graph.bounded.merge import EdgesFile, Piece, interleave, number_nodes
 from espnx.graph.bounded.partition import NOBODY, divide
 from espnx.storage.manifest import NAME
 from espnx.storage.work import WorkFolder
+from tests.forks import Forks, is_running
 from tests.graph.conftest import clustered, exact, recall_of
 
 BUILD = sys.modules["espnx.graph.build"]  # by its name the package knows the function
@@ -165,32 +168,22 @@ def test_other_input_or_options_begin_anew(base: np.ndarray, tmp_path: Path, bui
     assert not (path / "work").exists()
 
 
-SCRIPT = """
-import sys, numpy as np, espnx.graph
-from espnx.graph.bounded import budget, builder
-import importlib
-importlib.import_module("espnx.graph.build").resident_bytes = builder.resident_bytes = lambda: 0
-budget.member_bytes = lambda layout, options: 1000
-espnx.graph.build(sys.argv[1], sys.argv[2], max_degree=24, search_list_size=40, memory=(48 << 20) + 20 * 12000 + 1000 * 3000)
-"""
-
-
 @pytest.mark.parametrize("after", ["sampled", "parts", "built_2", "built_7", "graph.new"])
-def test_a_build_that_is_killed_goes_on(tmp_path: Path, after: str) -> None:
+def test_a_build_that_is_killed_goes_on(tmp_path: Path, processes: Forks, after: str) -> None:
     source, path = tmp_path / "x.npy", tmp_path / "g"
     np.save(source, clustered(12_000, 24))
-    running = subprocess.Popen([sys.executable, "-c", SCRIPT, str(source), str(path)])
-    while not (path / "work" / after).exists() and running.poll() is None:
+    running = processes.start(what="in parts", source=source, path=path)
+    while not (path / "work" / after).exists() and is_running(running):
         time.sleep(0.002)
-    running.kill()
-    running.wait()
+    os.kill(running, signal.SIGKILL)
+    processes.wait(running)
     had = {each.name for each in (path / "work").glob("built_*")} if (path / "work").exists() else set()
     if (path / NAME).exists():
         pytest.skip("it was done before it was killed")
     with pytest.raises(errors.StoreNotFoundError):
         espnx.graph.open(path)
     assert after == "sampled" or after == "parts" or len(had - {f"{after}.new"}) >= 3
-    subprocess.run([sys.executable, "-c", SCRIPT, str(source), str(path)], check=True)
+    assert processes.run(what="in parts", source=source, path=path) == 0
     with espnx.graph.open(path) as index:
         index.verify()
         assert len(index) == 12_000

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from espnx.graph.layout import choose_layout
 from espnx.ops._native import load_extension
 from espnx.storage import FaultRule, FaultyEngine
 from espnx.storage.manifest import NAME
+from tests.forks import Forks, is_running
 from tests.graph.conftest import clustered
 
 
@@ -170,22 +170,15 @@ def test_what_progress_raises_ends_the_build(tmp_path: Path) -> None:
             espnx.graph.build(clustered(100, 16), path)  # what was left is cleared
 
 
-SCRIPT = """
-import sys, numpy as np, espnx.graph
-x = np.random.default_rng(0).standard_normal((20000, 32)).astype(np.float32)
-espnx.graph.build(x, sys.argv[1], max_degree=24, search_list_size=40)
-"""
-
-
 @pytest.mark.parametrize("after_s", [0.0, 0.4, 1.2])
-def test_a_killed_build_leaves_no_graph_or_a_whole_one(tmp_path: Path, after_s: float) -> None:
+def test_a_killed_build_leaves_no_graph_or_a_whole_one(tmp_path: Path, processes: Forks, after_s: float) -> None:
     path = tmp_path / "g"
-    running = subprocess.Popen([sys.executable, "-c", SCRIPT, str(path)])
-    while not path.exists() and running.poll() is None:
+    running = processes.start(what="whole", path=path)
+    while not path.exists() and is_running(running):
         time.sleep(0.01)
     time.sleep(after_s)
-    running.kill()
-    running.wait()
+    os.kill(running, signal.SIGKILL)
+    processes.wait(running)
     if (path / NAME).exists():
         with espnx.graph.open(path) as index:
             index.verify()
