@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,12 +20,7 @@ from espnx.ops.maxsim.cuda import launch_shape, row_constants
 SHARED_BYTES_MAX = {80: 163 * 1024, 90: 227 * 1024}
 
 
-@pytest.fixture(autouse=True)
-def no_cached_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each run compiles, and leaves nothing behind."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-
-
+pytestmark = pytest.mark.usefixtures("triton_cache")
 CAPABILITIES = pytest.mark.parametrize("capability", SHARED_BYTES_MAX)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -15,10 +14,10 @@ SHARED_BYTES_MAX = {80: 163 * 1024, 90: 227 * 1024}
 STORED = {tuple(row[name] for name in ("sm", *Variant._fields)): row for row in json.loads(TABLE.read_text())["rows"]}
 
 
+@pytest.mark.usefixtures("triton_cache")
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("variant", TESTED, ids=str)
-def test_compiled_ahead_of_time(capability: int, variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+def test_compiled_ahead_of_time(capability: int, variant: Variant) -> None:
     kernel = compiled(variant, capability)
     assert kernel.asm["cubin"][:4] == b"\x7fELF"
     assert kernel.metadata.shared <= SHARED_BYTES_MAX[capability]
