@@ -67,7 +67,8 @@ def test_hit_rates_and_layout(corpora: Path, tmp_path: Path, monkeypatch: pytest
     assert set(layouts["list-order"].ratio) == {"id-order"}
 
 
-def test_a_size(tmp_path: Path) -> None:
+def test_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "Worker", HereWorker)
     result = tmp_path / "r.json"
     assert bench(tmp_path, "--show", "sizes", "--docs", "600", "--baseline", "memory", "--json", str(result)) == 0
     memory, ours = rows_of(load(result))
