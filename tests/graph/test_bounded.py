@@ -92,12 +92,12 @@ def test_few_vectors(tmp_path: Path, n: int) -> None:
 
 
 def test_one_point_repeated(tmp_path: Path, build_in_parts: Build) -> None:
-    vectors = np.concatenate([np.ones((1500, 6), np.float32), clustered(100, 6)])
+    vectors = np.concatenate([np.ones((700, 6), np.float32), clustered(100, 6)])
     build_in_parts(vectors, tmp_path / "g", 400, max_degree=8)
     with espnx.graph.open(tmp_path / "g") as index:
         index.verify()
-        found = index.search(vectors[1500:], 1, list_size=60)
-    assert recall_of(found.ids, np.arange(1500, 1600)[:, None]) > 0.97
+        found = index.search(vectors[700:], 1, list_size=60)
+    assert recall_of(found.ids, np.arange(700, 800)[:, None]) > 0.97
 
 
 def test_codes_that_do_not_fit_are_read_as_pages_want_them(

@@ -99,7 +99,7 @@ def test_no_graph(tmp_path: Path) -> None:
 def test_reads_that_fail(graph: Path, queries: np.ndarray, engine: str, rule: FaultRule, error: type[Exception]) -> None:
     with espnx.graph.open(graph, engine=engine, rules=[rule]) as index:
         with pytest.raises(error):
-            index.search(queries, 5, list_size=30, deadline_s=1.0 if rule.fault == "never" else 30.0)
+            index.search(queries, 5, list_size=30, deadline_s=0.3 if rule.fault == "never" else 30.0)
         again = index.search(queries, 5, list_size=30, beamwidth=1)
     with espnx.graph.open(graph) as index:
         assert np.array_equal(again.ids, index.search(queries, 5, list_size=30, beamwidth=1).ids)
