@@ -262,12 +262,14 @@ graph::Codebook to_codebook(const std::vector<int64_t>& parts, const Tensor& cen
   if (centroids.dim() != 2 || centroids.size(0) != kCentroids || centroids.size(1) != dim) {
     invalid("centroids must be [256, dim]");
   }
-  if (!rotation) return {parts, values};
-  const auto* rows = contiguous<const float>(*rotation, Dtype::float32, "rotation", "float32");
+  graph::Codebook book(parts, values);
+  if (!rotation) return book;
+  book.rotation = contiguous<const float>(*rotation, Dtype::float32, "rotation", "float32");
   if (rotation->dim() != 2 || rotation->size(0) != dim || rotation->size(1) != dim) {
     invalid("a rotation must be [dim, dim]");
   }
-  return {parts, values, rows};
+  book.rotation_owner = rotation->keep();
+  return book;
 }
 
 // A searcher in the process that opened it: its threads are not in a child's.

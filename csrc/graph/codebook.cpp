@@ -55,22 +55,20 @@ AddDimension in_force() {
   return add_portable<kMetric>;
 }
 
-std::vector<float> rotate(const std::vector<float>& rotation, const float* query, int64_t dim) {
+std::vector<float> rotate(const float* rotation, const float* query, int64_t dim) {
   AddScaled add = add_scaled_portable;
 #if defined(__x86_64__)
   if (cpu_level() >= CpuLevel::kAvx2) add = add_scaled_avx2;
 #endif
   std::vector<float> rotated(dim);
-  for (int64_t k = 0; k < dim; ++k) add(query[k], rotation.data() + k * dim, dim, rotated.data());
+  for (int64_t k = 0; k < dim; ++k) add(query[k], rotation + k * dim, dim, rotated.data());
   return rotated;
 }
 
 }  // namespace
 
-Codebook::Codebook(std::vector<int64_t> begin_of_parts, const float* centroids, const float* rotation_of_vectors)
-    : begin(std::move(begin_of_parts)) {
+Codebook::Codebook(std::vector<int64_t> begin_of_parts, const float* centroids) : begin(std::move(begin_of_parts)) {
   const int64_t dim = begin.back();
-  if (rotation_of_vectors != nullptr) rotation.assign(rotation_of_vectors, rotation_of_vectors + dim * dim);
   columns.resize(dim * kCentroids);
   for (int64_t k = 0; k < dim; ++k) {
     for (int64_t c = 0; c < kCentroids; ++c) columns[k * kCentroids + c] = centroids[c * dim + k];
@@ -80,7 +78,7 @@ Codebook::Codebook(std::vector<int64_t> begin_of_parts, const float* centroids, 
 void fill_table(const Codebook& book, const float* query, Metric metric, float* table) {
   const AddDimension add = metric == Metric::kL2 ? in_force<Metric::kL2>() : in_force<Metric::kIp>();
   std::vector<float> rotated;
-  if (!book.rotation.empty()) {
+  if (book.rotation != nullptr) {
     rotated = rotate(book.rotation, query, book.begin.back());
     query = rotated.data();
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "cpu/distances/distances.hpp"
@@ -14,12 +15,13 @@ namespace espnx::graph {
 struct Codebook {
   std::vector<int64_t> begin;  // [parts + 1]
   std::vector<float> columns;  // [dim, 256]: of each dimension the values of all centroids
-  // [dim, dim], where parts are of rotated vectors: row k is what a vector's value k adds, times itself; else empty.
-  std::vector<float> rotation;
+  // [dim, dim], where parts are of rotated vectors: row k is what a vector's value k adds, times itself; else null.
+  const float* rotation = nullptr;
+  std::shared_ptr<void> rotation_owner;
 
   Codebook() = default;
-  // `centroids`: [256, dim]. `rotation`: [dim, dim], or null.
-  Codebook(std::vector<int64_t> begin, const float* centroids, const float* rotation = nullptr);
+  // `centroids`: [256, dim].
+  Codebook(std::vector<int64_t> begin, const float* centroids);
 
   int64_t parts() const { return static_cast<int64_t>(begin.size()) - 1; }
 };

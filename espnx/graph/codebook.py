@@ -58,6 +58,11 @@ class Codebook:
         values: np.ndarray = self.centroids[codes[:, part], np.arange(self.centroids.shape[1])]
         return values if self.rotation is None else values @ self.rotation.T
 
+    @property
+    def size_bytes(self) -> int:
+        """Of all of it."""
+        return codebook_bytes(self.centroids.shape[1], is_rotated=self.rotation is not None) + self.begin.nbytes
+
     def packed(self) -> np.ndarray:
         """float32: centroids, and the rotation behind them, as files have them. See `unpack_codebook`."""
         parts = [self.centroids] if self.rotation is None else [self.centroids, self.rotation]
@@ -87,13 +92,13 @@ def train_codebook(vectors: np.ndarray, code_bytes: int, *, use_opq: bool = True
     `use_opq`: of rotated vectors, see `fit_rotation`, where that makes codes better and `dim` is at most 2048.
     """
     n, dim = vectors.shape
-    random = np.random.default_rng(seed)
-    sample = np.asarray(vectors[np.sort(random.permutation(n)[:_SAMPLE])], dtype=np.float32)
+    chosen = np.sort(np.random.default_rng(seed).permutation(n)[:_SAMPLE])
+    sample = np.asarray(vectors[chosen], dtype=np.float32)
     begin = np.concatenate([np.zeros(1, np.int64), np.cumsum(dim // code_bytes + (np.arange(code_bytes) < dim % code_bytes))])
     rotation = None
     if may_rotate(dim, code_bytes, use_opq=use_opq):
-        tried = sample[random.permutation(len(sample))[: 2 * _TRIED_ROWS]]
         rotation = fit_rotation(sample, begin)
+        tried = sample[:: max(1, len(sample) // (2 * _TRIED_ROWS))]
         if not _loss(tried, begin, rotation, seed) < _loss(tried, begin, None, seed):
             rotation = None
     if rotation is not None:

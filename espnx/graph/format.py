@@ -102,7 +102,7 @@ class GraphFacts:
     def memory_bytes(self) -> int:
         """That stay in memory, codes among them where they do."""
         codes = self.layout.codes_bytes if self.layout.codes_in == "memory" else 0
-        books = sum(book.packed().nbytes + book.begin.nbytes for book in (self.codebook, self.disk_codebook) if book is not None)
+        books = sum(book.size_bytes for book in (self.codebook, self.disk_codebook) if book is not None)
         return int(books + self.entries.nbytes + self.entry_codes.nbytes + codes)
 
     @property
@@ -204,7 +204,8 @@ def read_graph(engine: NativeEngine, source: str | os.PathLike[str] | GraphSecti
     regions = _located(source, where, file_sizes(layout, n_entries, _read_rotated(fields)))
 
     def codebook(name: str, begin: np.ndarray) -> Codebook:
-        return unpack_codebook(begin, np.frombuffer(_read_whole(engine, regions, name, expected), "<f4"), layout.dim)
+        values = np.frombuffer(_read_whole(engine, regions, name, expected), "<f4").copy()  # torch takes no memory that is read-only
+        return unpack_codebook(begin, values, layout.dim)
 
     data = _read_whole(engine, regions, ENTRIES, expected)
     entries = np.frombuffer(data, "<u4", n_entries).astype(np.int64)

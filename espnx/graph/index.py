@@ -143,12 +143,8 @@ def _tensors(book: Codebook | None, which: str = "") -> dict[str, Any]:
     """A codebook as the native searcher takes it."""
     if book is None:
         return {f"{which}parts": [], f"{which}centroids": None, f"{which}rotation": None}
-    rotation = None if book.rotation is None else torch.from_numpy(book.rotation.copy())
-    return {
-        f"{which}parts": book.begin.tolist(),
-        f"{which}centroids": torch.from_numpy(book.centroids.copy()),
-        f"{which}rotation": rotation,
-    }
+    rotation = None if book.rotation is None else torch.from_numpy(book.rotation)
+    return {f"{which}parts": book.begin.tolist(), f"{which}centroids": torch.from_numpy(book.centroids), f"{which}rotation": rotation}
 
 
 class GraphIndex:
@@ -215,7 +211,7 @@ class GraphIndex:
         what = f"{layout.n:,} vectors of {layout.dim} dimensions as {held}, {facts.metric}; {layout.max_degree} neighbours"
         sizes = f"{format_size(sum(facts.file_sizes.values()))} on storage, {format_size(facts.memory_bytes)} in memory"
         lines = [
-            f"{what}, codes of {layout.code_bytes} bytes {where}",
+            f"{what}, codes of {layout.code_bytes} bytes{' of rotated vectors' if facts.codebook.rotation is not None else ''} {where}",
             f"{sizes}; {layout.nodes_per_page} nodes to a page of {format_size(layout.page_bytes)}",
             f"reads by {effective}{'' if is_direct else ' (buffered)'}{f' ({reason})' if reason else ''}",
         ]

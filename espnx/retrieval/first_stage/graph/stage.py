@@ -18,6 +18,7 @@ import torch
 
 from .... import errors
 from ....graph.build import make_graph
+from ....graph.codebook import codebook_bytes, may_rotate
 from ....graph.format import CODEBOOK, CODES, ENTRIES, NODES, ROWS, GraphSections, section_of
 from ....graph.index import GraphIndex
 from ....graph.layout import choose_layout
@@ -247,7 +248,9 @@ class GraphStage:
     def resident_bytes(self, records: int) -> int:
         if records < FLAT_MAX:
             return 4 * records * self.vector_dim
-        return 256 * self.vector_dim * 4 + 1000 * (4 + 64)  # codebook and entry points
+        code_bytes = choose_layout(records, self.vector_dim, "fp16", max_degree=_MAX_DEGREE, codes="inline", code_bytes=None).code_bytes
+        is_rotated = may_rotate(self.vector_dim, code_bytes, use_opq=True)
+        return codebook_bytes(self.vector_dim, is_rotated=is_rotated) + 1000 * (4 + code_bytes)  # and entry points
 
 
 def _entries(rows: np.ndarray, numbers: np.ndarray, order: np.ndarray | None) -> Entries:
