@@ -19,7 +19,7 @@ _AT_ONCE = 10_000
 @dataclass(frozen=True, eq=False)
 class Passages:
     """Attributes:
-    words: int64: terms of all passages, one after the other.
+    words: int32: terms of all passages, one after the other.
     lengths: int64 [n]: words of each.
     """
 
@@ -46,9 +46,9 @@ def make_passages(n: int, seed: int) -> Passages:
     random = np.random.default_rng(seed)
     lengths = np.maximum(4, random.poisson(MEAN_WORDS, n))
     total = int(lengths.sum())
-    topics = random.integers(0, TERMS, (TOPICS, TOPIC_TERMS))
-    of_all = np.searchsorted(_zipf(TERMS, STOP_RANKS), random.random(total)).clip(max=TERMS - 1)
-    place = np.searchsorted(_zipf(TOPIC_TERMS), random.random(total)).clip(max=TOPIC_TERMS - 1)
+    topics = random.integers(0, TERMS, (TOPICS, TOPIC_TERMS)).astype(np.int32)
+    of_all = _drawn(random, _zipf(TERMS, STOP_RANKS), total)
+    place = _drawn(random, _zipf(TOPIC_TERMS), total)
     of_topic = topics[np.repeat(random.integers(0, TOPICS, n), lengths), place]
     return Passages(np.where(random.random(total) < 0.5, of_all, of_topic), lengths)
 
@@ -58,11 +58,21 @@ def _zipf(n: int, left_out: int = 0) -> np.ndarray:
     return share / share[-1]
 
 
+def _drawn(random: np.random.Generator, share: np.ndarray, count: int) -> np.ndarray:
+    """int32 [count]: ranks by a law, whose numbers of ten million passages are gigabytes."""
+    return np.searchsorted(share, random.random(count)).clip(max=len(share) - 1).astype(np.int32)
+
+
 def df_of(passages: Passages) -> np.ndarray:
     """int64 [terms]: how many passages have each."""
-    pairs = np.repeat(np.arange(len(passages), dtype=np.int64), passages.lengths) * TERMS + passages.words
-    pairs.sort()
-    return np.bincount(pairs[np.concatenate([[True], pairs[1:] != pairs[:-1]])] % TERMS, minlength=TERMS)
+    df = np.zeros(TERMS, np.int64)
+    begins = np.concatenate([[0], np.cumsum(passages.lengths)])
+    for first in range(0, len(passages), _AT_ONCE):
+        lengths = passages.lengths[first : first + _AT_ONCE]
+        words = passages.words[begins[first] : begins[first + len(lengths)]]
+        pairs = np.unique(np.repeat(np.arange(len(lengths)), lengths) * TERMS + words)
+        df += np.bincount(pairs % TERMS, minlength=TERMS)
+    return df
 
 
 def make_queries(passages: Passages, n: int, seed: int, df: np.ndarray) -> list[list[str]]:
