@@ -13,8 +13,3 @@ from tests.forks import Forks
 def processes(open_forks: Callable[[str], Forks]) -> Forks:
     """Generation with caches on disk, in processes that can be killed."""
     return open_forks("tests.integrations.transformers.forks")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def on_one_thread(one_thread: None) -> None:
-    """See `one_thread` in tests/conftest.py."""
