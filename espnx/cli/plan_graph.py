@@ -27,6 +27,7 @@ def configure_graph(parser: ArgumentParser) -> None:
     add("--codes", choices=tuple(_WHERE), help="default: all are shown")
     add("--max-degree", type=int, default=64, metavar="R", help="default: %(default)s")
     add("--pq-bytes", type=int, metavar="B", help="of a code (default: as many as fill a page)")
+    add("--no-opq", dest="use_opq", action="store_false", help="codes of the vectors as they are")
     add("--price-per-tb-ssd", type=float, metavar="P", help="of 10^12 bytes: the media cost is shown")
     add("--price-per-gb-ram", type=float, metavar="P", help="of 2^30 bytes, in the same currency")
 
@@ -46,6 +47,7 @@ def run_graph(args: Namespace) -> int:
         "max_degree": args.max_degree,
         "pq_bytes": args.pq_bytes,
         "disk_pq_bytes": args.disk_pq_bytes,
+        "use_opq": args.use_opq,
     }
     plans = {codes: plan_graph(args.vectors, args.dim, codes=codes, **options) for codes in _WHERE if args.codes in (None, codes)}
     costs = {codes: _cost(plan, prices) for codes, plan in plans.items()}

@@ -18,7 +18,7 @@ from ..storage.lock import DirectoryLock
 from ..storage.manifest import NAME
 from ..storage.native import given_engine
 from .bounded import Seconds, build_bounded
-from .bounded.budget import available_bytes, member_bytes, plan_parts, resident_bytes
+from .bounded.budget import available_bytes, fit_bytes, member_bytes, plan_parts, resident_bytes
 from .codebook import Codebook, train_codebook
 from .edges import build_edges, check_device
 from .format import GraphFacts
@@ -123,7 +123,7 @@ def build(
             else float16. ``pq``: codes of `disk_pq_bytes` in their place, whose distances searches return, and which limit what they find:
             `GraphReport.recall_ceiling` says how much.
         disk_pq_bytes: of such a code (DiskANN's pq_disk_bytes), 1 to a byte a dimension.
-        use_opq: codes are of rotated vectors (`espnx.graph.rotation`) where a sample shows that these say more; up to 2,048 dimensions.
+        use_opq: codes are of rotated vectors (`espnx.graph.rotation`) where a sample shows that these say more (`train_codebook`).
         num_entry_points: where searches may begin; they take the nearest by its code.
         threads: of the build; None: as many as torch uses. With one the same input gives the same graph.
         seed: of samples and of the order of insertion.
@@ -178,7 +178,7 @@ def _layout_of(options: GraphOptions, source: Vectors) -> PageLayout:
 
 def _check_memory(layout: PageLayout, options: GraphOptions) -> None:
     """Refuses what cannot be built in memory, before hours are spent on it."""
-    needed, free = layout.n * member_bytes(layout, options), available_bytes()
+    needed, free = layout.n * member_bytes(layout, options) + fit_bytes(layout, options), available_bytes()
     if free is not None and needed > free:
         raise errors.OutOfMemoryError(
             f"a build of {layout.n:,} vectors in memory", needed_bytes=needed, free_bytes=free,

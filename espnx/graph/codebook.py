@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from ..ops.centroids import PRODUCT_CENTROIDS, encode_product, fit_product_quantizer
 from .rotation import fit_rotation
@@ -12,10 +13,17 @@ from .rotation import fit_rotation
 _SAMPLE = 65_536
 # Rotated at a time: vectors that are held once more, as float32.
 _BLOCK_BYTES = 4 << 20
-# With more dimensions the rotation would be more than 16 MiB, of which an open graph keeps all.
-_ROTATED_DIM_MAX = 2048
-# Of the sample, by which it is decided whether a rotation is any good: so many centroids are fitted to, and as many others measured.
-_TRIED_ROWS = 4096
+# With more dimensions the rotation would be more than 16 MiB, of which an open graph keeps all. Of fewer vectors it would weigh more than a
+# quarter of them as float16, and would follow the sample.
+_ROTATED_DIM_MAX, _ROWS_PER_DIM, _ROTATED_ROWS_MIN = 2048, 8, 256
+# Of the sample, by which it is decided whether a rotation is any good: so many centroids are fitted to, and as many others measured. What
+# it takes off the squared error must be more than two samples differ by.
+_TRIED_ROWS, _BETTER = 4096, 0.95
+# Values of a turned vector are sums of products: of vectors farther from the origin than so many times what they differ by, float32 would
+# keep too little of the differences.
+_FAR = 256
+# Of a value of the covariance, while its principal directions are looked for.
+_BYTES_PER_COVARIANCE = 48
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +47,7 @@ class Codebook:
     def rotated(self, vectors: np.ndarray) -> np.ndarray:
         """float32 [n, dim]: what parts are of."""
         values = np.asarray(vectors, dtype=np.float32)
-        return values if self.rotation is None else values @ self.rotation
+        return values if self.rotation is None else _product(values, self.rotation)
 
     def encode(self, vectors: np.ndarray) -> np.ndarray:
         """uint8 [n, code_bytes] of vectors [n, dim] of any dtype."""
@@ -56,7 +64,7 @@ class Codebook:
         """float32 [n, dim]: what codes stand for."""
         part = np.repeat(np.arange(self.code_bytes), np.diff(self.begin))
         values: np.ndarray = self.centroids[codes[:, part], np.arange(self.centroids.shape[1])]
-        return values if self.rotation is None else values @ self.rotation.T
+        return values if self.rotation is None else _product(values, self.rotation.T)
 
     @property
     def size_bytes(self) -> int:
@@ -80,35 +88,61 @@ def unpack_codebook(begin: np.ndarray, values: np.ndarray, dim: int) -> Codebook
     return Codebook(begin, centroids.reshape(PRODUCT_CENTROIDS, dim), rest.reshape(dim, dim) if len(rest) else None)
 
 
-def may_rotate(dim: int, code_bytes: int, *, use_opq: bool) -> bool:
-    """Whether a rotation is tried: with a byte for each dimension there is nothing to deal out."""
-    return use_opq and code_bytes < dim <= _ROTATED_DIM_MAX
+def may_rotate(n: int, dim: int, code_bytes: int, *, use_opq: bool) -> bool:
+    """Whether a rotation is tried for n vectors: with a byte for each dimension there is nothing to deal out."""
+    return use_opq and code_bytes < dim <= _ROTATED_DIM_MAX and n >= max(_ROTATED_ROWS_MIN, _ROWS_PER_DIM * dim)
 
 
-def train_codebook(vectors: np.ndarray, code_bytes: int, *, use_opq: bool = True, seed: int = 0, device: str = "cpu") -> Codebook:
-    """k-means of each part over a sample of the vectors, [n, dim], n at least 1. The first parts are a dimension longer where code_bytes
+def rotation_fit_bytes(n: int, dim: int, code_bytes: int, *, use_opq: bool) -> int:
+    """Memory that is taken meanwhile, beside the sample's."""
+    return _BYTES_PER_COVARIANCE * dim**2 if may_rotate(n, dim, code_bytes, use_opq=use_opq) else 0
+
+
+def train_codebook(
+    vectors: np.ndarray, code_bytes: int, *, n: int | None = None, use_opq: bool = True, seed: int = 0, device: str = "cpu"
+) -> Codebook:  # fmt: skip
+    """k-means of each part over a sample of the vectors, [m, dim], m at least 1. The first parts are a dimension longer where code_bytes
     does not divide dim.
 
-    `use_opq`: of rotated vectors, see `fit_rotation`, where that makes codes better and `dim` is at most 2048.
+    Args:
+        n: vectors that there are, of which these are a sample; None: these are all.
+        use_opq: of rotated vectors, see `fit_rotation`, where that makes codes better by 5 % of the squared error; of 256 vectors or more,
+            8 for each dimension, and 2,048 dimensions or fewer.
     """
-    n, dim = vectors.shape
-    chosen = np.sort(np.random.default_rng(seed).permutation(n)[:_SAMPLE])
+    dim = vectors.shape[1]
+    chosen = np.sort(np.random.default_rng(seed).permutation(len(vectors))[:_SAMPLE])
     sample = np.asarray(vectors[chosen], dtype=np.float32)
     begin = np.concatenate([np.zeros(1, np.int64), np.cumsum(dim // code_bytes + (np.arange(code_bytes) < dim % code_bytes))])
     rotation = None
-    if may_rotate(dim, code_bytes, use_opq=use_opq):
+    if may_rotate(len(vectors) if n is None else n, dim, code_bytes, use_opq=use_opq) and not _is_far(_some(sample, 1024)):
         rotation = fit_rotation(sample, begin)
-        tried = sample[:: max(1, len(sample) // (2 * _TRIED_ROWS))]
-        if not _loss(tried, begin, rotation, seed) < _loss(tried, begin, None, seed):
+        tried = _some(sample, 2 * _TRIED_ROWS)
+        if not _loss(tried, begin, rotation, seed, device) < _BETTER * _loss(tried, begin, None, seed, device):
             rotation = None
     if rotation is not None:
         for first in range(0, len(sample), _TRIED_ROWS):  # in place: a build in bounded memory has room for one of these
-            sample[first : first + _TRIED_ROWS] = sample[first : first + _TRIED_ROWS] @ rotation
+            sample[first : first + _TRIED_ROWS] = _product(sample[first : first + _TRIED_ROWS], rotation)
     return Codebook(begin, fit_product_quantizer(sample, begin, seed=seed, device=device), rotation)
 
 
-def _loss(rows: np.ndarray, begin: np.ndarray, rotation: np.ndarray | None, seed: int) -> float:
+def _some(sample: np.ndarray, most: int) -> np.ndarray:
+    """At most so many rows, evenly spread; a view."""
+    return sample[:: -(-len(sample) // most)]
+
+
+def _is_far(rows: np.ndarray) -> bool:
+    return bool(np.abs(rows.mean(axis=0, dtype=np.float64)).max() > _FAR * rows.std(axis=0, dtype=np.float64).mean())
+
+
+def _loss(rows: np.ndarray, begin: np.ndarray, rotation: np.ndarray | None, seed: int, device: str) -> float:
     """The squared error of codes of one half of some vectors, by centroids of the other."""
     fitted, others = rows[::2], rows[1::2]
-    book = Codebook(begin, fit_product_quantizer(fitted if rotation is None else fitted @ rotation, begin, seed=seed), rotation)
+    turned = fitted if rotation is None else _product(fitted, rotation)
+    book = Codebook(begin, fit_product_quantizer(turned, begin, seed=seed, device=device), rotation)
     return float(np.square(book.decode(book.encode(others)) - others, dtype=np.float64).sum())
+
+
+def _product(vectors: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+    """By torch, which keeps to the threads that it was given."""
+    found: np.ndarray = torch.mm(torch.from_numpy(np.require(vectors, np.float32, ["C", "W"])), torch.from_numpy(matrix)).numpy()
+    return found

@@ -261,7 +261,8 @@ def _read_index(
     progress("read", header.n, header.n)
     if given is not None:
         _check_given(given, codes, book)
-    size_bytes = sum(os.path.getsize(prefix + each) for each in (theirs.INDEX, theirs.CODES, theirs.PIVOTS))
+    names = (theirs.INDEX, theirs.CODES, theirs.PIVOTS, theirs.PIVOTS + theirs.ROTATION, theirs.DISK_PIVOTS, theirs.METADATA, theirs.NORM)
+    size_bytes = sum(os.path.getsize(prefix + each) for each in names if os.path.exists(prefix + each))
     found = _Index(
         measured, measured, nodes.neighbours, nodes.counts, header.medoid, book, codes, metric, size_bytes, disk_book
     )  # fmt: skip

@@ -229,7 +229,7 @@ def read_codebook(engine: NativeEngine, path: str, chunks: int, dim: int) -> Cod
             "first dimensions of DiskANN's chunks", path=path, got=begin.tolist()[:8], expected=f"growing from 0 to {dim}", fix=_REBUILD
         )
     rotation = _read_rotation(engine, path + ROTATION, dim)
-    centroids = table + (centre if rotation is None else centre @ rotation)
+    centroids = table + (centre if rotation is None else centre.astype(np.float64) @ rotation).astype(np.float32)
     if not np.isfinite(centroids).all():
         where = np.argwhere(~np.isfinite(centroids))[0].tolist()
         raise errors.FormatError(
@@ -245,6 +245,8 @@ def _read_rotation(engine: NativeEngine, path: str, dim: int) -> np.ndarray | No
     if (size_bytes := _size(path, 8)) > 8 + 4 * dim * dim:
         raise errors.FormatError("DiskANN's rotation", path=path, got=f"{size_bytes} bytes", expected=8 + 4 * dim * dim, fix=_REBUILD)
     rotation = _bin(read_file(engine, path), 0, "<f4", (dim, dim), path, "the rotation")
+    if not np.isfinite(rotation).all():
+        raise errors.FormatError("DiskANN's rotation", path=path, got="values that are not finite", expected="a rotation", fix=_REBUILD)
     far = np.abs(rotation.T.astype(np.float64) @ rotation - np.eye(dim)).max()
     if not far < _NOT_ORTHOGONAL:
         raise errors.FormatError("DiskANN's rotation", path=path, got=f"lengths change by {far:g}", expected="a rotation", fix=_REBUILD)

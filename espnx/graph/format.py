@@ -201,7 +201,7 @@ def read_graph(engine: NativeEngine, source: str | os.PathLike[str] | GraphSecti
     parts = _read_parts(fields, "parts", layout.code_bytes, layout.dim)
     disk_parts = _read_parts(fields, "disk_parts", layout.disk_pq_bytes, layout.dim) if holds_codes else None
     ceiling = fields.real("recall_ceiling") if holds_codes and "recall_ceiling" in fields else None
-    regions = _located(source, where, file_sizes(layout, n_entries, _read_rotated(fields)))
+    regions = _located(source, where, file_sizes(layout, n_entries, _read_rotated(fields, has_disk_codebook=holds_codes)))
 
     def codebook(name: str, begin: np.ndarray) -> Codebook:
         values = np.frombuffer(_read_whole(engine, regions, name, expected), "<f4").copy()  # torch takes no memory that is read-only
@@ -219,10 +219,11 @@ def read_graph(engine: NativeEngine, source: str | os.PathLike[str] | GraphSecti
     )  # fmt: skip
 
 
-def _read_rotated(fields: Fields) -> list[str]:
+def _read_rotated(fields: Fields, *, has_disk_codebook: bool) -> list[str]:
     rotated = fields.texts("rotated", count=2)
-    if not set(rotated) <= {CODEBOOK, DISK_CODEBOOK}:
-        fields.refuse("rotated", f"{CODEBOOK}, {DISK_CODEBOOK}, or neither", rotated)
+    among = [CODEBOOK, DISK_CODEBOOK] if has_disk_codebook else [CODEBOOK]
+    if rotated != [name for name in among if name in rotated]:
+        fields.refuse("rotated", f"of {', '.join(among)}, each once", rotated)
     return rotated
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..checks import check_whole
 from ..errors import InvalidInputError
 from ..ops.distances import DIM_MAX, VECTOR_FORMATS
-from .bounded.budget import least_bytes, member_bytes
+from .bounded.budget import fit_bytes, least_bytes, member_bytes
 from .codebook import codebook_bytes, may_rotate
 from .format import N_MAX
 from .layout import CODES_IN, MAX_DEGREE_MAX, choose_layout
@@ -74,7 +74,7 @@ def plan_graph(
     code_bytes, entries = layout.code_bytes, min(n, num_entry_points)
     resident_bytes = layout.codes_bytes if codes == "memory" else 0
     of_books = [code_bytes, layout.disk_pq_bytes] if holds_codes else [code_bytes]
-    books_bytes = sum(codebook_bytes(dim, is_rotated=may_rotate(dim, each, use_opq=use_opq)) for each in of_books)
+    books_bytes = sum(codebook_bytes(dim, is_rotated=may_rotate(n, dim, each, use_opq=use_opq)) for each in of_books)
     disk = {
         "nodes_bytes": layout.size_bytes, "rows_bytes": 4 * n, "codebook_bytes": books_bytes, "entries_bytes": entries * (4 + code_bytes),
         "codes_bytes": layout.codes_bytes,
@@ -84,7 +84,8 @@ def plan_graph(
         "entries_bytes": entries * (8 + code_bytes), "codes_bytes": resident_bytes,
     }  # fmt: skip
     options = GraphOptions(max_degree=max_degree, use_opq=use_opq)
-    build = {"whole_bytes": n * member_bytes(layout, options), "least_bytes": least_bytes(layout, options)}
+    whole_bytes = n * member_bytes(layout, options) + fit_bytes(layout, options)
+    build = {"whole_bytes": whole_bytes, "least_bytes": least_bytes(layout, options)}
     return GraphPlan(layout.page_bytes, layout.nodes_per_page, code_bytes, _with_total(disk), _with_total(memory), build)
 
 

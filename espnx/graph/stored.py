@@ -114,7 +114,7 @@ class StoredGraph:
     def _table(self, query: torch.Tensor) -> np.ndarray:
         """float32 [code_bytes, 256]: a query's part of the distance to each centroid."""
         book = self.facts.codebook
-        values = book.rotated(query.numpy())
+        values = book.rotated(query.numpy()[None])
         each = -values * book.centroids if self.metric == "ip" else np.square(values - book.centroids)
         return np.add.reduceat(each, book.begin[:-1], axis=1).T
 

@@ -202,7 +202,7 @@ def test_writes_that_fail(tmp_path: Path, operation: str, nth: int) -> None:
 
 @pytest.mark.parametrize(("dim", "code_bytes"), [(13, 5), (8, 8), (1, 1), (128, 48)])
 def test_codes_are_those_of_the_nearest_centroids(dim: int, code_bytes: int) -> None:
-    vectors = clustered(400, dim)
+    vectors = clustered(max(400, 8 * dim), dim)
     book = train_codebook(vectors, code_bytes)
     assert np.diff(book.begin).max() - np.diff(book.begin).min() <= 1
     assert (book.rotation is None) == (dim == code_bytes), "there is nothing to deal out"
@@ -211,7 +211,7 @@ def test_codes_are_those_of_the_nearest_centroids(dim: int, code_bytes: int) -> 
     for part in range(code_bytes):
         own = slice(book.begin[part], book.begin[part + 1])
         far = np.square(turned[:, None, own].astype(np.float64) - book.centroids[None, :, own]).sum(axis=-1)
-        chosen = far[np.arange(400), codes[:, part]]
+        chosen = far[np.arange(len(vectors)), codes[:, part]]
         assert (chosen <= far.min(axis=1) + 1e-5 * (1 + far.min(axis=1))).all()
     assert np.square(book.decode(codes) - vectors).mean() < np.square(vectors - vectors.mean(axis=0)).mean()
 

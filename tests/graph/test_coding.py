@@ -93,6 +93,7 @@ def test_codes_in_place_of_vectors(base: np.ndarray, queries: np.ndarray, tmp_pa
     assert (report.format, report.dim) == ("pq", 24)
     with espnx.graph.open(tmp_path / "g") as index:
         index.verify()
+        assert index.facts.disk_codebook.rotation is not None
         held = decoded(index, base)
         assert index.vectors(np.arange(len(base))) == pytest.approx(held, abs=1e-5)
         found = index.search(queries, 5, list_size=60, beamwidth=1)

@@ -122,17 +122,18 @@ def test_codes_of_rotated_vectors(tmp_path: Path, codes: str) -> None:
         assert np.array_equal(again.facts.codebook.packed(), book.packed())
 
 
-@pytest.mark.parametrize("change", ["empty", "cut", "long", "another shape", "no rotation", "not finite", "a directory"])
+@pytest.mark.parametrize("change", ["empty", "cut", "long", "another shape", "no rotation", "not finite", "infinite", "a directory"])
 def test_a_rotation_that_cannot_be(tmp_path: Path, change: str) -> None:
     reference.make(tmp_path / "ann", CASES["float32"], is_rotated=True)
     path = tmp_path / f"ann{ROTATION}"
     data = path.read_bytes()
     values = np.frombuffer(data, "<f4", offset=8).copy()
-    if change == "not finite":
-        values[5] = np.nan
+    if change in ("not finite", "infinite"):
+        values[5] = {"not finite": np.nan, "infinite": np.inf}[change]
     changed = {
         "empty": b"", "cut": data[:-4], "long": data + bytes(4), "another shape": struct.pack("<ii", 10, 40) + data[8:],
         "no rotation": data[:8] + (values * np.float32(1.1)).tobytes(), "not finite": data[:8] + values.tobytes(),
+        "infinite": data[:8] + values.tobytes(),
     }  # fmt: skip
     path.unlink()
     path.mkdir() if change == "a directory" else path.write_bytes(changed[change])
@@ -330,9 +331,11 @@ def test_indexes_of_other_kinds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("operation", ["open_write", "write", "sync"])
-@pytest.mark.parametrize("nth", [1, 2, 4])
+@pytest.mark.parametrize("nth", [1, 2, 3, 4, 5])
 def test_a_failed_export_leaves_nothing(tmp_path: Path, operation: str, nth: int) -> None:
-    espnx.graph.build(CASES["float32"], tmp_path / "g", max_degree=6)
+    espnx.graph.build(CASES["float32"], tmp_path / "g", max_degree=6, pq_bytes=5)
+    with espnx.graph.open(tmp_path / "g") as index:
+        assert index.facts.codebook.rotation is not None
     before = sorted(tmp_path.iterdir())
     rules = [FaultRule("error", operation=operation, nth=nth, count=1, value=28)]
     with FaultyEngine(rules, path="posix") as engine, pytest.raises(errors.WriteError):

@@ -10,7 +10,7 @@ import pytest
 
 import espnx
 from espnx import errors
-from espnx.graph.codebook import Codebook, codebook_bytes, may_rotate, train_codebook, unpack_codebook
+from espnx.graph.codebook import codebook_bytes, may_rotate, train_codebook, unpack_codebook
 from espnx.graph.format import CODEBOOK, DISK_CODEBOOK, MAGIC, VERSION
 from espnx.graph.planning import plan_graph
 from espnx.graph.rotation import fit_rotation
@@ -78,14 +78,36 @@ def test_a_rotation_is_left_out_where_they_are_not() -> None:
     assert book.decode(book.encode(vectors)) == pytest.approx(vectors, abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("n", "dim", "code_bytes", "use_opq", "may"),
+    [
+        (1000, 16, 16, True, False), (1000, 16, 15, True, True), (1000, 16, 4, False, False),
+        (255, 16, 4, True, False), (256, 16, 4, True, True), (511, 64, 4, True, False), (512, 64, 4, True, True),
+        (10**6, 2048, 64, True, True), (10**6, 2049, 64, True, False),
+    ],
+)  # fmt: skip
+def test_where_one_is_tried(n: int, dim: int, code_bytes: int, use_opq: bool, may: bool) -> None:
+    assert may_rotate(n, dim, code_bytes, use_opq=use_opq) == may
+
+
 def test_where_there_is_nothing_to_choose() -> None:
-    assert not may_rotate(16, 16, use_opq=True)
-    assert may_rotate(16, 15, use_opq=True)
-    assert may_rotate(2048, 64, use_opq=True)
-    assert not may_rotate(2049, 64, use_opq=True)
-    assert not may_rotate(16, 4, use_opq=False)
-    assert train_codebook(np.full((100, 6), 7, np.float32), 3).rotation is None
-    assert train_codebook(latent(1, 6, 2), 3).rotation is None
+    assert train_codebook(np.full((300, 6), 7, np.float32), 3).rotation is None
+    assert train_codebook(np.zeros((300, 6), np.float32), 3).rotation is None
+    assert train_codebook(latent(100, 8, 2), 4).rotation is None
+    assert train_codebook(latent(100, 8, 2), 4, n=5000).rotation is not None, "a sample of more"
+
+
+def test_not_of_vectors_that_differ_by_little_from_one_far_away() -> None:
+    """Whose distances a rotation would round away."""
+    near, far = (latent(1000, 16, 3) + np.float32(offset) for offset in (30, 3e4))
+    assert train_codebook(near, 4).rotation is not None
+    assert train_codebook(far, 4).rotation is None
+
+
+def test_not_of_vectors_that_have_no_directions() -> None:
+    for seed in range(4):
+        vectors = np.random.default_rng(seed).standard_normal((4000, 16)).astype(np.float32)
+        assert train_codebook(vectors, 4).rotation is None
 
 
 def test_encoding_goes_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,24 +164,31 @@ def test_plans_and_files(tmp_path: Path) -> None:
             assert index.facts.rotated == ([CODEBOOK, DISK_CODEBOOK] if use_opq else [])
 
 
-@pytest.mark.parametrize("rotated", [["codebook.bin", "rows.bin"], "codebook.bin", [1], ["codebook.bin"] * 3])
+BOTH = [CODEBOOK, DISK_CODEBOOK]
+
+
+@pytest.mark.parametrize("rotated", [[CODEBOOK, "rows.bin"], CODEBOOK, [1], [CODEBOOK] * 2, BOTH[::-1], [*BOTH, CODEBOOK], None])
 def test_a_manifest_that_cannot_be(tmp_path: Path, rotated: object) -> None:
-    espnx.graph.build(latent(100, 8, 3), tmp_path / "g", max_degree=8, pq_bytes=4)
+    espnx.graph.build(latent(300, 8, 3), tmp_path / "g", max_degree=8, pq_bytes=4, disk_pq_bytes=4)
     _change(tmp_path / "g", rotated)
     with pytest.raises(errors.FormatError, match="rotated"):
         espnx.graph.open(tmp_path / "g")
 
 
-@pytest.mark.parametrize("rotated", [[], ["codebook.bin", "disk_codebook.bin"]])
+def test_a_manifest_that_names_a_codebook_that_is_not_there(tmp_path: Path) -> None:
+    espnx.graph.build(latent(300, 8, 3), tmp_path / "g", max_degree=8, pq_bytes=4)
+    _change(tmp_path / "g", BOTH)
+    with pytest.raises(errors.FormatError, match="rotated"):
+        espnx.graph.open(tmp_path / "g")
+
+
+@pytest.mark.parametrize("rotated", [[], [CODEBOOK], [DISK_CODEBOOK]])
 def test_a_codebook_of_another_size(tmp_path: Path, rotated: list[str]) -> None:
     """Which of them have a rotation is in the manifest, and not in how long a file happens to be."""
-    espnx.graph.build(latent(100, 8, 3), tmp_path / "g", max_degree=8, pq_bytes=4, disk_pq_bytes=4)
+    espnx.graph.build(latent(300, 8, 3), tmp_path / "g", max_degree=8, pq_bytes=4, disk_pq_bytes=4)
     with espnx.graph.open(tmp_path / "g") as index:
-        held = index.facts.rotated
-    others = [name for name in (CODEBOOK, DISK_CODEBOOK) if (name in held) != (name in rotated)]
+        assert index.facts.rotated == BOTH
     _change(tmp_path / "g", rotated)
-    if not others:
-        pytest.skip("as it was")
     with pytest.raises((errors.FormatError, errors.TruncatedFileError)):
         espnx.graph.open(tmp_path / "g")
 
@@ -168,20 +197,15 @@ def _change(path: Path, rotated: object) -> None:
     with NativeEngine("posix") as engine:
         said = read_manifest(engine, path, MAGIC, VERSION)
         (path / NAME).unlink()
-        write_manifest(engine, path, MAGIC, VERSION, {**said, "rotated": rotated})
+        del said["rotated"]
+        write_manifest(engine, path, MAGIC, VERSION, said if rotated is None else {**said, "rotated": rotated})
 
 
 def test_a_damaged_rotation(tmp_path: Path) -> None:
-    espnx.graph.build(latent(100, 8, 3), tmp_path / "g", max_degree=8, pq_bytes=4)
+    espnx.graph.build(latent(300, 8, 3), tmp_path / "g", max_degree=8, pq_bytes=4)
     path = tmp_path / "g" / CODEBOOK
     data = bytearray(path.read_bytes())
     data[-3] ^= 4
     path.write_bytes(data)
     with pytest.raises(errors.ChecksumError):
         espnx.graph.open(tmp_path / "g")
-
-
-def test_codes_of_a_codebook_without_parts_are_nobodys() -> None:
-    book = Codebook(np.array([0, 2]), np.zeros((256, 2), np.float32), np.eye(2, dtype=np.float32))
-    assert book.encode(np.zeros((3, 2), np.float32)).tolist() == [[0]] * 3
-    assert book.decode(np.zeros((3, 1), np.uint8)).tolist() == [[0, 0]] * 3

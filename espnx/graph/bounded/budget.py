@@ -9,14 +9,12 @@ from pathlib import Path
 from ... import errors
 from ...ops.distances import vector_bytes
 from ...sizes import format_size
-from ..codebook import may_rotate
+from ..codebook import rotation_fit_bytes
 from ..layout import PageLayout
 from ..options import GraphOptions
 
 # Blocks of vectors, pages, codes and searches that are under way, whatever the number of vectors.
 _BUFFERS_BYTES = 48 << 20
-# Of a value of the matrix whose principal directions are looked for, meanwhile.
-_BYTES_PER_COVARIANCE = 48
 # Of each vector of the input: its node, its row, whether it is reached and leads on, and a copy while they are reordered.
 _BYTES_PER_VECTOR = 20
 # k-means makes parts of unequal size, and what has no room in its nearest part goes to the next.
@@ -51,8 +49,9 @@ def plan_parts(layout: PageLayout, options: GraphOptions, memory_bytes: int, use
         raise errors.InvalidInputError(
             "memory for a build", got=format_size(memory_bytes),
             expected=f"at least {format_size(needed)}, of which this process has {format_size(used_bytes)} already",
+            fix=f"use_opq=False takes {format_size(turned)} less" if (turned := fit_bytes(layout, options)) else None,
         )  # fmt: skip
-    free_bytes = memory_bytes - used_bytes - _fixed_bytes(layout, options) - _BYTES_PER_VECTOR * n
+    free_bytes = memory_bytes - used_bytes - _BUFFERS_BYTES - fit_bytes(layout, options) - _BYTES_PER_VECTOR * n
     rows = free_bytes // member_bytes(layout, options)
     n_parts = 1 if rows >= n else math.ceil(OVERLAP * n * _ROOM / rows)
     sample = min(n, 65_536, max(1, free_bytes // (16 * layout.dim)))
@@ -62,13 +61,14 @@ def plan_parts(layout: PageLayout, options: GraphOptions, memory_bytes: int, use
 def least_bytes(layout: PageLayout, options: GraphOptions) -> int:
     """The smallest limit of a build in parts, beside what the process has already."""
     n = max(1, layout.n)
-    return _fixed_bytes(layout, options) + _BYTES_PER_VECTOR * n + min(n, 4 * options.max_degree) * member_bytes(layout, options)
+    fixed = _BUFFERS_BYTES + fit_bytes(layout, options)
+    return fixed + _BYTES_PER_VECTOR * n + min(n, 4 * options.max_degree) * member_bytes(layout, options)
 
 
-def _fixed_bytes(layout: PageLayout, options: GraphOptions) -> int:
+def fit_bytes(layout: PageLayout, options: GraphOptions) -> int:
+    """Of looking for the rotation of codes, whatever the number of vectors."""
     code_bytes = min(layout.code_bytes, layout.disk_pq_bytes or layout.code_bytes)
-    is_rotated = may_rotate(layout.dim, code_bytes, use_opq=options.use_opq)
-    return _BUFFERS_BYTES + (_BYTES_PER_COVARIANCE * layout.dim**2 if is_rotated else 0)
+    return rotation_fit_bytes(layout.n, layout.dim, code_bytes, use_opq=options.use_opq)
 
 
 def member_bytes(layout: PageLayout, options: GraphOptions) -> int:

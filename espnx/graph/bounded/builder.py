@@ -16,7 +16,7 @@ from ...ops.centroids import fit_means
 from ...storage import FileHandle, NativeEngine, Plan
 from ...storage.files import crc32c
 from ...storage.work import WorkFolder
-from ..codebook import Codebook, train_codebook, unpack_codebook
+from ..codebook import Codebook, codebook_bytes, train_codebook, unpack_codebook
 from ..coding import VectorCoding
 from ..format import CODEBOOK, CODES, DISK_CODEBOOK, ENTRIES, NODES, ROWS, GraphFacts, in_directory
 from ..layout import PageLayout
@@ -141,7 +141,7 @@ class _Bounded:
             if self._options.metric == "ip" and len(rows):
                 longest = max(longest, float(np.square(rows.astype(np.float32)).sum(axis=1).max()))
         device = self._options.device
-        train = partial(train_codebook, sample, use_opq=self._options.use_opq, seed=seed, device=device)
+        train = partial(train_codebook, sample, n=layout.n, use_opq=self._options.use_opq, seed=seed, device=device)
         book = train(layout.code_bytes)
         disk_book = train(layout.disk_pq_bytes) if layout.format == "pq" else None
         centres = fit_means(sample, min(self._budget.n_parts, count), seed=seed, device=device)
@@ -150,6 +150,7 @@ class _Bounded:
                 if each is not None:
                     each.begin.tofile(folder / f"{name}begin")
                     each.packed().tofile(folder / f"{name}codebook")
+                    np.array([each.rotation is not None], np.int64).tofile(folder / f"{name}rotated")
             centres.tofile(folder / "centres")
             np.array([longest]).tofile(folder / "longest")
             np.array([self._budget.part_rows]).tofile(folder / "part_rows")
@@ -159,8 +160,11 @@ class _Bounded:
 
     def _codebook(self, name: str = "") -> Codebook:
         dim = self._layout.dim
-        begin, packed = self._sampled(f"{name}begin", np.int64), self._sampled(f"{name}codebook", np.float32, dim)
-        return unpack_codebook(begin, packed.reshape(-1), dim)
+        is_rotated = read_array(self._work.file(_SAMPLED, f"{name}rotated"), np.int64, None, 0, 1)[0] != 0
+        packed = read_array(
+            self._work.file(_SAMPLED, f"{name}codebook"), np.float32, None, 0, codebook_bytes(dim, is_rotated=is_rotated) // 4
+        )  # fmt: skip
+        return unpack_codebook(self._sampled(f"{name}begin", np.int64), packed, dim)
 
     def _coding(self) -> VectorCoding:
         """Of vectors in nodes."""

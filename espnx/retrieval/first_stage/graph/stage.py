@@ -18,7 +18,7 @@ import torch
 
 from .... import errors
 from ....graph.build import make_graph
-from ....graph.codebook import codebook_bytes, may_rotate
+from ....graph.codebook import codebook_bytes, may_rotate, rotation_fit_bytes
 from ....graph.format import CODEBOOK, CODES, ENTRIES, NODES, ROWS, GraphSections, section_of
 from ....graph.index import GraphIndex
 from ....graph.layout import choose_layout
@@ -127,7 +127,8 @@ class GraphStage:
 
     def add_bytes(self, count: int) -> int:
         # Vectors as float16 and, with the dimension that inner products need, as float32; edges with room to grow, and a copy of them.
-        return count * (2 * self.vector_dim + 4 * (self.vector_dim + 1) + 4 * _MAX_DEGREE * 3)
+        each = 2 * self.vector_dim + 4 * (self.vector_dim + 1) + 4 * _MAX_DEGREE * 3
+        return count * each + rotation_fit_bytes(count, self.vector_dim, self._code_bytes(count), use_opq=True)
 
     def build_operations(self, count: int) -> int:
         # Each walk measures about as many vectors as its list has candidates times a third of a node's neighbours.
@@ -248,9 +249,12 @@ class GraphStage:
     def resident_bytes(self, records: int) -> int:
         if records < FLAT_MAX:
             return 4 * records * self.vector_dim
-        code_bytes = choose_layout(records, self.vector_dim, "fp16", max_degree=_MAX_DEGREE, codes="inline", code_bytes=None).code_bytes
-        is_rotated = may_rotate(self.vector_dim, code_bytes, use_opq=True)
+        code_bytes = self._code_bytes(records)
+        is_rotated = may_rotate(records, self.vector_dim, code_bytes, use_opq=True)
         return codebook_bytes(self.vector_dim, is_rotated=is_rotated) + 1000 * (4 + code_bytes)  # and entry points
+
+    def _code_bytes(self, count: int) -> int:
+        return choose_layout(count, self.vector_dim, "fp16", max_degree=_MAX_DEGREE, codes="inline", code_bytes=None).code_bytes
 
 
 def _entries(rows: np.ndarray, numbers: np.ndarray, order: np.ndarray | None) -> Entries:
