@@ -244,7 +244,7 @@ def _read_rotation(engine: NativeEngine, path: str, dim: int) -> np.ndarray | No
         return None
     if (size_bytes := _size(path, 8)) > 8 + 4 * dim * dim:
         raise errors.FormatError("DiskANN's rotation", path=path, got=f"{size_bytes} bytes", expected=8 + 4 * dim * dim, fix=_REBUILD)
-    rotation = _bin(read_file(engine, path), 0, "<f4", (dim, dim), path, "the rotation")
+    rotation = _bin(read_file(engine, path), 0, "<f4", (dim, dim), path, "the rotation").copy()
     if not np.isfinite(rotation).all():
         raise errors.FormatError("DiskANN's rotation", path=path, got="values that are not finite", expected="a rotation", fix=_REBUILD)
     far = np.abs(rotation.T.astype(np.float64) @ rotation - np.eye(dim)).max()

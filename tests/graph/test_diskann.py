@@ -217,6 +217,13 @@ def test_an_index_with_codes_in_its_nodes(tmp_path: Path) -> None:
         assert np.array_equal(index.vectors(np.arange(300)), held)
         assert index.facts.recall_ceiling is None
         assert index.search(held[5], 1, list_size=300).distances[0, 0] == pytest.approx(0, abs=1e-4)
+    turn = np.linalg.qr(random.standard_normal((dim, dim)))[0].astype("<f4")
+    (tmp_path / "ann_disk.index_pq_pivots.bin_rotation_matrix.bin").write_bytes(reference.packed(turn))
+    import_diskann(tmp_path / "ann", tmp_path / "turned")
+    with espnx.graph.open(tmp_path / "turned") as index:
+        assert index.facts.rotated == ["disk_codebook.bin"]
+        assert index.vectors(np.arange(300)) == pytest.approx(held @ turn.T, abs=1e-5)
+        assert index.search(held[5] @ turn.T, 1, list_size=300).distances[0, 0] == pytest.approx(0, abs=1e-4)
     whole = (tmp_path / "ann_disk.index_pq_pivots.bin").read_bytes()
     (tmp_path / "ann_disk.index_pq_pivots.bin").write_bytes(whole[:-9])
     with pytest.raises(errors.TruncatedFileError):
