@@ -1,4 +1,4 @@
-"""Product quantisation of vectors: each is rotated, cut in parts, and each part named by the nearest of its 256 centroids."""
+"""Product quantisation of vectors: each is rotated where that helps, and cut in parts, each named by the nearest of 256 centroids."""
 
 from __future__ import annotations
 
