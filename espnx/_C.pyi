@@ -105,21 +105,32 @@ class LinkTicket:
 class LinkClock:
     """csrc/device/link_clock.hpp."""
 
-    def __init__(self, links: Sequence[tuple[str, float]], stretch: float) -> None:
-        """`links`: their names and latencies in seconds."""
+    def __init__(self, links: Sequence[tuple[str, float]], lanes: int, stretch: float) -> None:
+        """`links`: their names and latencies in seconds. `lanes`: in each of which transfers follow one another."""
 
     def transfer(
-        self, path: Sequence[tuple[int, float, float]], size_bytes: int, chunk_bytes: int, after: Sequence[LinkTicket]
+        self,
+        path: Sequence[tuple[int, float, float]],
+        lane: int,
+        size_bytes: int,
+        before_s: float,
+        after: Sequence[LinkTicket],
+        member: int = -1,
     ) -> LinkTicket:
         """`path`: (which link, amount of work there, rate per second) of each leg."""
 
-    def wait(self, tickets: Sequence[LinkTicket], asked_s: float | None, deadline_s: float) -> float | None:
+    def wait(self, tickets: Sequence[LinkTicket], asked_s: float | None, deadline_s: float, member: int = -1) -> float | None:
         """When the last of them ended; None at the deadline."""
 
     def done(self, ticket: LinkTicket, /) -> bool: ...
     def cancel(self, ticket: LinkTicket, /) -> None: ...
     def now(self) -> float: ...
     def advance(self, to_s: float, /) -> None: ...
+    def join(self) -> int: ...
+    def rest(self, member: int, /) -> None: ...
+    def resume(self, member: int, /) -> None: ...
+    def leave(self, member: int, /) -> None: ...
+    def at_work(self) -> int: ...
     def times(self) -> tuple[float, float, float]:
         """Virtual seconds: (now, waited, late)."""
 
@@ -167,8 +178,8 @@ class PostingsDictionaries:
 
     def __init__(self) -> None: ...
     def add(
-        self, hashes: Buffer, first: Buffer, df: Buffer, first_layer: Buffer | None, removed: Buffer, removed_df: Buffer, kind: int,
-        scale: float, /,
+        self, hashes: Buffer, first: Buffer, df: Buffer, first_layer: Buffer | None, exponents: Buffer | None, removed: Buffer,
+        removed_df: Buffer, kind: int, /,
     ) -> None: ...  # fmt: skip
     def look_up(self, hashes: Tensor, /) -> tuple[Tensor, list[tuple[int, int, int]]]:
         """(numbers [segments, n], of hashes that several terms share: segment, place, how many)."""
@@ -372,7 +383,7 @@ class GraphSearcher:
     @property
     def path(self) -> tuple[str, str, bool]: ...
     def start(
-        self, *, queries: Tensor, queries_f32: Tensor, k: int, list_size: int, beam: int, stop_beyond: float, allowed: Tensor | None,
-        deadline_s: float,
+        self, *, queries: Tensor, queries_f32: Tensor, k: int, list_size: int, far_list_size: int, beam: int, stop_beyond: float,
+        filter: dict[str, Any] | None, deadline_s: float,  # noqa: A002
     ) -> GraphSearch: ...  # fmt: skip
     def close(self) -> None: ...

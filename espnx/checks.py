@@ -40,6 +40,6 @@ def check_path(name: str, value: object) -> str:
         path = os.fspath(value)  # type: ignore[call-overload]
     except TypeError:
         path = None
-    if not isinstance(path, str):
-        raise errors.InvalidInputError(name, got=repr(value), expected="a str or a pathlib.Path")
+    if not isinstance(path, str) or "\0" in path:
+        raise errors.InvalidInputError(name, got=repr(value), expected="a str or a pathlib.Path, without NUL")
     return path

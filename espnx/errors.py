@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import errno as codes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _TOO_MANY_FILES_FIX = (
-    "raise the limit of open files (`ulimit -n`), close what is not needed, or lower the number of a store's files (`espnx index compact`)"
+    "raise the limit of open files (`ulimit -n`), close what is not needed, or lower the number of a store's files "
+    "(`espnx index compact`; of posting lists `espnx postings compact`)"
 )
+_TOO_MANY_TO_COMPACT_FIX = "raise the limit of open files (`ulimit -n`), close what is not needed, and compact again"
 
 
 class EspnxError(Exception):
@@ -27,15 +31,15 @@ class EspnxError(Exception):
 
     def __init__(self, what: str, *, got: object = None, expected: object = None, fix: str | None = None):
         self.what, self.got, self.expected, self.fix = what, got, expected, fix
-        parts = [what]
-        if got is not None:
-            parts.append(f"got {got}")
-        if expected is not None:
-            parts.append(f"expected {expected}")
-        message = "; ".join(parts)
-        if fix:
-            message += f". Fix: {fix}"
-        super().__init__(message)
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        parts = [self.what]
+        if self.got is not None:
+            parts.append(f"got {self.got}")
+        if self.expected is not None:
+            parts.append(f"expected {self.expected}")
+        return "; ".join(parts) + (f". Fix: {self.fix}" if self.fix else "")
 
 
 class InvalidInputError(EspnxError, ValueError):
@@ -126,6 +130,18 @@ class StorageError(EspnxError, OSError):
         self.offset_bytes, self.size_bytes, self.errno = offset_bytes, size_bytes, errno
 
     __str__ = Exception.__str__  # OSError would print only errno and strerror
+
+
+@contextmanager
+def while_compacting() -> Iterator[None]:
+    """Where a store is being compacted, an error because of too many open files does not advise to compact it."""
+    try:
+        yield
+    except StorageError as error:
+        if error.errno in (codes.EMFILE, codes.ENFILE):
+            error.fix = _TOO_MANY_TO_COMPACT_FIX
+            error.args = (error._message(),)
+        raise
 
 
 class ReadError(StorageError):

@@ -25,25 +25,25 @@ def main() -> None:
         print(f"{report.documents} documents, {report.record_bytes / 1e6:.1f} MB of token vectors on the SSD")
 
         with espnx.open(path) as index:  # with the encoder that the store remembers
-            result = index.search("split a string into words", k=3)
+            result = index.search("split a string at line breaks", k=3)
             for hit in result:
                 print(f"{hit.score:7.2f}  {hit.id}")
             print(f"{result.requests} requests, {result.bytes_moved} bytes by {result.effective_path}")
-            assert result[0].id == "str.split"
+            assert result[0].id == "str.splitlines"
 
             # Only among some documents; and with full records of the eight best alone, which is faster and lossy.
             of_lists = [name for name, _ in documents() if name.startswith("list.")]
             assert index.search("add an item at the end", k=1, include=of_lists)[0].id == "list.append"
-            assert index.search("split a string into words", k=3, cascade=8)[0].id == "str.split"
+            assert index.search("split a string at line breaks", k=3, cascade=8)[0].id == "str.splitlines"
 
             # What is added or deleted is a new version of the store; an open index goes over to it when it is told to.
-            espnx.add(path, [("words", "Splits a string into words, and does nothing else.")])
-            espnx.delete(path, ["str.split"])
-            assert "words" not in index
+            espnx.add(path, [("lines", "Splits a string at line breaks, and does nothing else.")])
+            espnx.delete(path, ["str.splitlines"])
+            assert "lines" not in index
             index.reload()
-            best = index.search("split a string into words", k=1)[0]
+            best = index.search("split a string at line breaks", k=1)[0]
             print(f"{best.score:7.2f}  {best.id}: {best.text}")
-            assert best.id == "words"
+            assert best.id == "lines"
 
 
 if __name__ == "__main__":

@@ -172,6 +172,8 @@ install_packages() {
     say "going on without gensim: the encoder Doc2Vec needs it, nothing else does"
   packages "installing what reads models in GGUF files" gguf accelerate ||
     say "going on without: espnx.load_gguf needs them, nothing else does"
+  packages "installing PEFT, whose adapters kept caches tell apart" peft ||
+    say "going on without PEFT: tests of adapters are skipped, nothing else needs it"
   if has_gpu; then
     venv_python -c 'import sys, torch; sys.exit(not torch.version.cuda)' ||
       say "there is an NVIDIA GPU, but pip chose a torch without CUDA, so it will stay idle (check pip's index and find-links settings)"

@@ -30,14 +30,14 @@ RANK = {
     "cli": 9,  # `espnx bench` runs the registered benchmarks
 }
 # Modules directly under espnx/ that know nothing of the rest.
-BASE_MODULES = {"errors", "_version", "sizes", "checks", "log", "tables"}
+BASE_MODULES = {"errors", "_version", "sizes", "checks", "forks", "log", "tables"}
 # The package's front page and `python -m espnx` only pass on what is below.
 FACADES = {"", "__main__"}
 NATIVE_USERS = {"storage", "ops", "device", "graph", "postings", "cli"}
 KERNEL_USERS = {"ops"}
 # What a layer may see of `device`: the interface, the registry and what is told of rows, not the devices behind them. Layers that are not
 # here may import any of it.
-DEVICE_SEEN_BY = {"kv": {"interface", "near_storage", "registry", "row_layout"}}
+DEVICE_SEEN_BY = {"kv": {"crew", "interface", "near_storage", "registry", "row_layout"}}
 
 # Third-party packages by layer, beyond the standard library.
 THIRD_PARTY = {

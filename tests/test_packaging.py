@@ -77,6 +77,7 @@ def test_wheel_holds_the_kernels_and_the_extension_as_files(wheel: Path) -> None
         names = set(archive.namelist())
         kernels = {f"espnx/kernels/{path.name}" for path in (ROOT / "kernels").glob("*.py")}
         assert kernels <= names
+        assert {f"espnx/device/example/{name}" for name in ("pyproject.toml", "ram_device.py")} <= names
         for name in kernels:
             assert archive.read(name) == (ROOT / "kernels" / Path(name).name).read_bytes()
         assert EXTENSION is not None

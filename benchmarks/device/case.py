@@ -17,17 +17,19 @@ partitions on such devices, whose best hits are merged; beside the same disks, w
 that scan posting lists, placed by passages or by terms; beside the same disks, whose lists go to the host. All are really stored, read
 and computed on; a run in which this machine took more than a fifth of the time is repeated, stretched further, or refused. distances: how
 many distances a second a device computes for the host, over threads and sizes of clusters, beside FAISS's kernels on the same bytes in RAM.
+validation: whether this disk, emulated from a calibration made anew before each run, takes as long as it does.
 
   espnx bench device --path /mnt/nvme --json device-topology.json                                 1 to 16 SmartSSDs
   espnx bench device --path /mnt/nvme --show search --json device-search.json
   espnx bench device --path /mnt/nvme --show postings --json device-postings.json
   espnx bench device --path /mnt/nvme --show distances --json device-distances.json
+  espnx bench device --path /mnt/nvme --show validation --pairs 15 --json device-validation.json
   espnx bench device --quick                                                                      does everything work here?
 
 topology takes 1 GiB of disk for each 65,000 tokens of the batch and layer, search 5 GB for each million documents; nothing of it stays.
---pairs is of distances."""
+--pairs is of distances and validation."""
 
-SHOWS = ("topology", "search", "postings", "distances")
+SHOWS = ("topology", "search", "postings", "distances", "validation")
 #: Unless --device says otherwise: the first of them attends, the second scans.
 _DEVICES = {"topology": "smartssd", "search": "smartssd", "postings": "ragx"}
 
@@ -66,6 +68,12 @@ def run(args: Namespace, say: Say) -> list[Row]:
             "cluster_bytes": (4096, 16384), "threads": (1, 2), "size_bytes": 8 << 20, "n_queries": 2, "clusters_per_query": 64,
         }  # fmt: skip
         return distances.measure(Path(args.path), pairs=args.pairs, seed=args.seed, say=say, **(small if args.quick else {}))
+    if args.show == "validation":
+        from . import validation
+
+        toy: dict[str, Any] = {"file_bytes": 8 << 20, "run_s": 0.02, "vectors": 500, "walks": 2, "layers": 2, "heads": 2, "tokens": 256}
+        runs = 2 if args.quick else args.pairs
+        return validation.measure(validation.Work(Path(args.path), runs, seed=args.seed, **(toy if args.quick else {})), say)
     from espnx.device.model.spec import load_spec
 
     from ..harness.traces import trace_folder
@@ -94,9 +102,12 @@ def run(args: Namespace, say: Say) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Of rows of one --show: those of the first."""
-    from . import distances, postings, search, topology
+    from . import distances, postings, search, topology, validation
 
-    tables = {"topology": topology.table, "search": search.table, "postings": postings.table, "distances": distances.table}
+    tables = {
+        "topology": topology.table, "search": search.table, "postings": postings.table, "distances": distances.table,
+        "validation": validation.table,
+    }  # fmt: skip
     show = rows[0].params["show"] if rows else "distances"
     return tables[show]([row for row in rows if row.params["show"] == show])
 

@@ -26,7 +26,8 @@ class Collection:
 
     def params(self, index: espnx.Index) -> dict[str, Any]:
         """Of every row."""
-        return {"collection": self.name, "documents": len(index), "queries": len(self.queries)}
+        encoder = index.store.manifest.encoder.name  # which says, too, where it computes in bf16
+        return {"collection": self.name, "documents": len(index), "queries": len(self.queries), "encoder": encoder}
 
 
 def read_collection(folder: str) -> Collection:

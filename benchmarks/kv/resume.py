@@ -110,7 +110,7 @@ class ResumeWork:
         ids = self._prompt(turn)
         with contextlib.ExitStack() as stack:
             # A new process would look at every weight before it takes a kept cache up: so does every turn.
-            stack.enter_context(mock.patch.dict("espnx.integrations.transformers.fingerprint._known", clear=True))
+            stack.enter_context(mock.patch.dict("espnx.integrations.transformers.identity.fingerprint._known", clear=True))
             before, begun = read_counters(), time.perf_counter()
             if name == KEPT:
                 cache: Any = stack.enter_context(self._kept())

@@ -172,8 +172,8 @@ class PyVamana {
 class PyGraphSearch {
  public:
   PyGraphSearch(std::shared_ptr<GraphSearcher> searcher, const Tensor& queries, const Tensor& queries_f32, int64_t k,
-                int64_t list_size, int64_t beam, float stop_beyond, const std::optional<Tensor>& allowed,
-                double deadline_s)
+                int64_t list_size, int64_t far_list_size, int64_t beam, float stop_beyond,
+                const std::optional<py::dict>& filter, double deadline_s)
       : searcher_(std::move(searcher)) {
     const graph::PageLayout& layout = searcher_->view().layout;
     request_.queries =
@@ -182,18 +182,14 @@ class PyGraphSearch {
     request_.queries_f32 = contiguous<const float>(queries_f32, Dtype::float32, "queries_f32", "float32");
     if (queries_f32.numel() != queries.numel()) invalid("queries_f32 must be the same queries");
     request_.query_bytes = layout.dim * (is_whole(layout.format) ? 1 : 4);
-    if (k < 1 || list_size < k || beam < 1 || !(stop_beyond >= 0) || !(deadline_s > 0)) {
-      invalid("k must be 1 or more, list_size k or more, beam 1 or more");
+    if (k < 1 || list_size < k || far_list_size < list_size || beam < 1 || !(stop_beyond >= 0) || !(deadline_s > 0)) {
+      invalid("k must be 1 or more, list_size k or more, far_list_size not less, beam 1 or more");
     }
     request_.walk.k = k, request_.walk.list_size = list_size, request_.walk.beam = beam;
-    request_.walk.stop_beyond = stop_beyond;
+    request_.walk.far_list_size = far_list_size, request_.walk.stop_beyond = stop_beyond;
     request_.deadline_s = deadline_s;
     keeps_ = {queries.keep(), queries_f32.keep()};
-    if (allowed) {
-      request_.allowed = contiguous<const uint8_t>(*allowed, Dtype::uint8, "allowed", "uint8");
-      if (allowed->numel() < (layout.n + 7) / 8) invalid("allowed must have a bit for each row");
-      keeps_.push_back(allowed->keep());
-    }
+    if (filter) take_filter(*filter);
     const int64_t n = request_.n_queries;
     rows_.resize(n * k), distances_.resize(n * k), seconds_.resize(n);
     for (auto* each : {&pages_, &code_pages_, &measured_, &estimated_}) each->resize(n);
@@ -237,6 +233,31 @@ class PyGraphSearch {
   }
 
  private:
+  void take_filter(const py::dict& given) {
+    const graph::PageLayout& layout = searcher_->view().layout;
+    const auto bits = [&](const char* name) {
+      const auto tensor = given[name].cast<Tensor>();
+      const auto* found = contiguous<const uint8_t>(tensor, Dtype::uint8, name, "uint8");
+      if (tensor.numel() < (layout.n + 7) / 8) invalid(std::string(name) + " must have a bit for each row");
+      keeps_.push_back(tensor.keep());
+      return found;
+    };
+    filter_.rows = bits("rows");
+    filter_.nodes = bits("nodes");
+    filter_.count = given["count"].cast<int64_t>();
+    filter_.pages = given["pages"].cast<int64_t>();
+    for (const int64_t entry : to_vector(given["entries"].cast<Tensor>(), "entries", -1)) {
+      if (entry < 0 || entry >= layout.n) invalid("an entry point is no node");
+      filter_.entries.push_back(static_cast<uint32_t>(entry));
+    }
+    const auto codes = given["entry_codes"].cast<Tensor>();
+    const auto* near = contiguous<const uint8_t>(codes, Dtype::uint8, "entry_codes", "uint8");
+    if (codes.numel() != static_cast<int64_t>(filter_.entries.size()) * layout.code_bytes)
+      invalid("a code for each entry");
+    filter_.entry_codes.assign(near, near + codes.numel());
+    request_.filter = &filter_;
+  }
+
   void check() const {
     if (process_ != getpid()) invalid("the search belongs to the parent process");
     if (over_) invalid("the search is over");
@@ -245,6 +266,7 @@ class PyGraphSearch {
   std::shared_ptr<GraphSearcher> searcher_;
   std::vector<std::shared_ptr<void>> keeps_;
   graph::SearchRequest request_;
+  graph::RowFilter filter_;
   std::vector<int64_t> rows_, early_rows_, pages_, code_pages_, measured_, estimated_;
   std::vector<float> distances_, early_distances_, seconds_;
   std::shared_ptr<GraphSearcher::Job> job_;
@@ -344,11 +366,11 @@ class PyGraphSearcher {
   }
 
   std::unique_ptr<PyGraphSearch> start(const Tensor& queries, const Tensor& queries_f32, int64_t k, int64_t list_size,
-                                       int64_t beam, float stop_beyond, const std::optional<Tensor>& allowed,
-                                       double deadline_s) {
+                                       int64_t far_list_size, int64_t beam, float stop_beyond,
+                                       const std::optional<py::dict>& filter, double deadline_s) {
     check();
-    return std::make_unique<PyGraphSearch>(searcher_, queries, queries_f32, k, list_size, beam, stop_beyond, allowed,
-                                           deadline_s);
+    return std::make_unique<PyGraphSearch>(searcher_, queries, queries_f32, k, list_size, far_list_size, beam,
+                                           stop_beyond, filter, deadline_s);
   }
 
   void close() {
@@ -403,7 +425,8 @@ void bind_graph(py::module_& m) {
            py::arg("entries"), py::arg("entry_codes"), py::arg("engine"), py::arg("threads"), py::arg("walks"),
            py::arg("code_cache_bytes"), py::arg("rules"), py::arg("seed"))
       .def("start", &PyGraphSearcher::start, py::kw_only(), py::arg("queries"), py::arg("queries_f32"), py::arg("k"),
-           py::arg("list_size"), py::arg("beam"), py::arg("stop_beyond"), py::arg("allowed"), py::arg("deadline_s"))
+           py::arg("list_size"), py::arg("far_list_size"), py::arg("beam"), py::arg("stop_beyond"), py::arg("filter"),
+           py::arg("deadline_s"))
       .def("close", &PyGraphSearcher::close)
       .def_property_readonly("path", &PyGraphSearcher::path);
 }

@@ -20,8 +20,8 @@ using device::LinkTransfer;
 // A clock in the process that made it: a thread of the parent may have been inside it when a child was forked.
 class PyLinkClock {
  public:
-  PyLinkClock(const std::vector<std::pair<std::string, double>>& links, double stretch)
-      : clock_(std::make_unique<LinkClock>(to_links(links), stretch)) {}
+  PyLinkClock(const std::vector<std::pair<std::string, double>>& links, int64_t lanes, double stretch)
+      : clock_(std::make_unique<LinkClock>(to_links(links), lanes, stretch)) {}
   ~PyLinkClock() {
     if (process_ != getpid()) (void)clock_.release();
   }
@@ -42,23 +42,32 @@ class PyLinkClock {
   pid_t process_ = getpid();
 };
 
-LinkTicket transfer(const PyLinkClock& self, const std::vector<std::tuple<int64_t, double, double>>& path,
-                    int64_t size_bytes, int64_t chunk_bytes, const std::vector<LinkTicket>& after) {
+LinkTicket transfer(const PyLinkClock& self, const std::vector<std::tuple<int64_t, double, double>>& path, int64_t lane,
+                    int64_t size_bytes, double before_s, const std::vector<LinkTicket>& after, int64_t member) {
   std::vector<device::Leg> legs;
   for (const auto& [link, amount, per_s] : path) legs.push_back({link, amount, per_s});
   LinkClock& clock = self.get();
   py::gil_scoped_release unlocked;
-  return clock.transfer(std::move(legs), size_bytes, chunk_bytes, after);
+  return clock.transfer(std::move(legs), lane, size_bytes, before_s, after, member);
 }
 
 std::optional<double> wait(const PyLinkClock& self, const std::vector<LinkTicket>& tickets,
-                           std::optional<double> asked_s, double deadline_s) {
+                           std::optional<double> asked_s, double deadline_s, int64_t member) {
   if (!(deadline_s > 0) || (asked_s && std::isnan(*asked_s))) invalid("deadline_s must be positive, asked_s a number");
   const auto until =
       LinkClock::Wall::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::min(deadline_s, 1e9) * 1e9));
   LinkClock& clock = self.get();
-  return run_interruptibly(
-      [&](const std::function<bool()>& interrupted) { return clock.wait(tickets, asked_s, until, interrupted); });
+  return run_interruptibly([&](const std::function<bool()>& interrupted) {
+    return clock.wait(tickets, asked_s, until, member, interrupted);
+  });
+}
+
+// A call of a clock that takes a member, or nothing, and may have to wait for the clock's mutex.
+template <auto call, typename... Args>
+auto unlocked(const PyLinkClock& self, Args... args) {
+  LinkClock& clock = self.get();
+  py::gil_scoped_release unlocked;
+  return (clock.*call)(args...);
 }
 
 }  // namespace
@@ -66,9 +75,12 @@ std::optional<double> wait(const PyLinkClock& self, const std::vector<LinkTicket
 void bind_links(py::module_& m) {
   py::class_<LinkTransfer, LinkTicket>(m, "LinkTicket");
   py::class_<PyLinkClock>(m, "LinkClock")
-      .def(py::init<const std::vector<std::pair<std::string, double>>&, double>(), py::arg("links"), py::arg("stretch"))
-      .def("transfer", &transfer, py::arg("path"), py::arg("size_bytes"), py::arg("chunk_bytes"), py::arg("after"))
-      .def("wait", &wait, py::arg("tickets"), py::arg("asked_s"), py::arg("deadline_s"))
+      .def(py::init<const std::vector<std::pair<std::string, double>>&, int64_t, double>(), py::arg("links"),
+           py::arg("lanes"), py::arg("stretch"))
+      .def("transfer", &transfer, py::arg("path"), py::arg("lane"), py::arg("size_bytes"), py::arg("before_s"),
+           py::arg("after"), py::arg("member") = LinkClock::kNobody)
+      .def("wait", &wait, py::arg("tickets"), py::arg("asked_s"), py::arg("deadline_s"),
+           py::arg("member") = LinkClock::kNobody)
       .def("done",
            [](const PyLinkClock& self, const LinkTicket& ticket) {
              LinkClock& clock = self.get();
@@ -81,18 +93,13 @@ void bind_links(py::module_& m) {
              py::gil_scoped_release unlocked;
              clock.cancel(ticket);
            })
-      .def("now",
-           [](const PyLinkClock& self) {
-             LinkClock& clock = self.get();
-             py::gil_scoped_release unlocked;
-             return clock.now();
-           })
-      .def("advance",
-           [](const PyLinkClock& self, double to_s) {
-             LinkClock& clock = self.get();
-             py::gil_scoped_release unlocked;
-             clock.advance(to_s);
-           })
+      .def("now", &unlocked<&LinkClock::now>)
+      .def("advance", &unlocked<&LinkClock::advance, double>)
+      .def("join", &unlocked<&LinkClock::join>)
+      .def("rest", &unlocked<&LinkClock::rest, int64_t>)
+      .def("resume", &unlocked<&LinkClock::resume, int64_t>)
+      .def("leave", &unlocked<&LinkClock::leave, int64_t>)
+      .def("at_work", &unlocked<&LinkClock::at_work>)
       .def("times",
            [](const PyLinkClock& self) {
              LinkClock& clock = self.get();
@@ -113,11 +120,7 @@ void bind_links(py::module_& m) {
              for (const auto& link : traffic) rows.emplace_back(link.name, link.amount, link.busy_s, link.transfers);
              return rows;
            })
-      .def("close", [](const PyLinkClock& self) {
-        LinkClock& clock = self.get();
-        py::gil_scoped_release unlocked;
-        clock.close();
-      });
+      .def("close", &unlocked<&LinkClock::close>);
 }
 
 }  // namespace espnx::python

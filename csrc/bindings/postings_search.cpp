@@ -15,15 +15,16 @@ namespace {
 class PyDictionaries {
  public:
   void add(const py::buffer& hashes, const py::buffer& first, const py::buffer& df,
-           const std::optional<py::buffer>& first_layer, const py::buffer& removed, const py::buffer& removed_df,
-           int64_t kind, double scale) {
+           const std::optional<py::buffer>& first_layer, const std::optional<py::buffer>& exponents,
+           const py::buffer& removed, const py::buffer& removed_df, int64_t kind) {
     Dictionary held;
-    held.kind = to_kind(kind), held.scale = scale;
+    held.kind = to_kind(kind);
     held.hashes = array<uint64_t>(hashes, -1, "hashes");
     held.n_terms = static_cast<int64_t>(keeps_.back().size);
     held.first = array<uint32_t>(first, held.n_terms + 1, "first");
     held.df = array<uint32_t>(df, held.n_terms, "df");
     if (first_layer) held.first_layer = array<uint16_t>(*first_layer, held.n_terms, "first_layer");
+    if (exponents) held.exponents = array<int8_t>(*exponents, held.n_terms, "exponents");
     held.removed = array<int64_t>(removed, -1, "removed");
     held.n_removed = static_cast<int64_t>(keeps_.back().size);
     held.removed_df = array<int64_t>(removed_df, held.n_removed, "removed_df");

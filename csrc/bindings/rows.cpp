@@ -175,7 +175,7 @@ device::RowQueries to_queries(const AttendArguments& given) {
   queries.last_position = positions(given.last_position, queries.n, "last_position");
   queries.first_visible = positions(given.first_visible, queries.n_sequences, "first_visible");
   queries.window = given.window, queries.soft_cap = given.soft_cap;
-  if ((queries.window != 0 || given.slopes) && queries.position == nullptr) invalid("a window or slopes need position");
+  if ((queries.window != 0 || given.slopes) && !given.position) invalid("a window or slopes need position");
   if (queries.window < 0 || !(queries.soft_cap >= 0)) invalid("window and soft_cap must not be negative");
   if (given.slopes) {
     queries.slopes = floats(*given.slopes, "slopes");

@@ -19,6 +19,10 @@ struct PyStream {
   PyStream(const std::shared_ptr<io::Engine>& engine, int64_t window_bytes, int max_workers)
       : stream(std::make_shared<Stream>(engine, window_bytes, max_workers)) {}
   ~PyStream() {
+    if (!stream->in_own_process()) {  // its threads sleep in the parent: see Engine::forget
+      [[maybe_unused]] auto* left = new std::shared_ptr<Stream>(std::move(stream));
+      return;
+    }
     py::gil_scoped_release unlocked;  // it waits for its threads
     stream.reset();
   }

@@ -70,10 +70,6 @@ ClusterStream::ClusterStream(std::shared_ptr<io::Engine> engine, int64_t window_
       crew_(max_workers, [this](const std::weak_ptr<ClusterTicket>& ticket) { work(ticket); }) {}
 
 ClusterStream::~ClusterStream() {
-  if (!engine_->in_own_process()) {
-    crew_.abandon();
-    return;
-  }
   clear();
   crew_.stop();
 }

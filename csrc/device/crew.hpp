@@ -1,6 +1,7 @@
 // Threads that work for whoever asks something of a stream: started when they are needed, at most so many, each taking
 // jobs from one line. Where no thread is to be had, the line is not worked on, and whoever asks does the work. Whoever
-// has a crew ends it, by stop() or abandon(), before what its work uses is gone.
+// has a crew ends it, by stop(), before what its work uses is gone. (In a child after fork() it is left where it is:
+// its threads are the parent's.)
 #pragma once
 
 #include <condition_variable>
@@ -54,9 +55,6 @@ class Crew {
     for (std::thread& worker : workers_) worker.join();
     workers_.clear();
   }
-
-  // In a child of the process that made it, where its threads do not run and cannot be joined.
-  void abandon() { new std::vector<std::thread>(std::exchange(workers_, {})); }
 
  private:
   void run() {

@@ -70,10 +70,6 @@ RecordStream::RecordStream(std::shared_ptr<io::Engine> engine, int64_t window_by
       crew_(max_workers, [this](const Ticket& ticket) { work(ticket); }) {}
 
 RecordStream::~RecordStream() {
-  if (!engine_->in_own_process()) {
-    crew_.abandon();
-    return;
-  }
   clear();
   crew_.stop();
 }

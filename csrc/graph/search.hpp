@@ -37,7 +37,7 @@ struct SearchRequest {
   const uint8_t* queries = nullptr;    // [n_queries, dim] as DistanceQuery takes them
   const float* queries_f32 = nullptr;  // the same
   int64_t query_bytes = 0;             // of one in `queries`
-  const uint8_t* allowed = nullptr;    // see GraphWalk::begin
+  const RowFilter* filter = nullptr;   // see GraphWalk::begin
   double deadline_s = 30;              // of each of them, from when it is begun
   // Written: [n_queries, k], rows -1 where there are fewer; and per query.
   int64_t* rows = nullptr;

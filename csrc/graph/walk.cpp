@@ -2,57 +2,26 @@
 #include "walk.hpp"
 
 #include <algorithm>
+#include <cmath>
 
 namespace espnx::graph {
 namespace {
 
-constexpr size_t kFewSlots = 1024;
+// Allowed nodes that a walk keeps, in lists of L: it ends long before the last.
+constexpr int64_t kAllowedLists = 32;
+// Standard deviations.
+constexpr double kByChance = 4;
+constexpr double kNearlyAll = 0.9;
 
-size_t slot_of(uint32_t node, size_t n_slots) {
-  return static_cast<size_t>((node * uint64_t{0x9E3779B97F4A7C15}) >> 32) & (n_slots - 1);
-}
+bool is_farther(const Candidate& a, const Candidate& b) { return b < a; }
 
 }  // namespace
 
-void NodeSet::clear() {
-  if (slots_.empty()) slots_.resize(kFewSlots);
-  std::fill(slots_.begin(), slots_.end(), 0);
-  count_ = 0;
-}
-
-bool NodeSet::add(uint32_t node) {
-  if (2 * count_ >= slots_.size()) grow();
-  for (size_t at = slot_of(node, slots_.size());; at = (at + 1) & (slots_.size() - 1)) {
-    if (slots_[at] == node + 1) return false;
-    if (slots_[at] == 0) {
-      slots_[at] = node + 1;
-      ++count_;
-      return true;
-    }
-  }
-}
-
-bool NodeSet::has(uint32_t node) const {
-  for (size_t at = slot_of(node, slots_.size());; at = (at + 1) & (slots_.size() - 1)) {
-    if (slots_[at] == node + 1) return true;
-    if (slots_[at] == 0) return false;
-  }
-}
-
-void NodeSet::grow() {
-  std::vector<uint32_t> old(std::max(kFewSlots, 2 * slots_.size()));
-  old.swap(slots_);
-  count_ = 0;
-  for (const uint32_t each : old) {
-    if (each != 0) add(each - 1);
-  }
-}
-
 void GraphWalk::begin(const GraphView& view, const WalkOptions& options, const void* query, const float* query_f32,
-                      const uint8_t* allowed) {
+                      const RowFilter* filter) {
   view_ = &view;
   options_ = options;
-  allowed_ = allowed;
+  filter_ = filter;
   if (view.layout.disk_pq_bytes > 0) {
     disk_table_.resize(view.disk_book.parts() * kCentroids);
     fill_table(view.disk_book, query_f32, view.metric, disk_table_.data());
@@ -61,12 +30,18 @@ void GraphWalk::begin(const GraphView& view, const WalkOptions& options, const v
   }
   table_.resize(view.book.parts() * kCentroids);
   fill_table(view.book, query_f32, view.metric, table_.data());
-  list_.clear();
+  near_.clear(options.list_size);
+  allowed_.clear(kAllowedLists * std::max(options.list_size, options.far_list_size));
   met_.clear();
+  listed_.clear();
   read_.clear();
   nearest_.clear();
   under_way_.clear();
   code_pages_.clear();
+  beside_.clear();
+  wide_.clear(options.far_list_size);
+  is_near_done_ = is_far_ = is_wide_done_ = false;
+  unchanged_ = n_allowed_ = n_led_to_ = spent_ = allowed_pages_asked_ = looked_through_ = 0;
   costs_ = {};
   const auto n_entries = static_cast<int64_t>(view.entries.size());
   if (n_entries == 0) return;
@@ -77,40 +52,153 @@ void GraphWalk::begin(const GraphView& view, const WalkOptions& options, const v
   costs_.estimates += n_entries;
   const auto nearest = std::min_element(estimate_.begin(), estimate_.end()) - estimate_.begin();
   met_.add(view.entries[nearest]);
-  add_candidate({estimate_[nearest], view.entries[nearest], true});
+  add_candidate({estimate_[nearest], view.entries[nearest]}, true, false);
+  if (filter == nullptr) return;
+  fresh_.clear();
+  fresh_codes_.clear();
+  for (size_t i = 0; i < filter->entries.size(); ++i) {
+    if (!met_.add(filter->entries[i])) continue;
+    fresh_.push_back(filter->entries[i]);
+    fresh_codes_.push_back(filter->entry_codes.data() + i * view.layout.code_bytes);
+  }
+  estimate_fresh(false);
+  n_allowed_ = 0;
+  n_led_to_ = -costs_.estimates;
 }
 
-size_t GraphWalk::first_waiting() const {
-  size_t at = 0;
-  while (at < list_.size() && !list_[at].waits) ++at;
-  if (at == list_.size() || static_cast<int64_t>(nearest_.size()) < options_.k) return at;
+bool GraphWalk::is_asked(uint32_t node) const {
+  const int64_t page = view_->layout.page_of(node);
+  return read_.has(static_cast<uint32_t>(page)) ||
+         std::find(under_way_.begin(), under_way_.end(), page) != under_way_.end();
+}
+
+bool GraphWalk::is_beyond(float distance) const {
+  if (static_cast<int64_t>(nearest_.size()) < options_.k) return false;
   const float farthest = nearest_.front().distance;
-  return list_[at].distance - farthest > options_.stop_beyond * std::abs(farthest) ? list_.size() : at;
+  return distance - farthest > options_.stop_beyond * std::abs(farthest);
+}
+
+bool GraphWalk::has_allowed(int64_t page) const {
+  const int64_t first = page * view_->layout.nodes_per_page;
+  for (int64_t i = 0; i < view_->layout.nodes_of(page); ++i) {
+    if (is_allowed(static_cast<uint32_t>(first + i))) return true;
+  }
+  return false;
+}
+
+int64_t GraphWalk::missing() const {
+  return std::min(options_.k, filter_->count) - static_cast<int64_t>(nearest_.size());
+}
+
+// Pages without allowed nodes are read only while enough are left for those with the results that are still missing.
+bool GraphWalk::affords_other() const {
+  return filter_->pages - spent_ - 1 >= std::min(missing(), filter_->pages - allowed_pages_asked_);
+}
+
+bool GraphWalk::affords(int64_t page) const {
+  return spent_ < filter_->pages && (has_allowed(page) || affords_other());
+}
+
+int64_t GraphWalk::wanted_in(CandidateList& list) {
+  const auto is_over = [this](uint32_t node) { return is_asked(node); };
+  while (const Candidate* nearest = list.nearest_waiting(is_over)) {
+    if (is_beyond(nearest->distance)) break;
+    const int64_t page = view_->layout.page_of(nearest->node);
+    if (filter_ == nullptr || affords(page)) return page;
+    list.drop_nearest();
+  }
+  return -1;
+}
+
+int64_t GraphWalk::wanted_page() {
+  const int64_t page = wanted_in(near_);
+  return page < 0 && filter_ != nullptr ? wanted_of_filter() : page;
+}
+
+// Where rows are allowed whatever lies near, about as many of the nodes that the query led to are as of all, or nearly
+// all of those are. Else allowed ones lie to one side of it, or elsewhere, and are harder to come by.
+bool GraphWalk::is_far_from_allowed() const {
+  const auto share = static_cast<double>(filter_->count) / static_cast<double>(view_->layout.n);
+  const auto met = static_cast<double>(n_led_to_ + costs_.estimates), allowed = static_cast<double>(n_allowed_);
+  const double off = std::abs(allowed - share * met);
+  return off > kByChance * std::sqrt(share * (1 - share) * met) && allowed < kNearlyAll * met;
+}
+
+int64_t GraphWalk::wanted_of_filter() {
+  const bool is_idle = under_way_.empty() && code_pages_.empty();
+  if (!is_near_done_) {
+    if (!is_idle) return -1;
+    is_near_done_ = true;
+    unchanged_ = 0;
+    is_far_ = is_far_from_allowed();
+  }
+  int64_t page = -1;
+  if (is_far_ && !is_wide_done_) {
+    page = wanted_in(wide_);
+    if (page >= 0 || !is_idle) return page;
+    is_wide_done_ = true;
+    unchanged_ = 0;
+  }
+  if (missing() <= 0 && unchanged_ >= (is_far_ ? options_.far_list_size : options_.list_size)) return -1;
+  page = wanted_in(allowed_);
+  if (page >= 0 || !is_idle) return page;
+  page = wanted_beside_allowed();
+  if (page >= 0 || missing() <= 0) return page;
+  for (; looked_through_ < view_->layout.n; ++looked_through_) {
+    if (is_allowed(looked_through_) && !is_asked(looked_through_)) return view_->layout.page_of(looked_through_);
+  }
+  return -1;
+}
+
+// While fewer allowed nodes than L are met.
+int64_t GraphWalk::wanted_beside_allowed() {
+  while (!beside_.empty() && allowed_.size() < std::min(options_.list_size, filter_->count)) {
+    const Candidate nearest = beside_.front();
+    if (is_beyond(nearest.distance)) return -1;
+    const int64_t page = view_->layout.page_of(nearest.node);
+    if (!is_asked(nearest.node) && affords(page)) return page;
+    std::pop_heap(beside_.begin(), beside_.end(), is_farther);
+    beside_.pop_back();
+  }
+  return -1;
 }
 
 std::optional<Want> GraphWalk::next_page() {
   for (CodePage& each : code_pages_) {
     if (each.asked) continue;
+    if (filter_ != nullptr && !affords_other()) break;
     each.asked = true;
+    ++spent_;
     return Want{true, each.page};
   }
+  const auto is_given_up = [](const CodePage& each) { return !each.asked; };  // there is no page left for it
+  code_pages_.erase(std::remove_if(code_pages_.begin(), code_pages_.end(), is_given_up), code_pages_.end());
   if (!code_pages_.empty()) return std::nullopt;
   if (static_cast<int64_t>(under_way_.size()) >= options_.beam) return std::nullopt;
-  for (size_t at = first_waiting(); at < list_.size(); ++at) {
-    if (!list_[at].waits) continue;
-    const int64_t page = view_->layout.page_of(list_[at].node);
-    if (std::find(under_way_.begin(), under_way_.end(), page) != under_way_.end()) continue;  // it is coming
-    under_way_.push_back(page);
-    ++costs_.pages;
-    return Want{false, page};
+  const int64_t page = wanted_page();
+  if (page < 0) return std::nullopt;
+  under_way_.push_back(page);
+  ++costs_.pages;
+  ++spent_;
+  if (filter_ != nullptr && has_allowed(page)) ++allowed_pages_asked_;
+  return Want{false, page};
+}
+
+bool GraphWalk::fits_filter(int64_t page, const uint8_t* bytes) const {
+  if (filter_ == nullptr) return true;
+  const auto first = static_cast<uint32_t>(page * view_->layout.nodes_per_page);
+  for (int64_t i = 0; i < view_->layout.nodes_of(page); ++i) {
+    const uint32_t row = NodeView(view_->layout, bytes, i).row();
+    if (has_bit(filter_->rows, row) != has_bit(filter_->nodes, first + static_cast<uint32_t>(i))) return false;
   }
-  return std::nullopt;
+  return true;
 }
 
 void GraphWalk::arrived(int64_t page, const uint8_t* bytes) {
   const PageLayout& layout = view_->layout;
   under_way_.erase(std::find(under_way_.begin(), under_way_.end(), page));
   read_.add(static_cast<uint32_t>(page));
+  ++unchanged_;
   // Every vector of the page is measured: it is here.
   const int64_t count = layout.nodes_of(page);
   const auto first = static_cast<uint32_t>(page * layout.nodes_per_page);
@@ -124,8 +212,8 @@ void GraphWalk::arrived(int64_t page, const uint8_t* bytes) {
     keep(distance_[i], node.row());
     met_.add(number);
     // One that came with another is expanded if it is as near as those of the list.
-    if (!stop_waiting(number) && !add_candidate({distance_[i], number, false})) continue;
-    expand(node);
+    if (!holds(number) && !add_candidate({distance_[i], number}, false, false)) continue;
+    expand(node, number);
   }
 }
 
@@ -138,16 +226,17 @@ void GraphWalk::measure(int64_t count) {
   costs_.distances += count;
 }
 
-bool GraphWalk::stop_waiting(uint32_t node) {
-  for (auto& each : list_) {
-    if (each.node != node) continue;
-    each.waits = false;
-    return true;
-  }
-  return false;
+bool GraphWalk::holds(uint32_t node) const {
+  const float* distance = listed_.find(node);
+  if (distance == nullptr) return false;
+  const Candidate candidate{*distance, node};
+  if (near_.holds(candidate)) return true;
+  if (filter_ == nullptr) return false;
+  return (is_far_ && wide_.holds(candidate)) || (is_allowed(node) && allowed_.holds(candidate));
 }
 
-void GraphWalk::expand(const NodeView& node) {
+void GraphWalk::expand(const NodeView& node, uint32_t number) {
+  const bool is_beside_allowed = filter_ != nullptr && is_allowed(number);
   fresh_.clear();
   fresh_codes_.clear();
   const PageLayout& layout = view_->layout;
@@ -157,9 +246,11 @@ void GraphWalk::expand(const NodeView& node) {
     const bool is_inline = i < layout.inline_codes;
     if (!is_inline && layout.paged_codes) {
       const int64_t page = layout.code_page_of(neighbour);
-      const auto is_it = [page](const CodePage& each) { return each.page == page && !each.asked; };
+      const auto is_it = [=](const CodePage& each) {
+        return each.page == page && !each.asked && each.is_beside_allowed == is_beside_allowed;
+      };
       auto at = std::find_if(code_pages_.begin(), code_pages_.end(), is_it);
-      if (at == code_pages_.end()) at = code_pages_.insert(at, {page, false, {}});
+      if (at == code_pages_.end()) at = code_pages_.insert(at, {page, false, is_beside_allowed, {}});
       at->nodes.push_back(neighbour);
       continue;
     }
@@ -167,7 +258,7 @@ void GraphWalk::expand(const NodeView& node) {
     fresh_codes_.push_back(is_inline ? node.code(i) : view_->codes + neighbour * layout.code_bytes);
     if (!is_inline) __builtin_prefetch(fresh_codes_.back());  // anywhere in memory
   }
-  estimate_fresh();
+  estimate_fresh(is_beside_allowed);
 }
 
 void GraphWalk::codes_arrived(int64_t page, const uint8_t* bytes, bool was_read) {
@@ -175,6 +266,7 @@ void GraphWalk::codes_arrived(int64_t page, const uint8_t* bytes, bool was_read)
   const auto is_it = [page](const CodePage& each) { return each.page == page && each.asked; };
   const auto at = std::find_if(code_pages_.begin(), code_pages_.end(), is_it);
   fresh_ = std::move(at->nodes);
+  const bool is_beside_allowed = at->is_beside_allowed;
   code_pages_.erase(at);
   fresh_codes_.clear();
   const int64_t first = page * view_->layout.codes_per_page();
@@ -184,28 +276,38 @@ void GraphWalk::codes_arrived(int64_t page, const uint8_t* bytes, bool was_read)
   for (const uint32_t node : fresh_) {
     fresh_codes_.push_back(bytes + kPageHeaderBytes + (node - first) * view_->layout.code_bytes);
   }
-  estimate_fresh();
+  estimate_fresh(is_beside_allowed);
 }
 
-void GraphWalk::estimate_fresh() {
+void GraphWalk::estimate_fresh(bool is_beside_allowed) {
   estimate_.resize(fresh_.size());
   estimate(table_.data(), view_->book.parts(), fresh_codes_.data(), static_cast<int64_t>(fresh_.size()),
            estimate_.data());
   costs_.estimates += static_cast<int64_t>(fresh_.size());
-  for (size_t i = 0; i < fresh_.size(); ++i) add_candidate({estimate_[i], fresh_[i], true});
+  for (size_t i = 0; i < fresh_.size(); ++i) add_candidate({estimate_[i], fresh_[i]}, true, is_beside_allowed);
 }
 
-bool GraphWalk::add_candidate(Candidate candidate) {
-  // By number where distances are equal, so that the list does not depend on the order in which candidates come.
-  if (static_cast<int64_t>(list_.size()) == options_.list_size && !(candidate < list_.back())) return false;
-  list_.insert(std::upper_bound(list_.begin(), list_.end(), candidate), candidate);
-  if (static_cast<int64_t>(list_.size()) > options_.list_size) list_.pop_back();
-  return true;
+bool GraphWalk::add_candidate(const Candidate& candidate, bool waits, bool is_beside_allowed) {
+  bool is_listed = near_.add(candidate, waits), counts = is_listed;
+  if (filter_ != nullptr) {
+    const bool is_wide = wide_.add(candidate, waits), may = is_allowed(candidate.node);
+    const bool is_among_allowed = may && allowed_.add(candidate, waits);
+    is_listed |= is_wide || is_among_allowed;
+    counts |= (is_wide && is_far_) || is_among_allowed;
+    n_allowed_ += may && waits;
+    if (!may && waits && is_beside_allowed && !counts && allowed_.size() < options_.list_size) {
+      beside_.push_back(candidate);
+      std::push_heap(beside_.begin(), beside_.end(), is_farther);
+    }
+  }
+  if (is_listed) listed_.add(candidate);
+  return counts;
 }
 
 void GraphWalk::keep(float distance, uint32_t row) {
-  if (allowed_ != nullptr && !(allowed_[row / 8] >> (row % 8) & 1)) return;
+  if (filter_ != nullptr && !has_bit(filter_->rows, row)) return;
   const Found found{distance, row};
+  if (static_cast<int64_t>(nearest_.size()) < options_.k || found < nearest_.front()) unchanged_ = 0;
   if (static_cast<int64_t>(nearest_.size()) < options_.k) {
     nearest_.push_back(found);
     std::push_heap(nearest_.begin(), nearest_.end());

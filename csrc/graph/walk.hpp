@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "candidates.hpp"
 #include "codebook.hpp"
 #include "page.hpp"
 
@@ -28,7 +29,9 @@ struct GraphView {
 struct WalkOptions {
   int64_t k = 10;
   int64_t list_size = 100;  // L
-  int64_t beam = 1;         // W: pages under way at a time
+  // Where a filter allows some rows alone: L of a query around which others are allowed than elsewhere.
+  int64_t far_list_size = 100;
+  int64_t beam = 1;  // W: pages under way at a time
   // Ends when the nearest candidate left is farther than the k-th nearest vector by this share of its distance,
   // squared. Infinity: never before the list is done.
   float stop_beyond = std::numeric_limits<float>::infinity();
@@ -52,28 +55,35 @@ struct Found {
   }
 };
 
-// Numbers of nodes, or of pages: open addressing, so that forgetting them is one memset.
-class NodeSet {
- public:
-  void clear();
-  bool add(uint32_t node);  // false: it is there
-  bool has(uint32_t node) const;
-
- private:
-  void grow();
-  std::vector<uint32_t> slots_;  // node + 1, or 0
-  size_t count_ = 0;
+// Rows that alone may be found, as a walk needs them. It has two lists then. That of the nearest of all nodes brings it
+// to the query, wherever that is. After it comes that of the nodes that are allowed, from entry points of theirs on,
+// until as many pages as L brought nothing nearer, or more where the query is far from what is allowed. Where it ends
+// before L of them are met, the walk goes on beside those that were, and at last at any, until k rows are found or
+// there are no more. It never reads more pages than there are with allowed nodes: measuring all of those would find
+// everything.
+struct RowFilter {
+  const uint8_t* rows = nullptr;   // a bit for each row
+  const uint8_t* nodes = nullptr;  // the same of nodes
+  int64_t count = 0;               // how many may be found
+  int64_t pages = 0;               // on which they lie: no walk reads more
+  std::vector<uint32_t> entries;   // some of their nodes, at which walks begin, too
+  std::vector<uint8_t> entry_codes;
 };
+
+inline bool has_bit(const uint8_t* bits, uint32_t at) { return bits[at / 8] >> (at % 8) & 1; }
 
 class GraphWalk {
  public:
-  // `query`: as DistanceQuery takes it, and as float32. `allowed`: a bit for each row that may be found, or null: all.
+  // `query`: as DistanceQuery takes it, and as float32. `filter`: null: all rows may be found.
   void begin(const GraphView& view, const WalkOptions& options, const void* query, const float* query_f32,
-             const uint8_t* allowed);
+             const RowFilter* filter);
 
   // The page to read next, unless so many are under way, or nothing is left to read. It is under way from here on.
   // Where codes are paged, those of a node's neighbours come before anything else: which node is next depends on them.
   std::optional<Want> next_page();
+
+  // Whether a page of nodes says of each the row that the filter was made by.
+  bool fits_filter(int64_t page, const uint8_t* bytes) const;
 
   // A page of nodes that was asked for, checked.
   void arrived(int64_t page, const uint8_t* bytes);
@@ -82,7 +92,7 @@ class GraphWalk {
   void codes_arrived(int64_t page, const uint8_t* bytes, bool was_read);
 
   // Nothing is left, and nothing under way.
-  bool done() const { return under_way_.empty() && code_pages_.empty() && first_waiting() == list_.size(); }
+  bool done() { return under_way_.empty() && code_pages_.empty() && wanted_page() < 0; }
 
   // The k nearest of all vectors that were measured, nearest first, ties by row.
   std::vector<Found> results();
@@ -93,38 +103,53 @@ class GraphWalk {
   const WalkCosts& costs() const { return costs_; }
 
  private:
-  struct Candidate {
-    float distance;
-    uint32_t node;
-    bool waits;  // for its page
-    bool operator<(const Candidate& other) const {
-      return distance != other.distance ? distance < other.distance : node < other.node;
-    }
-  };
-
-  size_t first_waiting() const;
-  bool add_candidate(Candidate candidate);  // false: it is too far
-  bool stop_waiting(uint32_t node);         // false: it is not in the list
-  void expand(const NodeView& node);
-  void estimate_fresh();  // and makes candidates of them
+  int64_t wanted_page();  // of nodes, which is to be read next, or -1
+  int64_t wanted_of_filter();
+  int64_t wanted_in(CandidateList& list);
+  int64_t wanted_beside_allowed();
+  bool is_asked(uint32_t node) const;  // its page is
+  bool is_beyond(float distance) const;
+  bool affords(int64_t page) const;
+  bool affords_other() const;
+  bool has_allowed(int64_t page) const;
+  bool is_allowed(uint32_t node) const { return has_bit(filter_->nodes, node); }
+  int64_t missing() const;  // results, to what there will be
+  bool is_far_from_allowed() const;
+  bool add_candidate(const Candidate& candidate, bool waits, bool is_beside_allowed);  // false: it is too far
+  bool holds(uint32_t node) const;
+  void expand(const NodeView& node, uint32_t number);
+  void estimate_fresh(bool is_beside_allowed);  // and makes candidates of them
   void keep(float distance, uint32_t row);
+  void measure(int64_t count);  // distance_ of what lies at rows_
 
   const GraphView* view_ = nullptr;
   WalkOptions options_;
-  const uint8_t* allowed_ = nullptr;
-  void measure(int64_t count);  // distance_ of what lies at rows_
-
+  const RowFilter* filter_ = nullptr;
   std::optional<DistanceQuery> exact_;  // or, of codes in place of vectors:
   std::vector<float> disk_table_;
   std::vector<float> table_;
-  std::vector<Candidate> list_;  // nearest first
-  NodeSet met_;                  // nodes that were candidates, or measured
-  NodeSet read_;                 // pages that have arrived
-  std::vector<Found> nearest_;   // a heap, the farthest on top
+  CandidateList near_;          // of all nodes
+  NodeSet met_;                 // nodes that were looked at
+  NodeDistances listed_;        // those that a list has had
+  NodeSet read_;                // pages that have arrived
+  std::vector<Found> nearest_;  // a heap, the farthest on top
+  // Where a filter allows some rows alone:
+  CandidateList allowed_;  // of nodes that it allows
+  CandidateList wide_;     // of all nodes again, for a query that is far from those
+  bool is_far_ = false, is_wide_done_ = false;
+  bool is_near_done_ = false;      // the list of all nodes is done
+  int64_t n_allowed_ = 0;          // candidates since the entry points that are allowed
+  int64_t n_led_to_ = 0;           // with the estimates that were made: all since then
+  int64_t unchanged_ = 0;          // pages since the k nearest were others, or since the list of all nodes was done
+  std::vector<Candidate> beside_;  // neighbours of such nodes that it does not allow: a heap, the nearest on top
+  uint32_t looked_through_ = 0;    // nodes up to this one, for one that it allows
+  int64_t spent_ = 0;              // pages that were asked for, of codes, too
+  int64_t allowed_pages_asked_ = 0;
   std::vector<int64_t> under_way_;
   struct CodePage {
     int64_t page;
     bool asked;
+    bool is_beside_allowed;       // the node whose neighbours they are is one that the filter allows
     std::vector<uint32_t> nodes;  // whose codes it has
   };
   std::vector<CodePage> code_pages_;  // that neighbours wait for

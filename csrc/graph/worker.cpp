@@ -98,7 +98,7 @@ void GraphSearcher::Worker::begin(size_t i) {
   slot.pages = slot.shown = 0;
   if (slot.job->failed) return end(i);
   slot.walk.begin(searcher_.view_, request.walk, request.queries + slot.query * request.query_bytes,
-                  request.queries_f32 + slot.query * layout_.dim, request.allowed);
+                  request.queries_f32 + slot.query * layout_.dim, request.filter);
   go_on(i);
 }
 
@@ -212,6 +212,11 @@ void GraphSearcher::Worker::take(size_t tag, int64_t result) {
     slot.walk.codes_arrived(read.page, bytes, true);
     code_cache_.keep(read.page, std::move(read.buffer));
     return;
+  }
+  if (!slot.walk.fits_filter(read.page, bytes)) {
+    failure.kind = io::Kind::checksum;
+    failure.what = "page " + std::to_string(read.page) + " of a graph has other rows than its file of rows says";
+    return slot.job->fail(std::move(failure));
   }
   slot.walk.arrived(read.page, bytes);
   ++slot.pages;

@@ -52,6 +52,8 @@ int64_t Dictionary::records(int64_t term) const {
   return static_cast<int64_t>(df[term]) - (is_removed ? removed_df[place - removed] : 0);
 }
 
+double Dictionary::step(int64_t term) const { return exponents == nullptr ? 1.0 : std::ldexp(1.0, exponents[term]); }
+
 double TermRule::idf(int64_t df) const {
   const auto n = static_cast<double>(n_records), d = static_cast<double>(df);
   switch (variant) {
@@ -73,7 +75,6 @@ PlannedLists plan_lists(const std::vector<Dictionary>& segments, const TermRule&
   for (int64_t query = 0; query < batch.n_queries; ++query) {
     for (int64_t i = 0; i < n_segments; ++i) {
       const Dictionary& held = segments[i];
-      const double scale = held.kind == ValueKind::kImpact ? held.scale : 1.0;
       for (int64_t place = batch.first_token[query]; place < batch.first_token[query + 1]; ++place) {
         const int64_t term = batch.tokens[place], number = numbers[i * batch.n_terms + term];
         if (number < 0) continue;
@@ -81,7 +82,7 @@ PlannedLists plan_lists(const std::vector<Dictionary>& segments, const TermRule&
         const int64_t end = static_cast<int64_t>(held.first[number + 1]) * kListAlignBytes;
         const int64_t layer = held.first_layer == nullptr ? 0 : held.first_layer[number] * kListAlignBytes;
         const double own = batch.token_weights[place];
-        const int64_t weight = bits_of(plan.weights[term] * own * scale);
+        const int64_t weight = bits_of(plan.weights[term] * own * held.step(number));
         const int64_t absent = bits_of(static_cast<double>(plan.absent[term]) * own);
         const int64_t row[kListColumns] = {i, number, begin,  end - begin, layer, 0,
                                            0, weight, absent, term,        query, place};

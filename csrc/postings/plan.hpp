@@ -15,11 +15,11 @@ namespace espnx::postings {
 struct Dictionary {
   int64_t n_terms = 0;
   ValueKind kind = ValueKind::kCount;
-  double scale = 1;  // of impacts: what one step is worth
   const uint64_t* hashes = nullptr;
   const uint32_t* first = nullptr;  // [n_terms + 1], in units of kListAlignBytes
   const uint32_t* df = nullptr;
   const uint16_t* first_layer = nullptr;  // in the same units; null: lists have one layer
+  const int8_t* exponents = nullptr;      // of impacts: a step of a list is worth 2 to the power of it
   // Terms that deleted records had, ascending, and how many of those had them.
   const int64_t* removed = nullptr;
   const int64_t* removed_df = nullptr;
@@ -29,6 +29,8 @@ struct Dictionary {
   std::pair<int64_t, int64_t> find(uint64_t hash) const;
   // Records that have a term, without those deleted.
   int64_t records(int64_t term) const;
+  // What one step of a term's values is worth.
+  double step(int64_t term) const;
 };
 
 // How BM25 weighs terms; of impacts nothing is asked of it.

@@ -1,22 +1,31 @@
-"""``espnx device ls|info|calibrate|verify|replay``: near-storage devices, those of other packages too."""
+"""``espnx device ls|info|calibrate|verify|skeleton|replay``: near-storage devices, those of other packages too."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInputError
 from ..sizes import format_size
 from ..tables import render_table
-from .output import add_json_option, emit, json_document
+from .device_options import at_least_0
+from .failures import FAILED, MISSING_HARDWARE, NOT_WHOLE, OK
+from .output import add_json_option, emit, json_document, write_whole
 
 if TYPE_CHECKING:
     from ..device.near_storage import NearStorageDevice
     from ..device.trace.reader import Trace
+
+#: Of the example package.
+_SKELETON = ("pyproject.toml", "ram_device.py")
 
 
 def configure_ls(parser: argparse.ArgumentParser) -> None:
@@ -105,44 +114,67 @@ def run_calibrate(args: argparse.Namespace) -> int:
 def configure_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="+", help="of `espnx device ls`, a spec (drive.yaml), or module:Class")
     _path(parser)
+    parser.add_argument(
+        "--soak", type=at_least_0, default=10.0, metavar="SECONDS", help="of random calls, beside the other checks (default: 10)"
+    )
+    parser.add_argument(
+        "--deadline",
+        type=at_least_0,
+        default=120.0,
+        metavar="SECONDS",
+        help="a check that stands still for so long has failed (default: 120)",
+    )
     add_json_option(parser)
 
 
 def run_verify(args: argparse.Namespace) -> int:
     """Every check of every device: one that fails says nothing about the next."""
-    from ..device.registry import open_device
+    from ..device.conformance.verify import verify
     from ..integrations.device_checks import checks_of
     from .progress import ProgressLine
 
     found = list[dict[str, Any]]()
     with ProgressLine() as line:
         for name in args.name:
-            with tempfile.TemporaryDirectory(prefix=".espnx-verify-", dir=args.path) as directory:
-                device = open_device(name, directory)
-                try:
-                    checks = list(checks_of(device))
-                    for done, (what, check) in enumerate(checks):
-                        line.update(name, done, len(checks))
-                        found.append({"device": name, "check": what, **_outcome(check, device)})
-                finally:
-                    device.close()
+            said = partial(line.update, name)
+            for each in verify(name, args.path, checks_of, soak_s=args.soak, deadline_s=args.deadline, said=said):
+                found.append({"device": name, **asdict(each)})
     rows = [(each["device"], each["check"], each["outcome"], each["message"]) for each in found]
-    failed = sum(each["outcome"] == "failed" for each in found)
-    text = render_table(("device", "check", "outcome", "why"), rows) + f"\n{len(found)} checks, {failed} failed"
+    counts = Counter(each["outcome"] for each in found)
+    text = render_table(("device", "check", "outcome", "why"), rows) + f"\n{len(found)} checks, {counts['failed']} failed"
     emit(args, text, json_document("device verify", checks=found))
-    return 1 if failed else 0
+    warning = _not_whole(counts, [each for each in found if each["outcome"] in ("not made", "no hardware")])
+    if warning:
+        print(f"espnx: warning: {warning}", file=sys.stderr)
+    return FAILED if counts["failed"] else MISSING_HARDWARE if counts["no hardware"] else NOT_WHOLE if warning else OK
 
 
-def _outcome(check: Any, device: NearStorageDevice) -> dict[str, str]:
-    from ..errors import NotConformingError
+def _not_whole(counts: Counter[str], not_made: list[dict[str, Any]]) -> str:
+    """Why what did not fail is less than a pass; empty if it is one."""
+    if not_made:
+        what = ", ".join(dict.fromkeys(each["check"] for each in not_made))
+        return f"{len(not_made)} checks could not be made ({what}): {not_made[0]['message']}"
+    return "" if counts["ok"] or counts["failed"] else "nothing could be checked: the device offers nothing"
 
-    try:
-        why_not = check(device)
-    except NotConformingError as error:
-        return {"outcome": "failed", "message": " ".join(str(error).split())}
-    except Exception as error:
-        return {"outcome": "failed", "message": " ".join(f"{type(error).__name__}: {error}".split())}
-    return {"outcome": "not offered" if why_not else "ok", "message": why_not or ""}
+
+def configure_skeleton(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="a new directory, or an empty one")
+    add_json_option(parser)
+
+
+def run_skeleton(args: argparse.Namespace) -> int:
+    """The files of the example package, as they are installed."""
+    directory = args.directory
+    if os.path.lexists(directory) and not (os.path.isdir(directory) and not os.listdir(directory)):
+        raise InvalidInputError("a directory for a new package", got=f"{directory}, which is there", expected="a new or empty one")
+    os.makedirs(directory, exist_ok=True)
+    example, written = files("espnx.device.example"), list[str]()
+    for name in _SKELETON:
+        written.append(os.path.join(directory, name))
+        write_whole(written[-1], example.joinpath(name).read_text(encoding="utf-8"), "cannot write a file of the package", "another DIR")
+    text = "\n".join([*written, f"pip install -e {directory}; espnx device verify ram"])
+    emit(args, text, json_document("device skeleton", files=written))
+    return OK
 
 
 def configure_replay(parser: argparse.ArgumentParser) -> None:
@@ -174,8 +206,11 @@ def run_replay(args: argparse.Namespace) -> int:
     headers = ("command", "count", "bytes", "recorded s", "replayed s")
     names = ", ".join(dict.fromkeys(each.name for each in devices))
     text = render_table(headers, rows, right=headers[1:]) + f"\nrecorded: {trace.program}\nreplayed on {names}, {devices[0].kind} times"
+    if not trace.is_whole:
+        text += "\na trace of version 1, which does not say where it ends: it may have been cut off"
     document = {
-        "trace": args.trace, "program": trace.program, "devices": [each.describe() for each in devices], "recorded_s": found.recorded_s,
+        "trace": args.trace, "program": trace.program, "is_whole": trace.is_whole,
+        "devices": [each.describe() for each in devices], "recorded_s": found.recorded_s,
         "replayed_s": found.replayed_s, "host_s": found.host_s, "verbs": {verb: asdict(times) for verb, times in found.verbs.items()},
     }  # fmt: skip
     emit(args, text, json_document("device replay", **document))

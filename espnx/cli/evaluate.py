@@ -18,7 +18,7 @@ from .search import add_index_options, add_search_options, check_store, open_ind
 
 if TYPE_CHECKING:
     from ..retrieval.search.index import Index
-    from ..retrieval.store.texts import DocumentId
+    from ..storage.documents.ids import DocumentId
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

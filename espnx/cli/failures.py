@@ -11,6 +11,8 @@ from ..errors import EspnxError, InvalidInputError, MissingDependencyError, Path
 from .output import json_document, write_json
 
 OK, FAILED, USAGE, MISSING_HARDWARE, INTERRUPTED = 0, 1, 2, 3, 130
+#: Nothing failed, but not everything could be checked: less than a pass.
+NOT_WHOLE = 4
 
 
 class UsageError(Exception):

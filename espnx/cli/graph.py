@@ -15,7 +15,7 @@ _SHOWN = 10
 
 
 # Options of the command line are those of the functions, by name.
-_SHARED_OPTIONS = ("codes", "num_entry_points", "threads", "seed", "column")
+_SHARED_OPTIONS = ("codes", "num_entry_points", "threads", "seed", "column", "replace")
 _BUILD_OPTIONS = (
     "metric", "max_degree", "search_list_size", "alpha", "inline_pq", "pq_bytes", "vector_dtype", "disk_pq_bytes", "use_opq", "device",
     "memory",
@@ -34,6 +34,7 @@ def _add_shared_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, metavar="N", help="that work (default: as many as torch uses)")
     parser.add_argument("--seed", type=int, default=0, help="of samples, entry points and the order of insertion (default: 0)")
     parser.add_argument("--column", help="of a Parquet file of vectors (default: its only one of lists)")
+    parser.add_argument("--replace", action="store_true", help="publish over the graph that is there")
 
 
 def _chosen(args: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def _chosen(args: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 def configure_build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("vectors", help="a file: .npy, .fvecs, .bvecs, .fbin, .u8bin, .i8bin or .parquet")
-    parser.add_argument("graph", help="a new directory")
+    parser.add_argument("graph", help="a new directory, or with --replace that of a graph")
     parser.add_argument("--metric", default="l2", choices=("l2", "ip", "cosine"), help="what is near (default: l2)")
     parser.add_argument("--max-degree", type=int, default=64, metavar="R", help="neighbours of a node (default: 64)")
     parser.add_argument("--search-list-size", type=int, default=100, metavar="L", help="candidates of the build's walks (default: 100)")
@@ -181,7 +182,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
 def configure_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prefix", help="of the index's files: PREFIX_disk.index, PREFIX_pq_pivots.bin, PREFIX_pq_compressed.bin")
-    parser.add_argument("graph", help="a new directory")
+    parser.add_argument("graph", help="a new directory, or with --replace that of a graph")
     parser.add_argument("--vectors", metavar="FILE", help="what an index was built from whose nodes have codes: to have these instead")
     parser.add_argument("--data-type", choices=("float32", "uint8", "int8"), help="of its vectors (default: as PREFIX_metadata.bin says)")
     parser.add_argument("--metric", choices=("l2", "ip"), help="of the index (default: as PREFIX_metadata.bin says, else l2)")

@@ -25,6 +25,7 @@ def configure_index(parser: ArgumentParser) -> None:
     add("--dim", type=int, metavar="D", help="of the encoder's token vectors; of a graph's vectors")
     add("--d-cls", type=int, default=0, metavar="D", help="of its CLS vectors (default: none)")
     add("--encoder", metavar="E", help="instead of both: minilm, or the folder of one; with --storage it is measured too")
+    add("--encoder-dtype", choices=("fp32", "bf16"), default="fp32", help="what it computes in (default: %(default)s)")
     add("--format", default="fp16", metavar="F", help="default: %(default)s")
     add("--coarse", metavar="F")
     add("--pca", type=int, metavar="DIM")
@@ -45,7 +46,7 @@ def run_index(args: Namespace) -> int:
     if args.encoder is not None:
         from .. import load_encoder
 
-        encoder = load_encoder(args.encoder)
+        encoder = load_encoder(args.encoder, dtype=args.encoder_dtype)
     dims = (args.d_cls, args.dim) if encoder is None else (encoder.d_cls, encoder.dim)
     options = {name: getattr(args, name) for name in _OPTIONS}
     plan = plan_index(args.documents, args.tokens, dims, BuildOptions(**options), storage=args.storage, encoder=encoder)

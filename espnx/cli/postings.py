@@ -16,6 +16,7 @@ from .output import add_json_option, emit, json_document
 
 if TYPE_CHECKING:
     from ..postings import Analyzer, Found, Postings, PostingsReport, VerifyReport
+    from ..postings.format import SegmentFacts
 
 _SHOWN = 10
 _INDEX = "that `espnx postings build` has made"
@@ -35,11 +36,14 @@ def _add_source_options(parser: argparse.ArgumentParser) -> None:
 
 
 def configure_build(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("postings", help="a new directory")
+    parser.add_argument("postings", help="a new directory, or with --replace that of postings")
+    parser.add_argument("--replace", action="store_true", help="publish over the postings that are there")
     _add_source_options(parser)
     parser.add_argument("--also", metavar="DIR", action="append", default=[], help="split over this directory, too (once or more)")
     parser.add_argument("--placement", choices=("passages", "terms"), default="passages", help="of what is split (default: %(default)s)")
     parser.add_argument("--bm25s", metavar="FOLDER", help="instead: a folder that bm25s has saved, with its scores as they are")
+    parser.add_argument("--no-ids", action="store_true", help="name records by number (default: by the ids of --corpus or --vectors)")
+    parser.add_argument("--keep-texts", action="store_true", help="keep the texts of --corpus, which hits then have")
     parser.add_argument("--exact", action="store_true", help="weights of vectors stay float32 (default: one byte each)")
     parser.add_argument("--stemmer", metavar="LANGUAGE", help="stem words, such as: english (default: no stemming)")
     parser.add_argument("--stop-words", metavar="LIST", help="leave words out: english, or words with commas between (default: none)")
@@ -59,29 +63,28 @@ def _bm25_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name in ("variant", "k1", "b") if (value := getattr(args, name)) is not None}
 
 
-def _sources(args: argparse.Namespace) -> dict[str, Any]:
-    """What was given, as `espnx.Postings.build` takes it."""
+def _sources(args: argparse.Namespace, *, has_ids: bool) -> dict[str, Any]:
+    """What was given, as `espnx.Postings.build` takes it, with or without ids."""
     bm25s = getattr(args, "bm25s", None)
     if sum(value is not None for value in (args.corpus, args.vectors, bm25s)) != 1:
         raise InvalidInputError("what to index", got="none, or several", expected="one of --corpus, --vectors and --bm25s")
     from ..postings.imports import read_bm25s, read_vector_lines
 
     if args.vectors is not None:
-        return {"vectors": (vector for _, vector in read_vector_lines(args.vectors))}
+        return {"vectors": (pair if has_ids else pair[1] for pair in read_vector_lines(args.vectors))}
     if bm25s is not None:
         return {"vectors": read_bm25s(bm25s)}
-    return {"texts": _texts(args)}
+    return {"texts": _texts(args, has_ids=has_ids)}
 
 
-def _texts(args: argparse.Namespace) -> Iterator[str]:
+def _texts(args: argparse.Namespace, *, has_ids: bool) -> Iterator[dict[str, Any]]:
     from ..importers.corpus import read_corpus
 
     pairs = [word.partition("=") for word in args.columns.split(",")] if args.columns else []
     if not all(field.strip() and name.strip() for field, _, name in pairs):
         raise InvalidInputError("--columns", got=args.columns, expected="FIELD=NAME, such as text=body,id=key")
     for document in read_corpus(args.corpus, columns={field.strip(): name.strip() for field, _, name in pairs}):
-        title = document.get("title")
-        yield f"{title}\n{document['text']}" if title else str(document["text"])
+        yield document if has_ids else {name: document.get(name) for name in ("text", "title")}
 
 
 def run_build(args: argparse.Namespace) -> int:
@@ -94,18 +97,18 @@ def run_build(args: argparse.Namespace) -> int:
     if args.stop_words is not None:
         words = tuple(word.strip() for word in args.stop_words.split(",") if word.strip())
         options["stop_words"] = "english" if words == ("english",) else words
-    given = _sources(args)
+    given = _sources(args, has_ids=not (args.no_ids or args.also))
     with ProgressLine() as line:
         if estimate := _estimate(args, Analyzer(**options)):
             line.say(estimate)
         how: dict[str, Any] = {
             "analyzer": Analyzer(**options), "bm25": BM25(**_bm25_options(args)), "memory_bytes": parse_size(args.memory),
-            "exact": args.exact or args.bm25s is not None, "progress": line.update,
+            "exact": args.exact or args.bm25s is not None, "replace": args.replace, "progress": line.update,
         }  # fmt: skip
         if args.also:
             reports = build_split([args.postings, *args.also], **given, placement=args.placement, **how)
         else:
-            reports = [Postings.build(args.postings, **given, **how)]
+            reports = [Postings.build(args.postings, **given, **how, keep_texts=args.keep_texts)]
     emit(args, "\n".join(each.summary() for each in reports), json_document("postings build", **_in_all(reports)))
     return 0
 
@@ -128,7 +131,7 @@ def _estimate(args: argparse.Namespace, analyzer: Analyzer) -> str | None:
     if n_records < 0:
         return None
     found = estimate_spool(
-        n_records, texts=_texts(args) if args.corpus else None, analyzer=analyzer, memory_bytes=parse_size(args.memory),
+        n_records, texts=_texts(args, has_ids=False) if args.corpus else None, analyzer=analyzer, memory_bytes=parse_size(args.memory),
         vectors=(vector for _, vector in read_vector_lines(args.vectors)) if args.vectors else None,
     )  # fmt: skip
     return found.summary()
@@ -137,29 +140,39 @@ def _estimate(args: argparse.Namespace, analyzer: Analyzer) -> str | None:
 def configure_add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("postings", help=_INDEX)
     _add_source_options(parser)
+    parser.add_argument("--replace", action="store_true", help="records whose ids are in the index take the others' places")
 
 
 def run_add(args: argparse.Namespace) -> int:
-    from ..postings import add
+    from ..postings import Postings, add
     from .progress import ProgressLine
 
-    given = _sources(args)
+    with Postings.open(args.postings) as postings:
+        given = _sources(args, has_ids=postings.facts.has_ids)
     with ProgressLine() as line:
-        report = add(args.postings, **given, memory_bytes=parse_size(args.memory), progress=line.update)
+        report = add(args.postings, **given, replace=args.replace, memory_bytes=parse_size(args.memory), progress=line.update)
     emit(args, report.summary(), json_document("postings add", **asdict(report)))
     return 0
 
 
 def configure_delete(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("postings", help=_INDEX)
-    parser.add_argument("numbers", type=int, nargs="+", help="of records")
+    parser.add_argument("records", nargs="+", help="ids of records; of an index without ids, their numbers")
+    parser.add_argument("--int", action="store_true", help="the ids are numbers (default: text)")
+    parser.add_argument("--missing-ok", action="store_true", help="ids that no record has are no error")
     add_json_option(parser)
 
 
 def run_delete(args: argparse.Namespace) -> int:
-    from ..postings import delete
+    from ..postings import Postings, delete
 
-    deleted = delete(args.postings, args.numbers)
+    with Postings.open(args.postings) as postings:
+        is_text = postings.facts.has_ids and not args.int
+    try:
+        records = args.records if is_text else [int(word) for word in args.records]
+    except ValueError as error:
+        raise InvalidInputError("a record", got=str(error), expected="a number: of the record, or (--int) an id") from None
+    deleted = delete(args.postings, records, missing_ok=args.missing_ok)
     emit(args, f"{deleted:,} deleted", json_document("postings delete", deleted=deleted))
     return 0
 
@@ -220,27 +233,29 @@ def _queries(args: argparse.Namespace, kind: str) -> dict[str, Any]:
 
 def run_search(args: argparse.Namespace) -> int:
     is_split = bool(args.also) or args.device is not None or args.record is not None
-    queries, found, explained = (_split_search if is_split else _search)(args)
-    results: list[dict[str, Any]] = [
-        {"id": name, "hits": [{"number": int(n), "score": float(s)} for n, s in zip(numbers, scores, strict=True) if n >= 0]}
-        for name, numbers, scores in zip(queries, found.numbers, found.scores, strict=True)
-    ]
-    rows = [
-        (each["id"], rank + 1, hit["number"], f"{hit['score']:.4f}") for each in results[:_SHOWN] for rank, hit in enumerate(each["hits"])
-    ]
+    queries, found, results, explained = (_split_search if is_split else _search)(args)
+    rows = [(each["id"], rank + 1, hit["id"], f"{hit['score']:.4f}") for each in results[:_SHOWN] for rank, hit in enumerate(each["hits"])]
     facts: dict[str, Any] = {
         "queries": len(queries), "k": args.k, "requests_mean": _mean(found.requests), "bytes_asked_mean": _mean(found.bytes_asked),
         "bytes_moved_mean": _mean(found.bytes_moved),
     }  # fmt: skip
     shown = f"{len(queries):,} queries, {facts['requests_mean']:.1f} requests ({format_size(round(facts['bytes_asked_mean']))}) a query"
     left = f"\nthe first {_SHOWN} are shown" if len(queries) > _SHOWN else ""
-    text = render_table(("query", "rank", "number", "score"), rows, right=("rank", "number", "score")) + f"\n{shown}{left}{explained}"
+    text = render_table(("query", "rank", "id", "score"), rows, right=("rank", "score")) + f"\n{shown}{left}{explained}"
     emit(args, text, json_document("postings search", **facts, results=results))
     return 0
 
 
-def _search(args: argparse.Namespace) -> tuple[dict[str, Any], Found, str]:
-    """(queries by id, what they found, how the best scores come about)."""
+def _results(queries: dict[str, Any], found: Found) -> list[dict[str, Any]]:
+    """For JSON, while the postings are open."""
+    return [
+        {"id": name, "hits": [{key: value for key, value in asdict(hit).items() if value is not None} for hit in hits]}
+        for name, hits in zip(queries, found, strict=True)
+    ]
+
+
+def _search(args: argparse.Namespace) -> tuple[dict[str, Any], Found, list[dict[str, Any]], str]:
+    """(queries by id, what they found, that for JSON, how the best scores come about)."""
     from ..postings import Postings
 
     with Postings.open(args.postings) as postings:
@@ -251,10 +266,10 @@ def _search(args: argparse.Namespace) -> tuple[dict[str, Any], Found, str]:
             )
         else:
             found = postings.search(list(queries.values()), args.k, **_bm25_options(args))
-        return queries, found, _explained(args, postings, queries, found) if args.explain else ""
+        return queries, found, _results(queries, found), _explained(args, postings, queries, found) if args.explain else ""
 
 
-def _split_search(args: argparse.Namespace) -> tuple[dict[str, Any], Found, str]:
+def _split_search(args: argparse.Namespace) -> tuple[dict[str, Any], Found, list[dict[str, Any]], str]:
     """The same of a collection over several devices, and what would cross the link of each, or has."""
     from ..postings import SplitPostings
 
@@ -270,13 +285,14 @@ def _split_search(args: argparse.Namespace) -> tuple[dict[str, Any], Found, str]
             for each, way in ((found.command_bytes, "to devices"), (found.reply_bytes, "back"), (found.flash_bytes, "from flash"))
         )
         took = note()
-    return queries, found, f"\n{len(directories)} devices, by {postings.placement}: {links} a query{took and f'; {took}'}"
+    said = f"\n{len(directories)} devices, by {postings.placement}: {links} a query{took and f'; {took}'}"
+    return queries, found, _results(queries, found), said
 
 
 def _explained(args: argparse.Namespace, postings: Postings, queries: dict[str, Any], found: Found) -> str:
     parts = []
     for query, numbers in list(zip(queries.values(), found.numbers, strict=True))[:_SHOWN]:
-        if numbers[0] >= 0:
+        if len(numbers) and numbers[0] >= 0:
             parts.append("\n\n" + postings.explain(query, int(numbers[0]), **_bm25_options(args)).summary())
     return "".join(parts)
 
@@ -290,6 +306,11 @@ def configure_info(parser: argparse.ArgumentParser) -> None:
     add_json_option(parser)
 
 
+def _segment(segment: SegmentFacts) -> dict[str, Any]:
+    sizes = {name: each.size_bytes for name, each in segment.sections.items()}
+    return {"name": segment.name, "first_number": segment.first_number, "n_records": segment.n_records, "sizes": sizes}
+
+
 def run_info(args: argparse.Namespace) -> int:
     from ..postings import Postings
 
@@ -297,9 +318,9 @@ def run_info(args: argparse.Namespace) -> int:
         facts = postings.facts
         document = {
             "kind": facts.kind, "n_records": len(postings), "n_deleted": facts.n_deleted, "n_terms": postings.n_terms,
-            "n_postings": postings.n_postings, "segments": [asdict(segment) for segment in facts.segments],
+            "n_postings": postings.n_postings, "segments": [_segment(segment) for segment in facts.segments],
             "size_bytes": facts.size_bytes, "memory_bytes": postings.memory_bytes, "analyzer": facts.analyzer.fields,
-            "bm25": asdict(facts.bm25), "generation": facts.generation,
+            "bm25": asdict(facts.bm25), "generation": facts.generation, "has_ids": facts.has_ids, "has_texts": facts.has_texts,
         }  # fmt: skip
         emit(args, postings.summary(), json_document("postings info", **document))
     return 0

@@ -134,8 +134,15 @@ COMMANDS = {
         {"device calibrate my-disk --path /mnt/nvme": "writes my-disk.yaml"},
     ),
     "device verify": Command(
-        "espnx.cli.device:verify", "check that a near-storage device does what every one must: rows, faults, a generation, a search",
-        {"device verify ssd --path /mnt/nvme": "", "device verify my_package.device:MyDevice": "one of your own"},
+        "espnx.cli.device:verify", "check that a near-storage device does what every one must: rows, records, clusters, graphs, faults",
+        {
+            "device verify ssd --path /mnt/nvme": "",
+            "device verify my_package.device:MyDevice --soak 60": "one of your own, a minute of random calls among it",
+        },
+    ),
+    "device skeleton": Command(
+        "espnx.cli.device:skeleton", "write the least package that brings a near-storage device, to begin with",
+        {"device skeleton my-device": "pyproject.toml and a module"},
     ),
     "device replay": Command(
         "espnx.cli.device:replay", "ask a device for what a recorded program asked, and compare the times",
@@ -222,5 +229,5 @@ GROUPS = {
     "cache": "list, verify and remove kept KV caches",
     "postings": "build, search, change, inspect and verify BM25 and sparse vectors on SSD",
     "graph": "build, search, inspect, verify, import and export a graph of vectors",
-    "device": "list, inspect, calibrate and verify near-storage devices",
+    "device": "list, inspect, calibrate, verify and begin near-storage devices",
 }

@@ -41,7 +41,10 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     """Those of `search_options`."""
     parser.add_argument("--candidates", type=int, help="handed on by the first stage, at least k (default: 1000; of a graph 100)")
     parser.add_argument("--first-stage", metavar="S,...", help="which of the index's, or several that are fused (default: its first)")
-    parser.add_argument("--fuse", default="rrf", choices=("rrf", "weighted"), help="how several become one ranking (default: %(default)s)")
+    parser.add_argument(
+        "--fuse", default="rrf", choices=("rrf", "weighted", "rrf+maxsim"),
+        help="how several become one ranking; rrf+maxsim: MaxSim's is one more of them, not above all (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--rerank", type=int, help="how many of them are scored exactly (default: all)")
     parser.add_argument("--cascade", type=int, metavar="N", help="score coarse records of all candidates, full ones of the best N")
     parser.add_argument(
@@ -76,6 +79,7 @@ def add_index_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hot", default="0", metavar="SIZE", help="RAM for documents that several queries want (default: none)")
     parser.add_argument("--coarse", default="ssd", choices=("ssd", "ram"), help="where coarse records are read from (default: %(default)s)")
     parser.add_argument("--encoder", help="default: the one the store was built with")
+    parser.add_argument("--encoder-dtype", choices=("fp32", "bf16"), help="beside --encoder (default: as the documents were encoded)")
     parser.add_argument("--sparse-encoder", metavar="M", help="of splade, where it came out of a folder: that folder")
     parser.add_argument(
         "--engine",
@@ -101,14 +105,23 @@ def check_store(path: str) -> None:
 @contextmanager
 def open_index(args: argparse.Namespace, progress: ProgressLine) -> Iterator[Index]:
     """The store of a command, with its encoder, on the devices that the command names."""
+    from ..errors import InvalidInputError
+
     check_store(args.store)
+    if args.encoder_dtype and not args.encoder:
+        fix = f"--encoder minilm --encoder-dtype {args.encoder_dtype}"
+        raise InvalidInputError("--encoder-dtype", got="no --encoder", expected="both", fix=fix)
     with progress.loading(f"{args.store} and its encoder"):
+        from .. import load_encoder
         from ..retrieval.search.index import Index
         from ..retrieval.store.manifest import data_directories
 
+        encoder = args.encoder or "auto"
+        if args.encoder_dtype:
+            encoder = load_encoder(encoder, device=args.compute, dtype=args.encoder_dtype)
         directories = data_directories(args.store) if args.device or args.record else []
         with devices_of(args, directories) as device, Index(
-            args.store, args.encoder or "auto", engine=args.engine, compute=args.compute, hot=args.hot, coarse=args.coarse, device=device,
+            args.store, encoder, engine=args.engine, compute=args.compute, hot=args.hot, coarse=args.coarse, device=device,
             sparse_encoder=args.sparse_encoder,
         ) as index:  # fmt: skip
             yield index

@@ -7,6 +7,7 @@ from typing import Generic, Self, TypeVar
 
 import torch
 
+from .crew import Clock, clock_of
 from .interface import Capabilities, Device, DeviceStats, FilePath
 
 D = TypeVar("D", bound=Device)
@@ -35,6 +36,11 @@ class DeviceAround(Generic[D]):
     def stats(self) -> DeviceStats:
         """See `Device`."""
         return self._inner.stats()
+
+    @property
+    def clock(self) -> Clock | None:
+        """See `clock_of`."""
+        return clock_of(self._inner)
 
     def forget(self) -> None:
         """See `Device`."""

@@ -226,7 +226,7 @@ class Space(Protocol):
 class RowDevice(Device, Protocol):
     """A place for the rows of a KV cache that attends over them.
 
-    Every call but `forget`, `stats` and `path_report` raises EngineClosedError once the device is closed.
+    `put`, `join`, `flush`, `sync`, `ahead`, `attend` and `visit` raise EngineClosedError once the device is closed.
     """
 
     @property
@@ -280,7 +280,8 @@ class RowDevice(Device, Protocol):
 
     def visit(self, ticket: int, show: Show) -> None:
         """Reads the rows of the ticket without computing on them: calls `show` with each read's blocks, checked, uint8 [bytes] in the
-        memory of `compute`, and with what they are. The bytes are not valid any more when it returns. Raises as `attend`."""
+        memory of `compute`, and with what they are: every row once, reads in any order. The bytes are not valid any more when it returns.
+        Raises as `attend`, and what `show` raises."""
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,10 @@ class NearStorageDevice:
         """
         return encode_on_host(encode, texts, flop=flop)
 
+    def refuses(self, call: str) -> str:
+        """Why this device refuses a call that its class has (``open_graph``), whatever it is given; empty: it does not."""
+        return ""
+
     def describe(self) -> dict[str, Any]:
         """What it is, for people: `espnx device info`."""
         return {"name": self.name, "path": self.path, "kind": self.kind}

@@ -68,12 +68,18 @@ def default_name(engine: object, compute: torch.device | None) -> str:
     return "gpu" if engine in _INTO_GPU_MEMORY or (compute is not None and compute.type != "cpu") else "ssd"
 
 
+def is_emulated(name: str) -> bool:
+    """Whether a name is that of a spec."""
+    known = _known().get(name)
+    return name.endswith(SUFFIXES) or (known is not None and known.value == _EMULATION)
+
+
 def _factory(name: str) -> Any:
     """Raises InvalidInputError, MissingDependencyError."""
     known = _known()
     if not isinstance(name, str):
         raise errors.InvalidInputError("device", got=repr(name), expected=f"a device, or one of {', '.join(sorted(known))}")
-    if name.endswith(SUFFIXES) or (name in known and known[name].value == _EMULATION):
+    if is_emulated(name):
         from .emulation.device import Emulation  # what it computes is not for every program
 
         return Emulation(name)

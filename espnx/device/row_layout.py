@@ -124,7 +124,7 @@ class RowLayout:
             out = torch.empty((*lead, blocks, self.block_bytes), dtype=torch.uint8, device=k.device)
         if self.format == "int8" and v is not None:
             for offset, part in self._quantise(_whole(k, blocks, self.block_rows), _whole(v, blocks, self.block_rows)):
-                values = part.reshape(*lead, blocks, -1)
+                values = part.flatten(len(lead) + 1)
                 end = offset + values.shape[-1] * values.element_size()
                 out[..., offset:end].view(part.dtype).copy_(values)
         else:
@@ -169,7 +169,8 @@ class RowLayout:
             k = k.float() * blocks[..., : 4 * self.d].contiguous().view(torch.float32).unsqueeze(-2)
             scale = part(self.v_scale_offset_bytes, 1, torch.float32)
             v = v.float() * scale
-        return k.reshape(*lead, -1, self.d)[..., :rows, :], v.reshape(*lead, -1, self.dv)[..., :rows, :]
+        n = count * self.block_rows
+        return k.reshape(*lead, n, self.d)[..., :rows, :], v.reshape(*lead, n, self.dv)[..., :rows, :]
 
 
 def _whole(rows: torch.Tensor, blocks: int, block_rows: int) -> torch.Tensor:

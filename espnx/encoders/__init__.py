@@ -20,7 +20,7 @@ _SPARSE_NAMED = ("splade-tiny",)
 _ON_A_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def load_encoder(spec: str | os.PathLike[str], *, device: str = "cpu", dtype: str = "auto") -> Encoder:
+def load_encoder(spec: str | os.PathLike[str], *, device: str = "cpu", dtype: str = "fp32") -> Encoder:
     """An encoder by its description, as on the command line.
 
     Args:
@@ -34,11 +34,11 @@ def load_encoder(spec: str | os.PathLike[str], *, device: str = "cpu", dtype: st
             - Doc2Vec as espnx saves it, likewise (:class:`espnx.encoders.doc2vec.Doc2VecEncoder`),
             - any other Hugging Face encoder (:class:`espnx.encoders.huggingface.HuggingFaceEncoder`).
         device: ``"cpu"`` or ``"cuda"``.
-        dtype: of the forward pass: ``"auto"``, ``"fp32"`` or ``"bf16"``. ``"auto"`` is fp32 for all but the last, whose vectors are to be
-            those of the package that the model came from, and bf16 for others where the hardware multiplies it natively.
+        dtype: of the forward pass: ``"fp32"``, on whatever processor, or ``"bf16"``, which differs from it and is faster where the hardware
+            multiplies it (docs/encoders.md). The encoder's name says so, and with it a store that is built with it.
 
     Raises:
-        InvalidInputError: neither a known name nor a folder.
+        InvalidInputError: neither a known name nor a folder, or a dtype that it cannot compute in.
         MissingDependencyError: a package that the encoder needs is not installed.
         FormatError: the folder is damaged.
     """
@@ -62,15 +62,17 @@ def _fix(spec: str) -> str:
 
 
 def load_named(name: str, *, device: str = "cpu") -> Encoder:
-    """The encoder of that `Encoder.name`, as far as a name alone leads to one.
+    """The encoder of that `Encoder.name`, as far as a name alone leads to one, in the dtype that the name says.
 
     Raises:
         InvalidInputError: the encoder comes out of a folder, or is a function; its name does not say where that is.
         MissingDependencyError: a package that the encoder needs is not installed.
     """
+    from ..retrieval.encoder import dtype_of
+
     family = name.partition("@")[0]
     if family in _NAMED:
-        return load_encoder(family, device=device)
+        return load_encoder(family, device=device, dtype=dtype_of(name))
     raise InvalidInputError(
         "the encoder's folder is not known", got=f"a store built with {name}", fix="name it with encoder=FOLDER (--encoder FOLDER)"
     )
@@ -122,14 +124,15 @@ def _of_folder(folder: Path, device: str, dtype: str) -> Encoder:
     from . import pylate as pylate_encoder
 
     if doc2vec.is_doc2vec(folder):
+        if dtype != "fp32":
+            raise InvalidInputError(f"encoder: dtype of Doc2Vec {folder}", got=repr(dtype), expected='"fp32"')
         return doc2vec.Doc2VecEncoder.load(folder)
-    exact = "fp32" if dtype == "auto" else dtype
     if colberter_encoder.is_colberter(folder):
-        return colberter_encoder.ColBERTerEncoder(folder, device=device, dtype=exact)
+        return colberter_encoder.ColBERTerEncoder(folder, device=device, dtype=dtype)
     if pylate_encoder.is_pylate(folder):
-        return pylate_encoder.PyLateEncoder(folder, device=device, dtype=exact)
+        return pylate_encoder.PyLateEncoder(folder, device=device, dtype=dtype)
     if colbert_encoder.is_colbert(folder):
-        return colbert_encoder.ColBERTEncoder(folder, device=device, dtype=exact)
+        return colbert_encoder.ColBERTEncoder(folder, device=device, dtype=dtype)
     if sentence_transformer.is_sentence_transformer(folder):
-        return sentence_transformer.SentenceTransformerEncoder(folder, device=device, dtype=exact)
+        return sentence_transformer.SentenceTransformerEncoder(folder, device=device, dtype=dtype)
     return huggingface.HuggingFaceEncoder(folder, device=device, dtype=dtype)

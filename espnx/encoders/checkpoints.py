@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import EspnxError, FormatError, InvalidInputError, MissingDependencyError
+from ..forks import compute_alone
 from .torch_files import load_torch
 
 TOKENIZER_FILES = (
@@ -88,6 +89,7 @@ def load_transformer(
         raise MissingDependencyError(
             "Hugging Face encoder", got=str(error), expected="transformers", fix="pip install transformers"
         ) from error
+    compute_alone()
     files = weight_files(folder, pickled=pickled)
     safe = files[0].suffix == ".safetensors"
     for path in () if safe else files:

@@ -17,6 +17,7 @@ from torch.nn.functional import linear
 from ..errors import FormatError, InvalidInputError
 from .checkpoints import fingerprint, read_object, read_weights, weight_files
 from .late_interaction import LateInteractionEncoder, Layout, insert_after_first, settings_hash
+from .windows import named
 
 METADATA = "artifact.metadata"
 ARCHITECTURE = "HF_ColBERT"
@@ -91,7 +92,7 @@ class ColBERTEncoder(LateInteractionEncoder):
         if self._tokenizer.mask_token_id is None or self._tokenizer.pad_token_id is None:
             raise FormatError("ColBERT checkpoint", path=self.folder, got="a tokenizer without [MASK] or [PAD]", expected="both")
         self._left_out = {self._tokenizer.pad_token_id, *(self._punctuation() if self.settings["mask_punctuation"] else ())}
-        self.name = f"colbert@{settings_hash(fingerprint(self.folder, weights), sorted(self.settings.items()))}"
+        self.name = named(f"colbert@{settings_hash(fingerprint(self.folder, weights), sorted(self.settings.items()))}", self.dtype)
 
     def _settings(self, given: dict[str, Any]) -> dict[str, Any]:
         path = self.folder / METADATA

@@ -28,6 +28,7 @@ from ..errors import FormatError, InvalidInputError
 from ..retrieval.encoder import Encoded
 from .checkpoints import fingerprint, read_object, read_weights, weight_files
 from .late_interaction import LateInteractionEncoder, Layout, settings_hash
+from .windows import named
 
 CONFIG, COMPRESSORS = "colberter.json", "compressors.safetensors"
 DEFAULTS = {"query_length": 32, "document_length": 200, "whole_words": False, "normalize": False}
@@ -70,7 +71,7 @@ class ColBERTerEncoder(LateInteractionEncoder):
                 raise FormatError(name, path=path, got=got, expected=[rows, self.hidden_size])
         self._weights = {name: weight.to(self.device, self.dtype) for name, weight in self._weights.items()}
         contents = fingerprint(self.folder, sorted({*weight_files(self.folder, pickled=True), path}))
-        self.name = f"colberter@{settings_hash(contents, sorted(self.settings.items()))}"
+        self.name = named(f"colberter@{settings_hash(contents, sorted(self.settings.items()))}", self.dtype)
 
     def _settings(self) -> dict[str, Any]:
         path = self.folder / CONFIG

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import InvalidInputError
 from .checkpoints import fingerprint, load_transformer, positions, special_ids, weight_files, wordpieces
-from .windows import WindowedEncoder, choose_dtype
+from .windows import WindowedEncoder, named, torch_dtype
 
 WINDOW_TOKENS_DEFAULT = 512
 
@@ -24,7 +24,7 @@ class HuggingFaceEncoder(WindowedEncoder):
         pooling: where ``cls`` comes from: ``"mean"`` of all last hidden states (special tokens included, as sentence-transformers does),
             or ``"cls"``, the first one. What the model was trained for stands on its card.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``. Results are on the CPU in any case.
-        dtype: of the forward pass. ``"auto"`` is bf16 where the hardware multiplies it natively, fp32 elsewhere.
+        dtype: of the forward pass: ``"fp32"``, or ``"bf16"``, which differs, and is faster on hardware for it (docs/encoders.md).
         window_tokens: positions of a window, special tokens included. Default: what the model can hold, but at most 512. A longer text is
             encoded in windows and never truncated, see :class:`espnx.encoders.minilm.MiniLM`.
         batch_tokens: most positions in one forward pass.
@@ -44,7 +44,7 @@ class HuggingFaceEncoder(WindowedEncoder):
         *,
         pooling: str = "mean",
         device: str = "cpu",
-        dtype: str = "auto",
+        dtype: str = "fp32",
         window_tokens: int | None = None,
         batch_tokens: int = 4096,
     ):
@@ -53,13 +53,13 @@ class HuggingFaceEncoder(WindowedEncoder):
         if batch_tokens < 1:
             raise InvalidInputError("encoder: batch_tokens", got=batch_tokens, expected="at least 1")
         self.folder, self.pooling, self.batch_tokens = Path(folder), pooling, batch_tokens
-        self.device, self.dtype = torch.device(device), choose_dtype(dtype, device)
+        self.device, self.dtype = torch.device(device), torch_dtype(dtype)
         weights = weight_files(self.folder)
         self._model, self._tokenizer = load_transformer(self.folder, self.dtype)
         self._model.to(self.device).eval()
         config = self._model.config
         self.d_cls = self.dim = config.hidden_size
-        self.name = f"hf-{config.model_type}@{fingerprint(self.folder, weights)[:12]}/{pooling}"
+        self.name = named(f"hf-{config.model_type}@{fingerprint(self.folder, weights)[:12]}/{pooling}", self.dtype)
         self.pad_id = self._tokenizer.pad_token_id or 0
         self.prefix, self.suffix = special_ids(self._tokenizer, self.folder)
         if pooling == "cls" and not self.prefix:

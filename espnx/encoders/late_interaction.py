@@ -20,9 +20,11 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..errors import FormatError, InvalidInputError
+from ..forks import compute_alone
+from ..ops.precision import whole_float32
 from ..retrieval.encoder import Encoded, check_texts
 from .checkpoints import load_transformer, positions
-from .windows import LENGTH_STEP, batches, choose_dtype
+from .windows import LENGTH_STEP, batches, torch_dtype
 
 TEXTS_AT_ONCE = 1024
 
@@ -50,7 +52,7 @@ class LateInteractionEncoder(ABC):
     Args:
         folder: of the transformer and its tokenizer.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``. Results are on the CPU in any case.
-        dtype: of the forward pass: ``"fp32"``, ``"bf16"``, or ``"auto"`` (bf16 where the hardware multiplies it natively).
+        dtype: of the forward pass: ``"fp32"``, or ``"bf16"``, which differs, and is faster on hardware for it (docs/encoders.md).
         batch_tokens: most positions in one forward pass (a single longer text goes alone).
 
     Raises:
@@ -65,7 +67,7 @@ class LateInteractionEncoder(ABC):
         if batch_tokens < 1:
             raise InvalidInputError("encoder: batch_tokens", got=batch_tokens, expected="at least 1")
         self.folder, self.batch_tokens = Path(folder), batch_tokens
-        self.device, self.dtype = torch.device(device), choose_dtype(dtype, device)
+        self.device, self.dtype = torch.device(device), torch_dtype(dtype)
         self._model, self._tokenizer = load_transformer(self.folder, self.dtype, pickled=True)
         self._model.to(self.device).eval()
         self.positions = positions(self._model.config, self._tokenizer)
@@ -94,6 +96,7 @@ class LateInteractionEncoder(ABC):
         return self._encode(texts, is_query=True)
 
     def _encode(self, texts: list[str], *, is_query: bool) -> list[Encoded]:
+        compute_alone()
         texts = check_texts(texts)
         results: list[Encoded] = []
         for begin in range(0, len(texts), TEXTS_AT_ONCE):
@@ -123,7 +126,7 @@ class LateInteractionEncoder(ABC):
                 expected=f"ids below the model's {self._model.config.vocab_size}",
                 fix="use the tokenizer that belongs to the model",
             )
-        with torch.inference_mode():
+        with torch.inference_mode(), whole_float32():
             output = self._model(input_ids=ids.to(self.device), attention_mask=attended.to(self.device))
             projected = self.project(output.last_hidden_state).to("cpu", torch.float32)
         # The caller keeps what it takes of this, beyond inference mode.

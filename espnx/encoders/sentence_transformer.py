@@ -15,11 +15,13 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..errors import FormatError, InvalidInputError
+from ..forks import compute_alone
+from ..ops.precision import whole_float32
 from ..retrieval.single_vector import SingleVectorEncoder
 from .checkpoints import fingerprint, load_transformer, positions, read_json, read_object, weight_files
 from .dense_layer import check_chain, dense_files, read_dense
 from .late_interaction import settings_hash
-from .windows import LENGTH_STEP, batches, choose_dtype
+from .windows import LENGTH_STEP, batches, named, torch_dtype
 
 MODULES, SETTINGS, TRANSFORMER = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
 POOLINGS = ("cls", "mean", "max")
@@ -58,7 +60,7 @@ class SentenceTransformerEncoder(SingleVectorEncoder):
             (``cls``, ``mean`` or ``max``), and any of Dense and Normalize after it. Prompts of queries and documents are put before texts
             as the folder says.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``. Results are on the CPU in any case.
-        dtype: of the forward pass: ``"fp32"``, ``"bf16"``, or ``"auto"`` (bf16 where the hardware multiplies it natively).
+        dtype: of the forward pass: ``"fp32"``, or ``"bf16"``, which differs, and is faster on hardware for it (docs/encoders.md).
         batch_tokens: most positions in one forward pass (a single longer text goes alone).
 
     ``name`` is made from a hash of weights, tokenizer and settings: it does not change when the folder moves.
@@ -73,7 +75,7 @@ class SentenceTransformerEncoder(SingleVectorEncoder):
         if not isinstance(batch_tokens, int) or batch_tokens < 1:
             raise InvalidInputError("encoder: batch_tokens", got=batch_tokens, expected="at least 1")
         root = Path(folder)
-        self.batch_tokens, self.device, self.dtype = batch_tokens, torch.device(device), choose_dtype(dtype, device)
+        self.batch_tokens, self.device, self.dtype = batch_tokens, torch.device(device), torch_dtype(dtype)
         modules = modules_of(root)
         self.folder = modules[0][1]
         weights = weight_files(self.folder, pickled=True)
@@ -89,7 +91,7 @@ class SentenceTransformerEncoder(SingleVectorEncoder):
         self.dim = len(self._layers[-1].weight) if self._layers else self._model.config.hidden_size
         others = [path for name, where in modules if name == "Dense" for path in (where / "config.json", *dense_files(where))]
         contents = fingerprint(self.folder, weights, *others)
-        self.name = f"st-{kind}@{settings_hash(contents, sorted(self.settings.items()))}"
+        self.name = named(f"st-{kind}@{settings_hash(contents, sorted(self.settings.items()))}", self.dtype)
 
     def _chain(self, root: Path, modules: list[tuple[str, Path]]) -> list[Any]:
         """What is done to the pooled vector, in order."""
@@ -133,6 +135,7 @@ class SentenceTransformerEncoder(SingleVectorEncoder):
         return min(given, most)
 
     def vectors(self, texts: list[str], *, is_query: bool) -> Tensor:
+        compute_alone()
         prompt = self.settings["query_prompt" if is_query else "document_prompt"]
         found = torch.empty(len(texts), self.dim)
         for begin in range(0, len(texts), _TEXTS_AT_ONCE):
@@ -163,7 +166,7 @@ class SentenceTransformerEncoder(SingleVectorEncoder):
                 fix="use the tokenizer that belongs to the model",
             )
         ids, mask = ids.to(self.device), mask.to(self.device)
-        with torch.inference_mode():
+        with torch.inference_mode(), whole_float32():
             states = self._model(input_ids=ids, attention_mask=mask.to(torch.int64)).last_hidden_state
             vectors = _pooled(states, mask, self.settings["pooling"])
             for step in self._steps:

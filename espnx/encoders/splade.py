@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from ..errors import FormatError, InvalidInputError
+from ..forks import compute_alone
+from ..ops.precision import whole_float32
 from ..retrieval.encoder import check_texts
 from ..retrieval.sparse_encoder import SparseVector
 from .checkpoints import fingerprint, load_transformer, positions, read_json, read_object, special_ids, weight_files, wordpieces
@@ -128,6 +130,7 @@ class SpladeEncoder:
         return tuple(named.get(number, f"[{number}]") for number in range(count))  # a model may be padded beyond its tokenizer
 
     def _encode(self, texts: list[str]) -> list[SparseVector]:
+        compute_alone()
         texts = check_texts(texts)
         found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in texts]  # (terms, logits) of each window
         finished = 0
@@ -168,7 +171,7 @@ class SpladeEncoder:
                 fix="use the tokenizer that belongs to the model",
             )
         ids, mask = ids.to(self.device), attended.to(self.device)
-        with torch.inference_mode():
+        with torch.inference_mode(), whole_float32():
             hidden = self._model.base_model(input_ids=ids, attention_mask=mask.to(torch.int64)).last_hidden_state
             largest = self._head.largest(hidden, mask).cpu()
         if not bool(largest.isfinite().all()):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..errors import InvalidInputError
-from ..retrieval.encoder import Encoded, check_texts
+from ..forks import compute_alone
+from ..ops.precision import whole_float32
+from ..retrieval.encoder import BF16, Encoded, check_texts
 
 # Batches are padded to multiples of this. oneDNN builds and keeps code for every shape it meets, in between the blocks that malloc could
 # otherwise give back: with every length from 1 to 256 a process was 270 MB larger after 150k tokens.
@@ -82,6 +83,7 @@ class WindowedEncoder(ABC):
         return self._encode(texts)
 
     def _encode(self, texts: list[str]) -> list[Encoded]:
+        compute_alone()
         texts = check_texts(texts)
         windows = self._windows(texts)
         rows = [len(window.ids) - len(self.prefix) - len(self.suffix) for window in windows]
@@ -123,7 +125,7 @@ class WindowedEncoder(ABC):
         for number, row in enumerate(rows):
             ids[number, : len(row)] = torch.tensor(row)
             mask[number, : len(row)] = True
-        with torch.inference_mode():
+        with torch.inference_mode(), whole_float32():
             hidden = self.hidden(ids, None if bool(mask.all()) else mask)
         yield from (vectors[: len(row)] for vectors, row in zip(hidden, rows, strict=True))
 
@@ -147,26 +149,18 @@ def batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
         yield group
 
 
-def choose_dtype(dtype: str, device: str) -> torch.dtype:
-    """The dtype of the forward pass: ``"fp32"``, ``"bf16"``, or ``"auto"``: bf16 where the hardware multiplies it natively.
+def torch_dtype(dtype: str) -> torch.dtype:
+    """The dtype of a forward pass by its name: ``"fp32"`` or ``"bf16"``. It never depends on the processor: what is found must not.
 
     Raises:
         InvalidInputError: another name.
     """
     known = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    if dtype in known:
-        return known[dtype]
-    if dtype != "auto":
-        raise InvalidInputError("encoder: dtype", got=repr(dtype), expected='"auto", "fp32" or "bf16"')
-    if torch.device(device).type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-    return torch.bfloat16 if cpu_flags() & {"amx_bf16", "avx512_bf16"} else torch.float32
+    if dtype not in known:
+        raise InvalidInputError("encoder: dtype", got=repr(dtype), expected='"fp32" or "bf16"')
+    return known[dtype]
 
 
-def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> set[str]:
-    """The instruction sets of this machine's first CPU as Linux names them; empty elsewhere."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return set()
-    return next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())
+def named(model: str, dtype: torch.dtype) -> str:
+    """The name of a model (`espnx.retrieval.encoder.Encoder.name`) that computes in that dtype."""
+    return model + BF16 if dtype == torch.bfloat16 else model

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from .build import GraphReport, build
 from .diskann import ExportReport, ImportReport, export_diskann, import_diskann
-from .format import METRICS, RecallPoint
+from .format import METRICS, GraphShare, RecallPoint
 from .index import GraphIndex, Neighbours
 from .private import PrivateGraphs, build_private
 from .stored import StoredGraph
@@ -24,6 +24,7 @@ __all__ = [
     "ExportReport",
     "GraphIndex",
     "GraphReport",
+    "GraphShare",
     "ImportReport",
     "Neighbours",
     "PrivateGraphs",

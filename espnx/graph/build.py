@@ -11,21 +11,21 @@ import numpy as np
 import torch
 
 from .. import errors
+from ..checks import check_path
 from ..sizes import format_size, parse_size
 from ..storage import NativeEngine
-from ..storage.files import make_given_directory
-from ..storage.lock import DirectoryLock
 from ..storage.manifest import NAME
 from ..storage.native import given_engine
 from .bounded import Seconds, build_bounded
 from .bounded.budget import available_bytes, fit_bytes, member_bytes, plan_parts, resident_bytes
 from .codebook import Codebook, train_codebook
 from .edges import build_edges, check_device
-from .format import GraphFacts
+from .format import GraphFacts, GraphShare
 from .layout import PageLayout, choose_layout
 from .options import GraphOptions, check_options, measured_rows, stored_rows
+from .recall import add_recall, row_blocks
 from .vectors import Vectors, read_vectors
-from .write import Progress, WholeGraph, add_recall, clear_leftovers, connect_and_choose_entries, row_blocks, write_graph
+from .write import Progress, WholeGraph, connect_and_choose_entries, write_graph, writing_graph
 
 if TYPE_CHECKING:
     from .._C import Vamana
@@ -78,30 +78,14 @@ class GraphReport:
 
 
 def build(
-    vectors: Any,
-    path: str | os.PathLike[str],
-    *,
-    metric: str = "l2",
-    max_degree: int = 64,
-    search_list_size: int = 100,
-    alpha: float = 1.2,
-    codes: str = "inline",
-    inline_pq: int | None = None,
-    pq_bytes: int | None = None,
-    vector_dtype: str = "auto",
-    disk_pq_bytes: int | None = None,
-    use_opq: bool = True,
-    num_entry_points: int = 1000,
-    threads: int | None = None,
-    seed: int = 0,
-    device: str = "cpu",
-    column: str | None = None,
-    memory: int | str | None = None,
-    progress: Progress | None = None,
-    engine: NativeEngine | None = None,
-) -> GraphReport:
-    """Builds a graph of vectors in a directory, which is a whole graph when this returns, or none: but for
-    recall by list size, which is measured last. A graph whose build was interrupted then is searched with a list of 320.
+    vectors: Any, path: str | os.PathLike[str], *, metric: str = "l2", max_degree: int = 64, search_list_size: int = 100,
+    alpha: float = 1.2, codes: str = "inline", inline_pq: int | None = None, pq_bytes: int | None = None,
+    vector_dtype: str = "auto", disk_pq_bytes: int | None = None, use_opq: bool = True, num_entry_points: int = 1000,
+    threads: int | None = None, seed: int = 0, device: str = "cpu", column: str | None = None, memory: int | str | None = None,
+    replace: bool = False, share: GraphShare | None = None, progress: Progress | None = None, engine: NativeEngine | None = None,
+) -> GraphReport:  # fmt: skip
+    """Builds a graph of vectors in a directory, which is a whole graph when this returns, or none: but for recall by list size, which is
+    measured last. A graph whose build was interrupted then is searched with a list of 320.
 
     The graph is a Vamana graph (DiskANN, section 2). Without `memory` all of it is built in memory. With it, vectors are divided among
     parts that overlap, whose graphs are built one after the other and merged (section 4.2). Such a build goes on where it was interrupted;
@@ -130,27 +114,29 @@ def build(
         device: that builds the edges and trains the codes: ``cpu``, or ``cuda`` (``cuda:1``), where cuVS does.
         column: of a Parquet file.
         memory: that this process may hold in all, as ``"2GiB"`` or in bytes. None: as much as the build takes.
-        progress: called now and then, from this thread; an exception that it raises ends the build.
-        engine: of the writes.
+        replace: a graph that is there, which stays as it is until the new one is whole.
+        share: of a collection whose graphs are searched together, by `PrivateGraphs`; `build_private` builds all of them.
+        progress: called now and then, from this thread; an exception that it raises ends the build. engine: of the writes.
 
     Raises:
-        InvalidInputError: an option, a shape, a value that is not finite, or that float16 does not hold; a directory with a graph in it;
-            a limit of memory below what the smallest part takes.
+        InvalidInputError: an option, a shape, a value that is not finite, or that float16 does not hold; a directory with something else
+            than a graph that may be replaced; a limit of memory below what the smallest part takes.
         OutOfMemoryError: no limit was given, and the build takes more than there is.
         MissingDependencyError, PathUnavailableError: no cuVS, or no GPU.
         WriteError, DiskFullError, StoreBusyError: the directory cannot be written, is full, or somebody else builds there.
         FileMissingError, FormatError, TruncatedFileError: see `espnx.graph.vectors.read_vectors`.
     """
-    threads = torch.get_num_threads() if threads is None else threads
     options = GraphOptions(
-        metric, max_degree, search_list_size, alpha, codes, inline_pq, pq_bytes, vector_dtype, num_entry_points, threads, seed, device,
-        disk_pq_bytes, use_opq,
+        metric, max_degree, search_list_size, alpha, codes, inline_pq, pq_bytes, vector_dtype, num_entry_points,
+        torch.get_num_threads() if threads is None else threads, seed, device, disk_pq_bytes, use_opq,
     )  # fmt: skip
-    return _build(read_vectors(vectors, column=column), os.fspath(path), options, memory, progress or _no_progress, engine)
+    source, path = read_vectors(vectors, column=column), check_path("directory of a graph", path)
+    return _build(source, path, options, memory, progress or _no_progress, engine, replace, share)
 
 
 def _build(
-    source: Vectors, path: str, options: GraphOptions, memory: int | str | None, progress: Progress, engine: NativeEngine | None
+    source: Vectors, path: str, options: GraphOptions, memory: int | str | None, progress: Progress, engine: NativeEngine | None,
+    replace: bool, share: GraphShare | None,
 ) -> GraphReport:  # fmt: skip
     layout = _layout_of(options, source)
     check_device(options)
@@ -159,12 +145,10 @@ def _build(
         _check_memory(layout, options)
     else:
         plan_parts(layout, options, limit_bytes, resident_bytes())  # before anything is written
-    make_given_directory(path)
-    with given_engine(engine) as own, DirectoryLock(path):
-        clear_leftovers(own, path, keep_work=limit_bytes is not None)
+    with given_engine(engine) as own, writing_graph(own, path, replace=replace, keep_work=limit_bytes is not None) as generation:
         if limit_bytes is None:
-            return _Builder(own, path, source, layout, options, progress).run()
-        built = build_bounded(own, path, source, layout, options, limit_bytes, progress)
+            return _Builder(own, path, source, layout, options, progress).run(generation, share)
+        built = build_bounded(own, path, source, layout, options, limit_bytes, progress, generation, share)
         return _report(built.facts, built.repaired, built.seconds, built.n_parts)
 
 
@@ -227,9 +211,9 @@ class _Builder:
         self._source, self._layout = source, layout
         self._times = [time.perf_counter()]
 
-    def run(self) -> GraphReport:
+    def run(self, generation: int, share: GraphShare | None) -> GraphReport:
         whole, row_of, repaired = self.graph()
-        facts = write_graph(self._engine, self._path, whole, row_of, self._progress)
+        facts = write_graph(self._engine, self._path, whole, row_of, self._progress, generation, share)
         self._lap()
         chosen = self._options
         facts = add_recall(

@@ -20,15 +20,15 @@ from ..ops._native import load_extension
 from ..sizes import format_size
 from ..storage import NativeEngine, Plan
 from ..storage.files import make_given_directory, write_error
-from ..storage.lock import DirectoryLock
 from ..storage.manifest import NAME
 from ..storage.native import given_engine
 from . import diskann_files as theirs
 from .codebook import Codebook
 from .format import N_ENTRIES_MAX, NODES, GraphFacts, parse_pages, read_codes, read_graph
 from .layout import CODES_IN, PageLayout, choose_layout
+from .recall import add_recall, row_blocks
 from .vectors import read_vectors
-from .write import Progress, WholeGraph, add_recall, clear_leftovers, connect_and_choose_entries, row_blocks, write_graph
+from .write import Progress, WholeGraph, connect_and_choose_entries, write_graph, writing_graph
 
 #: How an imported graph's nodes are numbered: packed into pages as `espnx.graph.build` does it, or as they were.
 ORDERS = ("packed", "given")
@@ -132,6 +132,7 @@ def import_diskann(
     threads: int | None = None,
     seed: int = 0,
     column: str | None = None,
+    replace: bool = False,
     progress: Progress | None = None,
     engine: NativeEngine | None = None,
 ) -> ImportReport:
@@ -155,11 +156,12 @@ def import_diskann(
         threads: that measure recall; None: as many as torch uses.
         seed: of the choice of entry points and of the vectors that recall is measured with.
         column: of a Parquet file of vectors.
+        replace: a graph that is there, as of `espnx.graph.build`.
         progress: called now and then; an exception that it raises ends the import.
         engine: of reads and writes.
 
     Raises:
-        InvalidInputError: an option, or vectors that are not the index's; a directory with a graph in it.
+        InvalidInputError: an option, or vectors that are not the index's; a directory with a graph in it that is not to be replaced.
         FileMissingError, TruncatedFileError, FormatError: the index is damaged, or of another kind or version: says file, got, expected.
         ReadError, WriteError, DiskFullError, StoreBusyError: files cannot be read or written.
     """
@@ -173,11 +175,9 @@ def import_diskann(
         n, dim = index.rows.shape
         layout = _layout_of(index, codes)
         times.append(time.perf_counter())
-        make_given_directory(path)
         options = {"imported": "DiskANN", "codes": codes, "order": order, "num_entry_points": num_entry_points, "seed": seed}
-        with DirectoryLock(path):
-            clear_leftovers(own, path)
-            facts, repaired = _write_index(own, os.fspath(path), index, layout, options, tell)
+        with writing_graph(own, path, replace=replace) as generation:
+            facts, repaired = _write_index(own, os.fspath(path), index, layout, options, tell, generation)
             times.append(time.perf_counter())
             facts = add_recall(
                 own, facts, lambda: row_blocks(index.rows), threads=threads, seed=seed, progress=tell, of_codes=index.disk_book is not None
@@ -209,7 +209,7 @@ def _check_options(codes: str, order: str, num_entry_points: int, seed: int, thr
 
 
 def _write_index(
-    engine: NativeEngine, path: str, index: _Index, layout: PageLayout, options: dict[str, Any], progress: Progress
+    engine: NativeEngine, path: str, index: _Index, layout: PageLayout, options: dict[str, Any], progress: Progress, generation: int
 ) -> tuple[GraphFacts, int]:  # fmt: skip
     """(the graph that was written; how many nodes were repaired)"""
     graph = load_extension().Vamana.from_edges(
@@ -223,7 +223,7 @@ def _write_index(
     whole = WholeGraph(
         layout, index.metric, index.rows, index.codes, index.codebook, neighbours, counts, entries, options, index.disk_book
     )  # fmt: skip
-    return write_graph(engine, path, whole, row_of, progress), repaired
+    return write_graph(engine, path, whole, row_of, progress, generation), repaired
 
 
 def _as_tensor(vectors: np.ndarray) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,8 @@ def check_device(options: GraphOptions) -> None:
     """Raises what `build_edges` would, before there is anything to build."""
     if options.device == "cpu":
         return
+    if not isinstance(options.device, str) or not re.fullmatch(r"cuda(:\d+)?", options.device):
+        raise errors.InvalidInputError("device of a build", got=repr(options.device), expected='"cpu", "cuda" or "cuda:N"')
     load_cuvs("neighbors.vamana")
     cuda_device(options.device)
     if options.max_degree not in CUDA_DEGREES:

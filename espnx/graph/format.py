@@ -14,6 +14,7 @@ A directory holds::
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -22,12 +23,14 @@ import numpy as np
 import torch
 
 from .. import errors
+from ..checks import check_whole
 from ..ops.crc32c import crc32c_ranges
 from ..ops.distances import DIM_MAX
 from ..storage import NativeEngine
 from ..storage.files import Region, crc32c, read_region
 from ..storage.manifest import NAME, read_manifest
 from ..storage.parse import Fields, check_file_size
+from ..storage.replacing import versioned
 from .codebook import Codebook, codebook_bytes, unpack_codebook
 from .coding import VectorCoding
 from .layout import CODE_PAGE_BYTES, HEADER, MAX_DEGREE_MAX, NODE_FORMATS, PAGE_BYTES_MAX, PAGE_UNIT_BYTES, PageLayout, code_salt
@@ -59,6 +62,45 @@ class RecallPoint:
     pages: float
 
 
+@dataclass(frozen=True)
+class FilteredRecall:
+    """What searches with filters that allow that share of the rows were measured to find, at build.
+
+    Attributes:
+        share: of all rows.
+        near: where allowed rows are any, so that they lie around a query as all do: by the length of the list.
+        far: where they are those nearest to some vector, and queries are not among them: by the length of the list of walks that find that
+            out.
+    """
+
+    share: float
+    near: Sequence[RecallPoint]
+    far: Sequence[RecallPoint]
+
+
+@dataclass(frozen=True)
+class GraphShare:
+    """Which share of a collection of vectors a graph is of, where several graphs are searched together.
+
+    Attributes:
+        collection: 32 hexadecimal digits, the same in all graphs of it, and in those of no other.
+        number: from 0, in the order of the vectors.
+        count: of the collection's graphs.
+    """
+
+    collection: str
+    number: int
+    count: int
+
+    def __post_init__(self) -> None:
+        check_whole("graphs of a collection", self.count, 1)
+        check_whole("number of a graph in its collection", self.number, 0, self.count - 1)
+        if not isinstance(self.collection, str) or re.fullmatch("[0-9a-f]{32}", self.collection) is None:
+            raise errors.InvalidInputError(
+                "id of a collection of graphs", got=repr(self.collection), expected="32 hexadecimal digits", fix="secrets.token_hex(16)"
+            )
+
+
 @dataclass(frozen=True, eq=False)
 class GraphFacts:
     """What a graph's manifest says, and what stays in memory while it is open.
@@ -77,6 +119,9 @@ class GraphFacts:
         recall: measured at build; may be empty.
         disk_codebook: of the codes that nodes hold in place of vectors, where they do.
         recall_ceiling: recall@10 of a search that measures all of these codes, as measured at build.
+        generation: of its files, where it has a directory: how many graphs that one has held.
+        filtered: of searches with filters, the largest share first; may be empty.
+        share: of a collection, where other graphs are of the rest of it.
     """
 
     where: str
@@ -92,6 +137,9 @@ class GraphFacts:
     recall: Sequence[RecallPoint] = ()
     disk_codebook: Codebook | None = None
     recall_ceiling: float | None = None
+    generation: int = 1
+    filtered: Sequence[FilteredRecall] = ()
+    share: GraphShare | None = None
 
     @property
     def coding(self) -> VectorCoding:
@@ -130,10 +178,13 @@ class GraphFacts:
             del layout["disk_pq_bytes"]
         else:
             layout |= {"disk_parts": self.disk_codebook.begin.tolist(), "recall_ceiling": self.recall_ceiling}
+        if self.share is not None:
+            layout["share"] = asdict(self.share)
         return {
-            **layout, "metric": self.metric, "salt": f"{self.salt:016x}", "parts": self.codebook.begin.tolist(),
+            **layout, "generation": self.generation, "metric": self.metric, "salt": f"{self.salt:016x}",
+            "parts": self.codebook.begin.tolist(),
             "rotated": self.rotated, "n_entries": len(self.entries), "sums": dict(self.sums), "options": dict(self.options),
-            "recall": [asdict(each) for each in self.recall],
+            "recall": [asdict(each) for each in self.recall], "filtered": [asdict(each) for each in self.filtered],
         }  # fmt: skip
 
 
@@ -152,14 +203,14 @@ def file_sizes(layout: PageLayout, n_entries: int, rotated: Collection[str]) -> 
 
 
 def in_directory(
-    directory: str, layout: PageLayout, n_entries: int, codebook: Codebook, disk_codebook: Codebook | None
+    directory: str, generation: int, layout: PageLayout, n_entries: int, codebook: Codebook, disk_codebook: Codebook | None
 ) -> dict[str, Region]:  # fmt: skip
     """Where the files of a graph lie that has a directory of its own."""
-    return _whole_files(directory, file_sizes(layout, n_entries, rotated_files(codebook, disk_codebook)))
+    return _whole_files(directory, generation, file_sizes(layout, n_entries, rotated_files(codebook, disk_codebook)))
 
 
-def _whole_files(directory: str, sizes: Mapping[str, int]) -> dict[str, Region]:
-    return {name: Region(os.path.join(directory, name), 0, size) for name, size in sizes.items()}
+def _whole_files(directory: str, generation: int, sizes: Mapping[str, int]) -> dict[str, Region]:
+    return {name: Region(os.path.join(directory, versioned(name, generation)), 0, size) for name, size in sizes.items()}
 
 
 @dataclass(frozen=True)
@@ -191,7 +242,7 @@ def read_graph(engine: NativeEngine, source: str | os.PathLike[str] | GraphSecti
         where, fields = source.where, Fields(source.manifest, source.where, fix=_REBUILD)
     else:
         where = os.fspath(source)
-        fields = Fields(read_manifest(engine, where, MAGIC, VERSION), os.path.join(where, NAME), fix=_REBUILD)
+        fields = Fields(read_manifest(engine, where, MAGIC, VERSION, built_by="espnx graph build"), os.path.join(where, NAME), fix=_REBUILD)
     layout = _read_layout(fields)
     sums = fields.inner("sums")
     holds_codes = layout.format == "pq"
@@ -201,7 +252,8 @@ def read_graph(engine: NativeEngine, source: str | os.PathLike[str] | GraphSecti
     parts = _read_parts(fields, "parts", layout.code_bytes, layout.dim)
     disk_parts = _read_parts(fields, "disk_parts", layout.disk_pq_bytes, layout.dim) if holds_codes else None
     ceiling = fields.real("recall_ceiling") if holds_codes and "recall_ceiling" in fields else None
-    regions = _located(source, where, file_sizes(layout, n_entries, _read_rotated(fields, has_disk_codebook=holds_codes)))
+    generation = fields.whole("generation", 1)
+    regions = _located(source, where, generation, file_sizes(layout, n_entries, _read_rotated(fields, has_disk_codebook=holds_codes)))
 
     def codebook(name: str, begin: np.ndarray) -> Codebook:
         values = np.frombuffer(_read_whole(engine, regions, name, expected), "<f4").copy()  # torch takes no memory that is read-only
@@ -214,8 +266,9 @@ def read_graph(engine: NativeEngine, source: str | os.PathLike[str] | GraphSecti
     return GraphFacts(
         where, regions, layout, fields.choice("metric", METRICS), int(fields.hexadecimal("salt", 16), 16), codebook(CODEBOOK, parts),
         entries, np.frombuffer(data, np.uint8, offset=4 * n_entries).reshape(n_entries, layout.code_bytes), expected,
-        fields.inner("options").values(), _read_recall(fields),
-        None if disk_parts is None else codebook(DISK_CODEBOOK, disk_parts), ceiling,
+        fields.inner("options").values(), _read_recall(fields, "recall"),
+        None if disk_parts is None else codebook(DISK_CODEBOOK, disk_parts), ceiling, generation, _read_filtered(fields),
+        _read_share(fields),
     )  # fmt: skip
 
 
@@ -235,10 +288,12 @@ def _read_parts(fields: Fields, name: str, count: int, dim: int) -> np.ndarray:
     return parts
 
 
-def _located(source: str | os.PathLike[str] | GraphSections, where: str, sizes: Mapping[str, int]) -> dict[str, Region]:
+def _located(
+    source: str | os.PathLike[str] | GraphSections, where: str, generation: int, sizes: Mapping[str, int]
+) -> dict[str, Region]:  # fmt: skip
     """The region of each file, of the size that it must have: checked before memory is taken for anything."""
     if not isinstance(source, GraphSections):
-        regions = _whole_files(where, sizes)
+        regions = _whole_files(where, generation, sizes)
         for region in regions.values():
             check_file_size(region.path, region.size_bytes, "file of a graph", _REBUILD)
         return regions
@@ -339,11 +394,30 @@ def _read_layout(fields: Fields) -> PageLayout:
     return layout
 
 
-def _read_recall(fields: Fields) -> list[RecallPoint]:
+def _read_share(fields: Fields) -> GraphShare | None:
+    if "share" not in fields:
+        return None
+    share = fields.inner("share")
+    count = share.whole("count", 1)
+    return GraphShare(share.hexadecimal("collection", 32), share.whole("number", most=count - 1), count)
+
+
+def _read_recall(fields: Fields, name: str) -> list[RecallPoint]:
     return [
         RecallPoint(each.whole("list_size", 1), each.real("recall"), each.real("pages"))
-        for each in fields.each("recall", count=_CURVE_POINTS_MAX)
+        for each in fields.each(name, count=_CURVE_POINTS_MAX)
     ]
+
+
+def _read_filtered(fields: Fields) -> list[FilteredRecall]:
+    found = [
+        FilteredRecall(each.real("share"), _read_recall(each, "near"), _read_recall(each, "far"))
+        for each in fields.each("filtered", count=_CURVE_POINTS_MAX)
+    ]
+    shares = [each.share for each in found]
+    if shares != sorted(shares, reverse=True) or not all(0 < share <= 1 for share in shares):
+        fields.refuse("filtered", "shares above 0, at most 1, the largest first", shares)
+    return found
 
 
 def _read_whole(engine: NativeEngine, regions: Mapping[str, Region], name: str, sums: Mapping[str, int]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,14 +12,17 @@ import numpy as np
 import torch
 
 from .. import errors
-from ..checks import check_finite, check_whole
+from ..checks import check_finite, check_path, check_whole, plain
+from ..forks import check_own
 from ..ops._native import load_extension
 from ..ops.distances import distances
 from ..sizes import format_size
 from ..storage import FaultRule, NativeEngine, Plan
 from .codebook import Codebook
+from .filters import FilterReader, NodeFilter, RowFilter, row_mask
 from .format import CODES, NODES, ROWS, GraphFacts, GraphSections, RecallPoint, parse_pages, read_codes, read_graph
 from .layout import CODE_PAGE_BYTES
+from .options import SQUARES_MAX
 from .vectors import as_array
 
 LIST_SIZE_MAX = 1 << 20
@@ -26,6 +30,12 @@ THREADS_MAX = 256
 _RECALL = 0.95
 _UNMEASURED = 320  # candidates of a walk where the build measured no list
 _ALONE_BEAMWIDTH = 4
+_DISTANCES_AT_ONCE = 1 << 22
+# That cost about as much as reading a page, summing it, and estimating how far its neighbours are.
+_DISTANCES_PER_PAGE = 256
+# A filter of so much of a share is taken for one of it.
+_ALIKE = 0.8
+_MEASURING_S = 3600.0  # for searches of a build
 _REBUILD = "restore the graph from a copy, or build it again"
 
 
@@ -43,6 +53,8 @@ class Neighbours:
         estimated: int64 [q]: codes whose distance was.
         seconds: float32 [q]: from the query's turn to its end; with many under way, others' work is in it.
         page_bytes: of a page of nodes.
+        shared_pages: of nodes that were read once for all queries: where all that a filter allows were measured, or for its entry points.
+        filter_bytes: of the file of rows that were read for a filter, unless it is one of the last that the graph was searched with.
     """
 
     ids: np.ndarray
@@ -53,66 +65,64 @@ class Neighbours:
     estimated: np.ndarray
     seconds: np.ndarray
     page_bytes: int
+    shared_pages: int = 0
+    filter_bytes: int = 0
 
     @property
     def bytes_read(self) -> np.ndarray:
-        """int64 [q]."""
+        """int64 [q]: for each query alone."""
         return self.pages * self.page_bytes + self.code_pages * CODE_PAGE_BYTES
+
+    @property
+    def total_bytes(self) -> int:
+        """That the whole search has read."""
+        return int(self.bytes_read.sum()) + self.shared_pages * self.page_bytes + self.filter_bytes
 
     def __repr__(self) -> str:
         q, k = self.ids.shape
-        return f"<Neighbours: {q} queries, k {k}, {self.pages.mean() if q else 0:.1f} pages a query>"
+        shared = f", {self.shared_pages} for all" if self.shared_pages else ""
+        return f"<Neighbours: {q} queries, k {k}, {self.pages.mean() if q else 0:.1f} pages a query{shared}>"
 
 
 @dataclass(frozen=True, eq=False)
-class RowFilter:
-    """Rows that alone a search may find, made once for many searches.
+class _Walk:
+    """What is asked of walks, checked: queries as `GraphIndex._queries` gives them, and options of `GraphIndex.search`."""
+
+    native: torch.Tensor
+    wide: torch.Tensor
+    k: int
+    beamwidth: int
+    stop_beyond: float
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class _Effort:
+    """Of walks with a filter.
 
     Attributes:
-        bits: uint8 tensor; bit i % 8 of byte i // 8 is set where row i may be found.
-        count: how many may.
+        list_size: candidates that they keep. far_list_size: those of one around which others are allowed
+            than elsewhere.
+        pages, far_pages: that a query reads near what is allowed, and far from it.
     """
 
-    bits: torch.Tensor
-    count: int
+    list_size: int
+    far_list_size: int
+    pages: float
+    far_pages: float
 
-    @classmethod
-    def of(cls, mask: np.ndarray) -> RowFilter:
-        """Of bool [n]."""
-        return cls(torch.from_numpy(np.packbits(mask, bitorder="little")), int(mask.sum()))
-
-    def mask(self, n: int) -> np.ndarray:
-        """bool [n]."""
-        return np.unpackbits(self.bits.numpy(), count=n, bitorder="little").astype(bool)
-
-    def rows(self) -> np.ndarray:
-        """Numbers of those that may be found, int64, ascending."""
-        return np.flatnonzero(np.unpackbits(self.bits.numpy(), bitorder="little"))
-
-
-def row_mask(rows: Any, n: int, name: str) -> np.ndarray:
-    """bool [n] of rows as `GraphIndex.search` takes them. `name`: of the argument. Raises InvalidInputError."""
-    if isinstance(rows, RowFilter):
-        return rows.mask(n)
-    found = rows.detach().cpu().numpy() if isinstance(rows, torch.Tensor) else np.asarray(rows)
-    if found.dtype == bool and found.shape == (n,):
-        return found
-    if found.size == 0:
-        return np.zeros(n, bool)
-    if found.ndim != 1 or found.dtype.kind not in "iu" or found.min() < 0 or found.max() >= n:
-        raise errors.InvalidInputError(
-            f"rows to {name}", got=f"{found.dtype} {list(found.shape)}", expected=f"bool [{n}], or numbers from 0 to {n - 1}"
-        )
-    mask = np.zeros(n, bool)
-    mask[found] = True
-    return mask
+    def is_dearer_than_all(self, n_queries: int, all_pages: int, count: int) -> bool:
+        """Than measuring all allowed rows for all queries at a time. Walks need room to go astray: up to as many pages each."""
+        measuring = n_queries * count / _DISTANCES_PER_PAGE
+        return all_pages <= 2 * self.far_pages or all_pages + measuring <= n_queries * self.pages
 
 
 class GraphSearch:
     """A search under way in the threads of a graph; see `GraphIndex.start`. One thread at a time may ask it. Ends when nobody holds it."""
 
-    def __init__(self, index: GraphIndex, k: int, search: Any):
+    def __init__(self, index: GraphIndex, k: int, search: Any, shared_pages: int = 0, filter_bytes: int = 0):
         self._index, self._k, self._search = index, k, search
+        self._shared = shared_pages, filter_bytes
 
     def partial(self, pages: int) -> tuple[np.ndarray, np.ndarray]:
         """What each walk has found after so many pages, or at its end if it comes sooner; walks go on meanwhile.
@@ -134,7 +144,7 @@ class GraphSearch:
         rows, far, pages, code_pages, measured, estimated, seconds = self._search.finish()
         self._search = Neighbours(
             rows.numpy().reshape(-1, self._k), self._index.shown(far.numpy().reshape(-1, self._k)), pages.numpy(), code_pages.numpy(),
-            measured.numpy(), estimated.numpy(), seconds.numpy(), self._index.facts.layout.page_bytes,
+            measured.numpy(), estimated.numpy(), seconds.numpy(), self._index.facts.layout.page_bytes, *self._shared,
         )  # fmt: skip
         return self._search
 
@@ -174,6 +184,8 @@ class GraphIndex:
         check_whole("threads of a graph", threads, 1, THREADS_MAX)
         check_whole("walks of a thread", walks, 1, 1024)
         check_whole("code_cache_bytes", code_cache_bytes, 0, 1 << 40)
+        if not isinstance(path, GraphSections):
+            path = check_path("directory of a graph", path)
         with NativeEngine(engine if engine in ("memory", "posix") else "posix", threads=1, pool_bytes=0) as own:
             self.facts: GraphFacts = read_graph(own, path)
             codes = torch.from_numpy(read_codes(own, self.facts).copy()) if self.facts.layout.codes_in == "memory" else None
@@ -191,6 +203,7 @@ class GraphIndex:
             entries=torch.from_numpy(self.facts.entries), entry_codes=torch.from_numpy(self.facts.entry_codes.copy()), engine=engine,
             threads=threads, walks=walks, code_cache_bytes=code_cache_bytes, rules=[asdict(rule) for rule in rules], seed=fault_seed,
         )  # fmt: skip
+        self._filters = FilterReader(self.facts, engine)
         self._is_open = True
 
     def __len__(self) -> int:
@@ -303,12 +316,13 @@ class GraphIndex:
     ) -> GraphSearch:
         """Begins a search, which goes on by itself: what it has found so far can be asked for. Arguments and errors: see `search`."""
         native, wide = self._queries(queries)
+        k, list_size, beamwidth = plain(k), plain(list_size), plain(beamwidth)
+        recall, stop_beyond, deadline_s = plain(recall), plain(stop_beyond), plain(deadline_s)
         check_whole("k, neighbours wanted", k, 1, LIST_SIZE_MAX)
         if list_size is not None and recall is not None:
             raise errors.InvalidInputError("list_size and recall", got=f"{list_size} and {recall}", expected="one of them")
-        if list_size is None:
-            list_size = max(k, self._default_list_size() if recall is None else self.list_size_for(recall).list_size)
-        check_whole("list_size, candidates of a walk", list_size, k, LIST_SIZE_MAX)
+        if list_size is not None:
+            check_whole("list_size, candidates of a walk", list_size, k, LIST_SIZE_MAX)
         if beamwidth is None:
             beamwidth = 1 if len(native) >= 2 * _ALONE_BEAMWIDTH else _ALONE_BEAMWIDTH
         check_whole("beamwidth", beamwidth, 1, 64)
@@ -318,18 +332,41 @@ class GraphIndex:
             raise errors.InvalidInputError(
                 "stop_beyond and deadline_s", got=f"{stop_beyond} and {deadline_s}", expected="0 or more; above 0"
             )
+        usual = list_size or (self._default_list_size() if recall is None else self.list_size_for(recall).list_size)
         self.check_open()
         allowed = self._allowed(include, exclude)
-        if allowed is not None:
-            # The walk has to come by so many vectors to find as many that are allowed; below that, measuring all of those reads less.
-            list_size = min(LIST_SIZE_MAX, -(-list_size * len(self) // max(allowed.count, 1)))
-            if allowed.count <= list_size:
-                return GraphSearch(self, k, self._scan(wide, k, allowed.rows(), deadline_s))
-        return GraphSearch(self, k, self._native.start(
-            queries=native, queries_f32=wide, k=k, list_size=list_size, beam=beamwidth,
-            stop_beyond=float("inf") if stop_beyond is None else float(stop_beyond), allowed=None if allowed is None else allowed.bits,
-            deadline_s=float(deadline_s),
-        ))  # fmt: skip
+        walk = _Walk(native, wide, k, beamwidth, float("inf") if stop_beyond is None else float(stop_beyond), float(deadline_s))
+        if allowed is None:
+            return self._walk(walk, max(k, usual))
+        effort = self._effort(allowed.count, recall) if list_size is None else _Effort(list_size, list_size, list_size, list_size)
+        nodes, is_read = self._filters.nodes_of(allowed, deadline_s)
+        costs = {"shared_pages": nodes.read_pages if is_read else 0, "filter_bytes": nodes.read_bytes if is_read else 0}
+        if effort is None or effort.is_dearer_than_all(len(native), nodes.n_pages, allowed.count):
+            return GraphSearch(self, k, self._measure_all(walk, nodes, **costs))
+        return self._walk(walk, max(k, effort.list_size), max(k, effort.far_list_size), nodes, **costs)
+
+    def walk(self, queries: Any, k: int, lists: tuple[int, int], allowed: RowFilter) -> tuple[Neighbours, int]:
+        """(what such walks find, never by measuring all that is allowed; pages of that), for whoever measures walks."""
+        nodes, _ = self._filters.nodes_of(allowed, _MEASURING_S)
+        walk = _Walk(*self._queries(queries), k, 1, float("inf"), _MEASURING_S)
+        return self._walk(walk, max(k, lists[0]), max(k, lists[1]), nodes).finish(), nodes.n_pages
+
+    def _walk(
+        self, walk: _Walk, list_size: int, far_list_size: int | None = None, nodes: NodeFilter | None = None, **costs: int
+    ) -> GraphSearch:  # fmt: skip
+        return GraphSearch(self, walk.k, self._native.start(
+            queries=walk.native, queries_f32=walk.wide, k=walk.k, list_size=list_size, far_list_size=far_list_size or list_size,
+            beam=walk.beamwidth, stop_beyond=walk.stop_beyond, filter=None if nodes is None else nodes.native(), deadline_s=walk.deadline_s,
+        ), **costs)  # fmt: skip
+
+    def _effort(self, count: int, recall: float | None) -> _Effort | None:
+        """Of walks that were measured to find that share where so many rows are allowed; None: there are none."""
+        wanted, share = _RECALL if recall is None else recall, count / max(1, len(self))
+        measured = next((each for each in self.facts.filtered if _ALIKE * each.share <= share), None)
+        if measured is None:
+            return None
+        near, far = (next((each for each in points if each.recall >= wanted), None) for points in (measured.near, measured.far))
+        return None if near is None or far is None else _Effort(near.list_size, max(near.list_size, far.list_size), near.pages, far.pages)
 
     def shown(self, far: np.ndarray) -> np.ndarray:
         """Distances as `Neighbours` has them: of vectors of length 1 half the squared distance is one minus the cosine."""
@@ -360,6 +397,14 @@ class GraphIndex:
             if not length.all():
                 raise errors.InvalidInputError(f"query {int(np.argmin(length))}", got="length 0", expected="a vector that has a direction")
             wide = np.ascontiguousarray(wide / length, dtype=np.float32)
+        squares = np.square(wide.astype(np.float64)).sum(axis=1)
+        if squares.size and squares.max() > SQUARES_MAX:
+            raise errors.InvalidInputError(
+                f"query {int(np.argmax(squares))}",
+                got=f"length {np.sqrt(squares.max()):.3g}",
+                expected=f"at most {np.sqrt(SQUARES_MAX):.3g}",
+                fix="scale it, as the graph's vectors: distances overflow float32",
+            )  # fmt: skip
         tensor = torch.from_numpy(wide)
         return tensor, tensor
 
@@ -375,28 +420,40 @@ class GraphIndex:
     def _mask(self, rows: Any, name: str) -> np.ndarray:
         return row_mask(rows, len(self), name)
 
-    def _scan(self, queries: torch.Tensor, k: int, rows: np.ndarray, deadline_s: float) -> Neighbours:
-        """All of these rows are measured, whatever their number."""
-        vectors, n_pages = self._read_vectors(rows, deadline_s)
-        ids = np.full((len(queries), k), -1, np.int64)
-        far = np.full((len(queries), k), np.inf, np.float32)
-        if len(rows):
-            all_far = _measure(queries, vectors, self.facts.metric)
-            for i, each in enumerate(all_far):
-                best = np.lexsort((rows, each))[:k]
-                ids[i, : len(best)], far[i, : len(best)] = rows[best], each[best]
-        whole = np.full(len(queries), len(rows), np.int64)
-        pages = np.full(len(queries), n_pages, np.int64)
-        return Neighbours(
-            ids,
-            self.shown(far),
-            pages,
-            np.zeros_like(whole),
-            whole,
-            np.zeros_like(whole),
-            np.zeros(len(queries), np.float32),
-            self.facts.layout.page_bytes,
-        )
+    def _measure_all(self, walk: _Walk, nodes: NodeFilter, shared_pages: int, filter_bytes: int) -> Neighbours:
+        """Of all rows that may be found, each read once."""
+        begun, q, k = time.monotonic(), len(walk.wide), walk.k
+        far, ids = self._nearest_of(walk.wide, k, self._filters.blocks(nodes, walk.deadline_s))
+        ids = np.pad(ids, ((0, 0), (0, k - ids.shape[1])), constant_values=-1)
+        far = np.pad(far, ((0, 0), (0, k - far.shape[1])), constant_values=np.inf)
+        none, whole = np.zeros(q, np.int64), np.full(q, nodes.rows.count, np.int64)
+        seconds = np.full(q, time.monotonic() - begun, np.float32)
+        page_bytes = self.facts.layout.page_bytes
+        return Neighbours(ids, self.shown(far), none, none, whole, none, seconds, page_bytes, shared_pages + nodes.n_pages, filter_bytes)
+
+    def _nearest_of(
+        self, queries: torch.Tensor, k: int, blocks: Iterable[tuple[np.ndarray, np.ndarray]]
+    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+        """(distances float32, rows int64), [q, at most k]: the nearest of some rows and their vectors, the nearest first, ties by row."""
+        best = np.empty((len(queries), 0), np.float32), np.empty((len(queries), 0), np.int64)
+        for rows, vectors in blocks:
+            best = self._nearer(queries, k, best, rows, np.ascontiguousarray(vectors))
+        return best
+
+    def _nearer(
+        self, queries: torch.Tensor, k: int, best: tuple[np.ndarray, np.ndarray], rows: np.ndarray, vectors: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+        """The nearest of those that were the nearest so far, and of some more rows."""
+        if not len(rows) or not len(queries):
+            return best
+        at_once, parts = max(1, _DISTANCES_AT_ONCE // len(rows)), []
+        for first in range(0, len(queries), at_once):
+            part = slice(first, first + at_once)
+            measured = _measure(queries[part], vectors, self.facts.metric)
+            far = np.concatenate([best[0][part], measured], axis=1)
+            parts.append(_nearest(far, np.concatenate([best[1][part], np.broadcast_to(rows, measured.shape)], axis=1), k))
+        far, ids = (np.concatenate(each) for each in zip(*parts, strict=True))
+        return far, ids
 
     def vectors(self, ids: Any, *, deadline_s: float = 30.0) -> np.ndarray:
         """Vectors as they are stored, [m, dim], of rows of the input, int64 [m]: float32 of bfloat16, and what codes stand for where nodes
@@ -449,13 +506,13 @@ class GraphIndex:
             blocks: of all vectors, as they are stored: rows, int64 [m], and vectors, [m, dim].
         """
         _, wide = self._queries(queries)
-        best_far = np.full((len(wide), 0), np.inf, np.float32)
-        best = np.empty((len(wide), 0), np.int64)
-        for rows, vectors in blocks:
-            far = _measure(wide, np.ascontiguousarray(vectors), self.facts.metric)
-            ids = np.broadcast_to(rows, far.shape)
-            best_far, best = _nearest(np.concatenate([best_far, far], axis=1), np.concatenate([best, ids], axis=1), k)
-        return best
+        return self._nearest_of(wide, k, blocks)[1]
+
+    def nearer(
+        self, queries: Any, k: int, best: tuple[np.ndarray, np.ndarray], rows: np.ndarray, vectors: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+        """`exact` block by block: the (distances, rows) that are nearest, [q, at most k], of what it gave before and of these."""
+        return self._nearer(self._queries(queries)[1], k, best, rows, vectors)
 
     def verify(self) -> int:
         """Reads and checks every page: how many there are. Raises ChecksumError, FormatError, ReadError for the first that is damaged."""
@@ -501,8 +558,7 @@ class GraphIndex:
         """Raises EngineClosedError after `close`, InvalidInputError in a child of the process that opened it."""
         if not self._is_open:
             raise errors.EngineClosedError("the graph is closed", fix="open it again")
-        if os.getpid() != self._process:
-            raise errors.InvalidInputError("the graph belongs to the parent process", fix="open it after fork()")
+        check_own(self._process, "the graph")
 
     def close(self) -> None:
         """Ends searches that are under way. A second call does nothing."""
@@ -518,13 +574,13 @@ class GraphIndex:
 
 
 def _nearest(far: np.ndarray, ids: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The k nearest of each row, [q, at most k], of equally far ones the first: only those that may be among them are sorted."""
+    """The k nearest of each row, [q, at most k], ties by id: only those that may be among them are sorted."""
     if far.shape[1] > k:
         limit = np.partition(far, k - 1, axis=1)[:, k - 1]
         chosen = [np.flatnonzero(row <= most) for row, most in zip(far, limit, strict=True)]
     else:
         chosen = [np.arange(far.shape[1])] * len(far)
-    order = [these[np.argsort(row[these], kind="stable")[:k]] for row, these in zip(far, chosen, strict=True)]
+    order = [these[np.lexsort((ids_of[these], row[these]))[:k]] for row, ids_of, these in zip(far, ids, chosen, strict=True)]
     places = np.array(order, np.int64).reshape(len(far), min(k, far.shape[1]))
     return np.take_along_axis(far, places, axis=1), np.take_along_axis(ids, places, axis=1)
 

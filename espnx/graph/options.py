@@ -16,8 +16,8 @@ from .vectors import Vectors
 
 _ALPHA_MAX = 4.0
 _FP16_MAX = 65504.0
-# Of a vector: the squared distance of two such is at most four times as large, and float32 still holds it.
-_SQUARES_MAX = 2.0**125
+#: Of a vector: the squared distance of two such is at most four times as large, and float32 still holds it.
+SQUARES_MAX = 2.0**125
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,9 @@ def check_options(options: GraphOptions, source: Vectors) -> str:
     check_whole("num_entry_points", options.num_entry_points, 1, 65536)
     check_whole("threads", options.threads, 1, 1024)
     check_whole("seed", options.seed, 0, 2**63 - 1)
-    if source.dim > DIM_MAX:
-        raise errors.InvalidInputError("dimensions of vectors", got=source.dim, expected=f"at most {DIM_MAX}")
+    most = DIM_MAX - (options.metric == "ip")  # edges are chosen with a dimension more, see `measured_rows`
+    if source.dim > most:
+        raise errors.InvalidInputError(f"dimensions of vectors by {options.metric}", got=source.dim, expected=f"at most {most}")
     if source.n > N_MAX:
         raise errors.InvalidInputError("vectors of a graph", got=source.n, expected=f"at most {N_MAX}", fix="build several graphs")
     if options.pq_bytes is not None:
@@ -98,10 +99,10 @@ def stored_rows(block: np.ndarray, first: int, metric: str, format: str) -> np.n
         row, dim = (int(each[0]) for each in np.nonzero(~np.isfinite(values)))
         raise errors.InvalidInputError(f"vector {first + row}, value {dim}", got=float(values[row, dim]), expected="a finite number")
     squares = np.square(values.astype(np.float64)).sum(axis=1)
-    if squares.size and squares.max() > _SQUARES_MAX:
+    if squares.size and squares.max() > SQUARES_MAX:
         row = int(np.argmax(squares))
         raise errors.InvalidInputError(
-            f"vector {first + row}", got=f"length {np.sqrt(squares[row]):.3g}", expected=f"at most {np.sqrt(_SQUARES_MAX):.3g}",
+            f"vector {first + row}", got=f"length {np.sqrt(squares[row]):.3g}", expected=f"at most {np.sqrt(SQUARES_MAX):.3g}",
             fix="scale the vectors: distances between such overflow float32",
         )  # fmt: skip
     if metric == "cosine":

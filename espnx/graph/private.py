@@ -4,6 +4,7 @@ graphs, section 4.3). The k nearest of all are among the k nearest of each, so m
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -12,42 +13,61 @@ from typing import Any
 import numpy as np
 
 from .. import errors
+from ..storage.files import make_given_directory
+from ..storage.replacing import check_target
 from .build import GraphReport, build
-from .index import GraphIndex, Neighbours, row_mask
+from .filters import row_mask
+from .format import GraphShare
+from .index import GraphIndex, Neighbours
 from .vectors import read_vectors
+from .write import KIND
 
 
-def build_private(vectors: Any, paths: Sequence[str | os.PathLike[str]], **options: Any) -> list[GraphReport]:
+def build_private(
+    vectors: Any, paths: Sequence[str | os.PathLike[str]], *, replace: bool = False, **options: Any
+) -> list[GraphReport]:  # fmt: skip
     """Builds a graph in each directory, the first of the first share of the vectors, and so on; shares differ by one at most.
 
     Args:
         vectors: see `espnx.graph.vectors.read_vectors`.
         paths: directories, as `espnx.graph.build` wants them.
+        replace: graphs that are there, each when the new one in its directory is whole. Where that is interrupted between two, those that
+            are there are of two builds, and are not opened together; build again.
         options: of `espnx.graph.build`.
 
-    Raises what `espnx.graph.build` raises. Graphs that were built before the failure stay.
+    Raises what `espnx.graph.build` raises; of a directory that cannot be used, before anything is built. Graphs that were built before
+    another failure stay.
     """
     if not paths:
         raise errors.InvalidInputError("directories of private graphs", got="none", expected="one or more")
+    for path in paths:
+        make_given_directory(path)
+        check_target(path, KIND, replace=replace)
     source = read_vectors(vectors, column=options.pop("column", None))
     whole = np.concatenate([np.empty((0, source.dim), source.dtype), *source.blocks()])
     shares = np.array_split(whole, len(paths))
-    return [build(share, path, **options) for share, path in zip(shares, paths, strict=True)]
+    collection = secrets.token_hex(16)
+    return [
+        build(vectors, path, replace=replace, share=GraphShare(collection, number, len(paths)), **options)
+        for number, (vectors, path) in enumerate(zip(shares, paths, strict=True))
+    ]
 
 
 class PrivateGraphs:
     """The graphs of `build_private`, open together. See `GraphIndex`; rows are those of the whole input.
 
     Args:
-        paths: in the order in which they were built.
+        paths: of all of them, in any order.
         options: of `GraphIndex`.
+
+    Raises InvalidInputError for graphs that are not all of one collection; what `GraphIndex` raises.
     """
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]], **options: Any):
         if not paths:
             raise errors.InvalidInputError("directories of private graphs", got="none", expected="one or more")
         with ExitStack() as opened:
-            self.graphs = [opened.enter_context(GraphIndex(path, **options)) for path in paths]
+            self.graphs = _in_order([opened.enter_context(GraphIndex(path, **options)) for path in paths])
             kinds = {(each.facts.layout.dim, each.facts.layout.format, each.facts.metric) for each in self.graphs}
             if len(kinds) > 1:
                 raise errors.InvalidInputError(
@@ -84,7 +104,10 @@ class PrivateGraphs:
         )
         far = np.concatenate([each.distances for each in found], axis=1)
         order = np.lexsort((np.where(ids < 0, np.iinfo(np.int64).max, ids), far), axis=1)[:, :k]
-        total = {name: sum(getattr(each, name) for each in found) for name in ("pages", "code_pages", "measured", "estimated")}
+        total = {
+            name: sum(getattr(each, name) for each in found)
+            for name in ("pages", "code_pages", "measured", "estimated", "shared_pages", "filter_bytes")
+        }
         return Neighbours(
             np.take_along_axis(ids, order, axis=1), np.take_along_axis(far, order, axis=1), **total,
             seconds=np.max([each.seconds for each in found], axis=0), page_bytes=found[0].page_bytes,
@@ -105,3 +128,29 @@ class PrivateGraphs:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _in_order(graphs: Sequence[GraphIndex]) -> list[GraphIndex]:
+    """By the number of their shares. Raises InvalidInputError unless they are all those of one collection, each once."""
+    found: dict[str, list[tuple[int, int, GraphIndex]]] = {}
+    for graph in graphs:
+        share = graph.facts.share
+        if share is None:
+            raise errors.InvalidInputError(
+                f"private graphs: {graph.facts.where}", got="a graph of its own", expected="one of build_private",
+                fix="build them together (espnx.graph.build_private), or each with its share=",
+            )  # fmt: skip
+        found.setdefault(share.collection, []).append((share.number, share.count, graph))
+    if len(found) > 1:
+        got = "; ".join(", ".join(sorted(graph.facts.where for _, _, graph in each)) for each in found.values())
+        raise errors.InvalidInputError(
+            "private graphs", got=f"those of {len(found)} builds: {got}", expected="all of one build",
+            fix="where a build that replaces is under way, wait for its end; where it was interrupted, build again (replace=True)",
+        )  # fmt: skip
+    (those,) = found.values()
+    numbers, counts = sorted(number for number, _, _ in those), {count for _, count, _ in those}
+    if counts != {len(numbers)} or numbers != list(range(len(numbers))):
+        raise errors.InvalidInputError(
+            "private graphs", got=f"{numbers} of {max(counts)}", expected="each once", fix="name the directories of all of them"
+        )
+    return [graph for _, _, graph in sorted(those, key=lambda each: each[0])]

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from .. import errors
+from ..checks import check_path
 
 #: What `read_vectors` knows by a file's ending.
 SUFFIXES = (".npy", ".fvecs", ".bvecs", ".fbin", ".u8bin", ".i8bin", ".parquet")
@@ -58,9 +59,9 @@ def read_vectors(source: Any, *, column: str | None = None) -> Vectors:
     if isinstance(source, torch.Tensor | np.ndarray):
         return _of_array(as_array(source), "vectors")
     if isinstance(source, str | os.PathLike):
-        return _of_file(Path(source), column)
+        return _of_file(Path(check_path("file of vectors", source)), column)
     try:
-        blocks = [np.atleast_2d(np.asarray(each)) for each in source]
+        blocks = [np.atleast_2d(as_array(each)) for each in source]
     except TypeError:
         raise errors.InvalidInputError(
             "vectors", got=type(source).__name__, expected=f"an array [n, dim], an iterable of such, or a file ({', '.join(SUFFIXES)})"
@@ -71,7 +72,12 @@ def read_vectors(source: Any, *, column: str | None = None) -> Vectors:
 
 
 def as_array(given: Any) -> np.ndarray:
-    """NumPy's view of an array or tensor, on any device; bfloat16, which NumPy has not, as float32."""
+    """NumPy's view of an array or tensor, on any device; bfloat16, which NumPy has not, as float32. Raises InvalidInputError for masked
+    values."""
+    if np.ma.is_masked(given):
+        raise errors.InvalidInputError(
+            "an array", got="a masked array with masked values", expected="numbers in every place", fix="fill it"
+        )
     if not isinstance(given, torch.Tensor):
         return np.asarray(given)
     held = given.detach().cpu()

@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,13 +15,14 @@ import torch
 from .. import errors
 from ..ops.crc32c import crc32c_ranges
 from ..storage import NativeEngine
-from ..storage.files import StreamWriter, crc32c, names_in, write_error
+from ..storage.files import StreamWriter, crc32c, names_in
+from ..storage.lock import DirectoryLock
 from ..storage.manifest import NAME, read_manifest, write_manifest
-from ..storage.work import WORK, check_work, remove_work
+from ..storage.replacing import StoreKind, VersionedFiles, check_target, writing_to
+from ..storage.work import WORK, check_work, is_own_work, job_of, remove_work
 from .codebook import Codebook
 from .coding import VectorCoding
-from .format import CODEBOOK, CODES, DISK_CODEBOOK, ENTRIES, MAGIC, NODES, ROWS, VERSION, GraphFacts, RecallPoint, in_directory
-from .index import THREADS_MAX, GraphIndex
+from .format import CODEBOOK, CODES, DISK_CODEBOOK, ENTRIES, MAGIC, NODES, ROWS, VERSION, GraphFacts, GraphShare, in_directory
 from .layout import CODE_PAGE_BYTES, HEADER, PageLayout, code_salt
 
 if TYPE_CHECKING:
@@ -29,15 +30,9 @@ if TYPE_CHECKING:
 
 #: (what is being done, how much is done, of how much)
 Progress = Callable[[str, int, int], None]
-#: All vectors that a graph is built of, [m, dim] at a time, and their rows, int64 [m]; begins anew each time it is called.
-Blocks = Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]]
 
 # Of pages that are filled at a time: such a block stays in the cache while it is gathered, summed and copied.
 _BLOCK_BYTES = 8 << 20
-# Beside 200 queries, of which each has a distance to each row.
-RECALL_BLOCK_ROWS = 8192
-_CURVE_QUERIES, _CURVE_K = 200, 10
-_CURVE_LISTS = (10, 14, 20, 28, 40, 56, 80, 112, 160, 224, 320)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +77,8 @@ class GraphFiles:
 
 
 def graph_files(
-    graph: WholeGraph, row_of: np.ndarray, where: str, progress: Progress, labels: np.ndarray | None = None
+    graph: WholeGraph, row_of: np.ndarray, where: str, progress: Progress, labels: np.ndarray | None = None, generation: int = 1,
+    share: GraphShare | None = None,
 ) -> GraphFiles:  # fmt: skip
     """A graph as its files.
 
@@ -90,6 +86,7 @@ def graph_files(
         row_of: int64 [n]: the row that node i is of; nodes are numbered page by page.
         where: its directory, or for messages.
         labels: int64 [n], 0 to n - 1, each once: as what searches return each row; None: its number.
+        generation: of the files in a directory. share: of a collection.
     """
     layout = graph.layout
     node_of = np.empty(layout.n, np.uint32)
@@ -110,93 +107,82 @@ def graph_files(
     contents |= {name: [values] for name, values in whole.items()}
     if layout.paged_codes:
         contents[CODES] = [code_pages(graph.codes[row_of], layout, salt)]
-    regions = in_directory(where, layout, len(entries), graph.codebook, graph.disk_codebook)
+    regions = in_directory(where, generation, layout, len(entries), graph.codebook, graph.disk_codebook)
     facts = GraphFacts(
         where, regions, layout, graph.metric, salt, graph.codebook, entries.astype(np.int64), entry_codes,
         {name: crc32c(np.ascontiguousarray(values).reshape(-1).view(np.uint8)) for name, values in whole.items()}, graph.options,
-        disk_codebook=graph.disk_codebook,
+        disk_codebook=graph.disk_codebook, generation=generation, share=share,
     )  # fmt: skip
     return GraphFiles(facts, contents)
 
 
-def write_graph(engine: NativeEngine, path: str, graph: WholeGraph, row_of: np.ndarray, progress: Progress) -> GraphFacts:
+def write_graph(
+    engine: NativeEngine, path: str, graph: WholeGraph, row_of: np.ndarray, progress: Progress, generation: int,
+    share: GraphShare | None = None,
+) -> GraphFacts:  # fmt: skip
     """Writes all files of a graph, the manifest last.
 
     Args:
-        path: a directory with no graph in it, that nobody else writes to.
-        row_of: see `graph_files`.
+        path: a directory that nobody else writes to.
+        row_of, generation, share: see `graph_files`.
 
-    Raises WriteError, DiskFullError; there is no graph then.
+    Raises WriteError, DiskFullError; there is no graph then, or the one before.
     """
     progress("pages", 0, graph.layout.n)
-    return publish(engine, path, graph_files(graph, row_of, path, progress))
+    return publish(engine, path, graph_files(graph, row_of, path, progress, generation=generation, share=share))
 
 
 def publish(engine: NativeEngine, path: str, files: GraphFiles) -> GraphFacts:
-    """Writes the files of a graph, the manifest last. Raises WriteError, DiskFullError; there is no graph then."""
+    """Writes the files of a graph, the manifest last; then those of the graph before are removed. Raises WriteError, DiskFullError; there
+    is no graph then, or the one before."""
     for name, pieces in files.contents.items():
-        with StreamWriter(engine, os.path.join(path, name)) as writer:
+        with StreamWriter(engine, files.facts.path(name)) as writer:
             for piece in pieces:
                 writer.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
             writer.sync()
     write_manifest(engine, path, MAGIC, VERSION, files.facts.manifest())
+    _FILES.keep(path, files.facts.generation)
     return files.facts
 
 
-def add_recall(
-    engine: NativeEngine, facts: GraphFacts, blocks: Blocks, *, threads: int, seed: int, progress: Progress, of_codes: bool = False
-) -> GraphFacts:
-    """Measures what searches of a written graph find, for lists of several sizes, and writes it into its manifest; where its nodes have
-    codes in place of vectors, also what a search that measures all of these finds.
+def _foreign(path: str) -> set[str]:
+    others = {name for name in names_in(path) if not _FILES.is_own(name)} - {f"{NAME}.new"}
+    return others - {WORK} if is_own_work(path) else others
+
+
+_FILES = VersionedFiles((NODES, ROWS, CODES, CODEBOOK, DISK_CODEBOOK, ENTRIES))
+KIND = StoreKind(MAGIC, VERSION, "a graph", _foreign)
+
+
+@contextlib.contextmanager
+def writing_graph(
+    engine: NativeEngine, path: str | os.PathLike[str], *, replace: bool, keep_work: bool = False
+) -> Iterator[int]:  # fmt: skip
+    """A directory that a graph is written to, by this process alone: the generation of its files.
 
     Args:
-        blocks: the graph's vectors, see `GraphIndex.exact`.
-        seed: of the choice of the vectors that are searched for: some of the graph itself, each but itself.
-        of_codes: whether these vectors are what the codes stand for, and nobody knows others: then nothing limits recall.
+        replace: a graph that is there.
+        keep_work: not to remove the work folder of a build in bounded memory, which may go on.
 
-    Raises WriteError, DiskFullError, and what a search raises; the graph stays as it was.
+    Raises as `espnx.storage.replacing.writing_to`.
     """
-    if not facts.layout.n:
-        return facts
-    progress("recall", 0, 1)
-    facts = _with_recall(facts, blocks, threads, seed, has_ceiling=facts.disk_codebook is not None and not of_codes)
-    write_manifest(engine, facts.where, MAGIC, VERSION, facts.manifest())
-    progress("recall", 1, 1)
-    return facts
+    if not replace:
+        _tidy(engine, path)
+    with writing_to(path, KIND, replace=replace) as is_replacement:
+        check_work(path)
+        if not keep_work:
+            remove_work(path)
+        yield _FILES.begin(engine, path, KIND, is_replacement=is_replacement)
 
 
-def row_blocks(rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """For `add_recall`, of vectors in memory."""
-    for first in range(0, len(rows), RECALL_BLOCK_ROWS):
-        part = rows[first : first + RECALL_BLOCK_ROWS]
-        yield np.arange(first, first + len(part)), part
-
-
-def clear_leftovers(engine: NativeEngine, path: str | os.PathLike[str], *, keep_work: bool = False) -> None:
-    """Of an interrupted build. Raises InvalidInputError where a graph, or anything else, is there, a `work` of the user's own, too.
-
-    Args:
-        keep_work: not the work folder of a build in bounded memory, which may go on.
-    """
-    there = names_in(path) - {"LOCK"}
-    if NAME in there:
-        with contextlib.suppress(errors.EspnxError):
-            read_manifest(engine, path, MAGIC, VERSION)  # of a graph
-            remove_work(path)  # of a build that ended right after it was done
-        raise errors.InvalidInputError(f"directory {os.fspath(path)}", got="a graph, or another store", expected="a new directory")
-    check_work(path)
-    files = {NODES, ROWS, CODES, CODEBOOK, DISK_CODEBOOK, ENTRIES, f"{NAME}.new"}
-    if foreign := sorted(there - files - {WORK}):
-        raise errors.InvalidInputError(
-            f"directory {os.fspath(path)}", got=foreign[:3], expected="an empty directory, or what an interrupted build has left"
-        )
-    if not keep_work:
-        remove_work(path)
-    for where in (os.path.join(path, name) for name in there & files):
-        try:
-            os.unlink(where)
-        except OSError as error:
-            raise write_error("cannot remove what an interrupted build has left", where, error) from error
+def _tidy(engine: NativeEngine, path: str | os.PathLike[str]) -> None:
+    """Removes the work of a build that ended right after its graph was whole; not of one that is to replace this graph."""
+    with contextlib.suppress(errors.EspnxError):
+        if os.path.lexists(os.path.join(path, WORK)) and check_target(path, KIND, replace=True):
+            with DirectoryLock(path):
+                published, working = read_manifest(engine, path, MAGIC, VERSION)["generation"], job_of(path).get("generation")
+                if not isinstance(working, int) or working <= published:
+                    remove_work(path)
 
 
 def connect_and_choose_entries(graph: Vamana, n: int, n_entries: int, seed: int) -> tuple[int, np.ndarray]:
@@ -263,42 +249,3 @@ def _with_headers(content: np.ndarray, page_bytes: int, first: int, salt: int) -
     sums = crc32c_ranges(torch.from_numpy(pages.reshape(-1)), begin, torch.full_like(begin, page_bytes - 4)).numpy()
     pages[:, :4] = sums.astype("<u4").view(np.uint8).reshape(count, 4)
     return pages.reshape(-1)
-
-
-def _with_recall(facts: GraphFacts, blocks: Blocks, threads: int, seed: int, *, has_ceiling: bool) -> GraphFacts:
-    """What is known of searches for vectors of the graph itself, each but itself, beside an exact search."""
-    n, k = facts.layout.n, min(_CURVE_K + 1, facts.layout.n)
-    if k < 2:
-        return facts
-    chosen = np.sort(np.random.default_rng(seed + 1).permutation(n)[:_CURVE_QUERIES])
-    with GraphIndex(facts.where, threads=min(threads, THREADS_MAX)) as index:
-        queries = _rows_of(blocks(), chosen, facts.layout.dim) if has_ceiling else index.vectors(chosen)
-        exact = index.exact(queries, k, blocks())
-        ceiling = None
-        if has_ceiling:
-            coding = facts.coding
-            decoded = ((rows, coding.decode(coding.encode(vectors))) for rows, vectors in blocks())
-            ceiling = _share_found(index.exact(queries, k, decoded), exact, chosen)
-        points: list[RecallPoint] = []
-        for list_size in _CURVE_LISTS:
-            found = index.search(queries, k, list_size=max(k, list_size), beamwidth=1)
-            points.append(RecallPoint(max(k, list_size), _share_found(found.ids, exact, chosen), float(found.pages.mean())))
-            if points[-1].recall > 0.999:
-                break
-    return replace(facts, recall=points, recall_ceiling=ceiling)
-
-
-def _rows_of(blocks: Iterable[tuple[np.ndarray, np.ndarray]], wanted: np.ndarray, dim: int) -> np.ndarray:
-    """float32 [m, dim]: some vectors, of rows that grow."""
-    found = np.empty((len(wanted), dim), np.float32)
-    for rows, vectors in blocks:
-        place = np.minimum(np.searchsorted(wanted, rows), len(wanted) - 1)
-        is_wanted = wanted[place] == rows
-        found[place[is_wanted]] = vectors[is_wanted]
-    return found
-
-
-def _share_found(found: np.ndarray, exact: np.ndarray, queries: np.ndarray) -> float:
-    """Of the nearest of some rows, each but itself: the share that was found."""
-    pairs = [(set(ours.tolist()), set(true.tolist()) - {row}) for ours, true, row in zip(found, exact, queries.tolist(), strict=True)]
-    return sum(len(ours & true) for ours, true in pairs) / max(1, sum(len(true) for _, true in pairs))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInputError
-from ..retrieval.store.texts import DocumentId
+from ..storage.documents.ids import DocumentId
 
 Texts = Mapping[DocumentId, str] | str | Path | None
 

@@ -14,8 +14,8 @@ from ..retrieval.build.documents import Document
 from ..retrieval.build.reports import BuildReport
 from ..retrieval.encoder import EncoderLike, encoder_of
 from ..retrieval.sparse_encoder import SparseEncoderLike
-from ..retrieval.store.texts import DocumentId
 from ..storage import NativeEngine
+from ..storage.documents.ids import DocumentId
 from .colbert import ColBERTIndex
 from .collection import Texts, text_for, texts_of
 from .fast_plaid import FastPlaidIndex

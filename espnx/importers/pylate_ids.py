@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import FormatError
-from ..retrieval.store.texts import DocumentId
+from ..storage.documents.ids import DocumentId
 
 IDS = "plaid_ids_to_documents_ids.pkl"
 _VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}

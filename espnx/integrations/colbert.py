@@ -22,7 +22,7 @@ from ..retrieval.encoder import AUTO, Encoded, EncoderLike
 from ..retrieval.search.index import Index
 from ..retrieval.search.options import SearchKeywords
 from ..retrieval.search.result import SearchResult
-from ..retrieval.store.texts import DocumentId, document_id, document_ids
+from ..storage.documents.ids import DocumentId, document_id, document_ids
 
 CANDIDATES = 1000
 FilterFunction = Callable[[torch.Tensor], torch.Tensor]

@@ -1,53 +1,99 @@
-"""Everything that `espnx device verify` asks of a device: rows, faults, a generation and a search through it. Each check returns why the
-device does not take part, or None where it holds."""
+"""Everything that `espnx device verify` asks of a device, verb by verb, with a generation and a search through it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..device.conformance.fault_checks import FAULT_CHECKS
-from ..device.conformance.requirement import require
-from ..device.conformance.row_checks import CHECKS, Open
+from ..device.conformance import cluster_checks, graph_checks, record_checks, row_checks
+from ..device.conformance.requirement import Found, require
+from ..device.conformance.soak import soak
+from ..device.conformance.verify import Check
 from ..device.near_storage import NearStorageDevice
-
-Check = Callable[[NearStorageDevice], str | None]
+from . import posting_checks
 
 #: The tokens of the generation are each ahead of the second by so much, in logits; what a device rounds moves them by thousandths.
 _MARGIN = 0.1
 _AS_ASKED: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+_LIVES_EVERY_S = 1.0
+
+_Plain = Callable[[NearStorageDevice], Found | None]
 
 
-def checks_of(device: NearStorageDevice) -> Iterator[tuple[str, Check]]:
-    """(name, check) of everything."""
-    has_rows = type(device).open_rows is not NearStorageDevice.open_rows
-    has_records = type(device).open_records is not NearStorageDevice.open_records
-    for check in CHECKS:
-        yield f"rows: {_words(check)}", _of_rows(check) if has_rows else _keeps_none("rows of KV caches")
-    for fault in FAULT_CHECKS:
-        yield f"faults: {_words(fault)}", fault if has_rows else _keeps_none("rows of KV caches")
-    yield "a generation", generates_the_same if has_rows else _keeps_none("rows of KV caches")
-    yield "a search", searches_the_same if has_records else _keeps_none("embedding records")
+@dataclass(frozen=True)
+class _Verb:
+    """What a device offers by overriding one call, and what is asked of one that does.
+
+    Attributes:
+        opens: the call, of `NearStorageDevice`.
+        keeps: what it would keep.
+        checks: functions, called by their names in words.
+        faults: by what goes wrong.
+        through: further ones, which go through what uses the verb, by name.
+    """
+
+    opens: str
+    keeps: str
+    checks: Sequence[_Plain]
+    faults: Mapping[str, _Plain]
+    through: Mapping[str, _Plain]
 
 
-def _words(check: Callable[..., Any]) -> str:
-    return check.__name__.replace("_", " ")
+def checks_of(device: NearStorageDevice, soak_s: float) -> Iterator[tuple[str, Check]]:
+    """(name, check) of everything; of a verb that a device does not offer, a check that says so."""
+    for name, verb in VERBS.items():
+        if getattr(type(device), verb.opens) is getattr(NearStorageDevice, verb.opens):
+            yield name, _told_nothing(_keeps_none(f"it keeps no {verb.keeps}"))
+            continue
+        if why := device.refuses(verb.opens):
+            yield name, _told_nothing(_keeps_none(why))
+            continue
+        every = {f"{name}: {check.__name__.replace('_', ' ')}": check for check in verb.checks}
+        every |= {f"{name}: {what}": check for what, check in verb.faults.items()} | dict(verb.through)
+        for what, check in every.items():
+            yield what, _told_nothing(check)
+        if name == "rows" and soak_s:
+            yield "rows: a soak", partial(_soaks, soak_s)
 
 
-def _of_rows(check: Callable[[Open], None]) -> Check:
-    return lambda device: check(device.open_rows)
+def _told_nothing(check: _Plain) -> Check:
+    return lambda device, lives: check(device)
 
 
-def _keeps_none(what: str) -> Check:
-    return lambda device: f"it keeps no {what}"
+def _keeps_none(why: str) -> _Plain:
+    return lambda device: Found("not offered", why)
 
 
-def generates_the_same(device: NearStorageDevice) -> str | None:
+def _on_rows(check: Callable[[Callable[..., Any]], None]) -> _Plain:
+    def run(device: NearStorageDevice) -> None:
+        check(device.open_rows)
+
+    run.__name__ = check.__name__
+    return run
+
+
+def _soaks(seconds: float, device: NearStorageDevice, lives: Callable[[], None]) -> Found:
+    last = time.monotonic()
+
+    def count(made: Counter[str]) -> None:
+        nonlocal last
+        if time.monotonic() - last > _LIVES_EVERY_S:
+            last = time.monotonic()
+            lives()
+
+    made = soak(device.open_rows, seconds=seconds, said=count)
+    return Found("ok", f"{made.total():,} calls: " + ", ".join(f"{count:,} {name}" for name, count in made.most_common()))
+
+
+def generates_the_same(device: NearStorageDevice) -> None:
     """A small random model writes the tokens with K and V on the device that it writes with them in memory."""
     from .transformers.cache import KVCache
     from .transformers.enable import enable_kv_cache
@@ -60,8 +106,8 @@ def generates_the_same(device: NearStorageDevice) -> str | None:
         found = enable_kv_cache(model).generate(prompt, past_key_values=cache, **_AS_ASKED, attention_mask=torch.ones_like(prompt))
         on_host = cache.stats()["layers_attended_on_host"]
     require(found.tolist() == expected.tolist(), "tokens", got=found.tolist(), expected=expected.tolist())
-    require(on_host == 0, "layers that the device says it attends to", got=f"{on_host} attended to on the host", expected=0)
-    return None
+    if device.capabilities.attends_widths != ():
+        require(on_host == 0, "layers that the device says it attends to", got=f"{on_host} attended to on the host", expected=0)
 
 
 def _sure_model(head_dim: int, seed: int) -> tuple[Any, torch.Tensor, torch.Tensor] | None:
@@ -81,7 +127,7 @@ def _sure_model(head_dim: int, seed: int) -> tuple[Any, torch.Tensor, torch.Tens
     return (model, prompt, written.sequences) if ahead > _MARGIN else None
 
 
-def searches_the_same(device: NearStorageDevice) -> str | None:
+def searches_the_same(device: NearStorageDevice) -> None:
     """An index in the device's directory gives the hits that the plain SSD gives."""
     from ..retrieval.build.builder import build
     from ..retrieval.build.documents import Document
@@ -103,8 +149,21 @@ def searches_the_same(device: NearStorageDevice) -> str | None:
         for options in every:
             wanted, found = ([result.hits for result in each.search(queries, k=30, candidates=80, **options)] for each in (plain, index))
             require(found == wanted, f"hits of a search with {options or 'no options'}", got=found, expected=wanted)
-    return None
 
 
 def _normal(rng: np.random.Generator, *size: int) -> torch.Tensor:
     return torch.from_numpy(rng.normal(size=size).astype(np.float32))
+
+
+VERBS = {
+    "rows": _Verb(
+        "open_rows", "rows of KV caches", [_on_rows(check) for check in row_checks.CHECKS], row_checks.FAULT_CHECKS,
+        {"a generation": generates_the_same},
+    ),
+    "records": _Verb(
+        "open_records", "embedding records", record_checks.CHECKS, record_checks.FAULT_CHECKS, {"a search": searches_the_same}
+    ),
+    "clusters": _Verb("open_clusters", "clusters of vectors", cluster_checks.CHECKS, cluster_checks.FAULT_CHECKS, {}),
+    "graphs": _Verb("open_graph", "graphs", graph_checks.CHECKS, graph_checks.FAULT_CHECKS, {}),
+    "postings": _Verb("open_postings", "posting lists", posting_checks.CHECKS, posting_checks.FAULT_CHECKS, {}),
+}  # fmt: skip

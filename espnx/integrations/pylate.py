@@ -26,7 +26,7 @@ from ..retrieval.build.changes import add, delete
 from ..retrieval.build.documents import Document
 from ..retrieval.encoder import Encoded
 from ..retrieval.search.index import Index
-from ..retrieval.store.texts import DocumentId, document_id, document_ids
+from ..storage.documents.ids import DocumentId, document_id, document_ids
 from ..storage.files import make_given_directory
 from ..storage.manifest import NAME as MANIFEST
 

@@ -23,6 +23,7 @@ from ..device.interface import READ_AHEAD_BYTES, RowDevice
 from ..device.near_storage import NearStorageDevice
 from ..device.registry import Devices, default_name, devices_in
 from ..device.row_layout import DTYPES, RowLayout, format_of
+from ..forks import check_own
 from ..ops.attention import Queries, RowsInMemory, add_sinks, attend_rows, merge
 from ..sizes import parse_size
 from ..storage import NativeEngine
@@ -176,6 +177,7 @@ class SsdCache:
             check_callable("engine", engine)
         self._engines = [engine if isinstance(engine, str) else engine() for _ in self._places]
         self._is_chosen = self._compute is not None or device is not None
+        self._is_named_gpu = device == "gpu"
         self._owns_devices = device is None or isinstance(device, str)
         #: None: it depends on where K and V turn out to be.
         self._devices = None if device is None else self._devices_named(device)
@@ -203,6 +205,11 @@ class SsdCache:
             self._devices = self._devices_named(default_name(self._engines[number], compute))
         (directory, name), near = self._places[number], self._devices[number]
         log.debug("rows in %s are kept by the device %s, computed on %s", directory, near.name, compute)
+        if self._is_named_gpu and self._compute is None and compute.type == "cpu":
+            raise errors.PathUnavailableError(
+                "device 'gpu' for K and V in the CPU's memory", got="no GPU to compute on", expected="a model on a GPU",
+                fix="model.to('cuda'), KVCache(..., compute='cuda'), or device='ssd'",
+            )  # fmt: skip
         opened = near.open_rows(directory, compute=compute, engine=self._engines[number], name=name, **self._options)
         if name is not None and not opened.capabilities.keeps:
             opened.close()
@@ -215,6 +222,10 @@ class SsdCache:
         Raises what a device raises when it is opened.
         """
         self.striped.open(self._compute or compute)
+
+    def check_process(self) -> None:
+        """Raises InvalidInputError in a process that was forked after the cache was made: it lacks threads that may hold locks."""
+        check_own(self._process, "the KV cache", "make the cache in the process that uses it")
 
     @property
     def data_files(self) -> list[str]:
@@ -275,11 +286,7 @@ class SsdCache:
                 every layer then, and the cache can be used as it was before.
             InvalidInputError: rows that cannot be attended to so, or a process that was forked after the cache was made.
         """
-        if os.getpid() != self._process:
-            raise errors.InvalidInputError(
-                "a KV cache after fork()", got=f"process {os.getpid()}", expected=f"process {self._process}, which made it",
-                fix="make the cache in the process that uses it",
-            )  # fmt: skip
+        self.check_process()
         n_sequences = step.k.shape[0]
         split = min(self.x_rows, n_sequences)
         # Rows outlive the mode in which they came: tensors of inference mode could not be changed outside of it.

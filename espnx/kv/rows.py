@@ -16,6 +16,8 @@ from .striping import StripedDevices, StripedSegment
 PUT_BYTES = 2 << 20
 #: Runs of fewer tokens, as generated ones come, are joined to one of at least so many: each run is planned and attended to by itself.
 JOIN_ROWS = 128
+#: Memory is taken for so many waiting rows at once; for more, as they come: an interval may be longer than any text.
+_ROOM_ROWS = 1024
 
 
 @dataclass
@@ -63,7 +65,7 @@ class LayerRows:
         """Adds new tokens, k [sequences, heads, n, d] and v (None: X), in memory; `spill` writes them when it is time."""
         n, held = k.shape[2], self.count - self._first
         if not self._k.numel() or held + n > self._k.shape[2]:
-            room = max(2 * self._spill_rows, held + n)
+            room = max(2 * min(self._spill_rows, max(held + n, _ROOM_ROWS)), held + n)
             self._k = self._grown(self._k, k, held, room + room // 2)
             self._v = self._k if v is None else self._grown(self._v, v, held, room + room // 2)
         self._k[:, :, held : held + n] = k

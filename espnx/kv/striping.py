@@ -6,13 +6,14 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
 
 from .. import errors
+from ..device.crew import Crew, wait
 from ..device.interface import DeviceStats, FilePath, RowDevice, Segment, SegmentPlace, SegmentView, Show
 from ..device.row_layout import RowLayout
 from ..ops.attention import Queries, RowsInMemory, merge
@@ -138,11 +139,15 @@ class StripedDevices:
 
     def memory(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """For rows that wait, uninitialised: on the host, a device's own. Rows outlive the mode in which they come: tensors of inference
-        mode could not be written to outside of it."""
+        mode could not be written to outside of it. Raises OutOfMemoryError."""
         with torch.inference_mode(False):
             if device.type != "cpu" or not self.devices:
                 return torch.empty(shape, dtype=dtype, device=device)
-            return self.devices[0].memory(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+            size_bytes = math.prod(shape) * dtype.itemsize
+            try:
+                return self.devices[0].memory(size_bytes).view(dtype).view(shape)
+            except MemoryError as error:
+                raise errors.OutOfMemoryError("rows that wait", needed_bytes=size_bytes, fix="a smaller spill_interval") from error
 
     def _shares(self, first_sequence: int, n_sequences: int, n_heads: int) -> list[tuple[int, range, range]]:
         """(device, heads, sequences, from 0 on) that are put together."""
@@ -176,17 +181,18 @@ class StripedDevices:
             return self.devices[0].attend(tickets[0], queries, tail)
         tails = self._tails(tickets[0], queries, tail)
         stream = torch.cuda.current_stream(queries.q.device) if queries.q.is_cuda else None
-        jobs = [
-            self._pool.submit(_attend_on, stream, device, ticket, queries, own)
-            for device, ticket, own in zip(self.devices, tickets, tails, strict=True)
-        ]
-        try:
-            wait(jobs)  # also where one has failed: nobody may still be at work when the caller goes on
-        except BaseException:  # Ctrl-C
-            self.forget()  # wakes whoever waits for a read
-            wait(jobs)
-            raise
-        parts = [job.result() for job in jobs]
+        with Crew(self.devices) as crew:
+            jobs = [
+                crew.submit(self._pool, _attend_on, stream, device, ticket, queries, own)
+                for device, ticket, own in zip(self.devices, tickets, tails, strict=True)
+            ]
+            try:
+                wait(jobs)  # also where one has failed: nobody may still be at work when the caller goes on
+            except BaseException:  # Ctrl-C
+                self.forget()  # wakes whoever waits for a read
+                wait(jobs)
+                raise
+            parts = [job.result() for job in jobs]
         o, lse = parts[0]
         for other_o, other_lse in parts[1:]:
             o, lse = merge(o, lse, other_o, other_lse)

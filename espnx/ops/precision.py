@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,17 @@ import torch
 _lock = threading.Lock()
 _users = 0
 _before: tuple[Any, ...] = ()
+
+
+def _after_fork() -> None:
+    """In a child: threads of the parent that were within stay within for ever, and one may have had the lock."""
+    global _lock, _users
+    _lock, users, _users = threading.Lock(), _users, 0
+    if users:
+        _restore(*_before)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @contextmanager
@@ -32,7 +44,7 @@ def whole_float32() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _users -= 1
+            _users = max(0, _users - 1)  # of a child that was forked within there are none
             if _users == 0:
                 _restore(*_before)
 

@@ -71,6 +71,17 @@ class Analyzer:
         if self.stemmer is not None and not isinstance(self.stemmer, str):
             raise errors.InvalidInputError("stemmer of an analyzer", got=repr(self.stemmer), expected="a language, such as 'english'")
 
+    @classmethod
+    def of(cls, language: str) -> Analyzer:
+        """As an index's first stage of ``bm25`` cuts texts of a language: ``english``: without the stop words of English, and stemmed;
+        another Snowball language: stemmed; ``none``: as they are.
+
+        Raises InvalidInputError for a language that has no stemmer, MissingDependencyError without PyStemmer.
+        """
+        if language != "none":
+            load_stemmer(language)  # now, not when all is read
+        return cls() if language == "none" else cls(stop_words="english" if language == "english" else (), stemmer=language)
+
     @property
     def fields(self) -> dict[str, Any]:
         """For a manifest."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import errors
-from ..checks import check_finite
+from ..checks import check_finite, plain
 
 #: In the order of ``csrc/cpu/postings/kernels.hpp``.
 VARIANTS = ("robertson", "lucene", "atire", "bm25l", "bm25+")
@@ -36,9 +36,10 @@ class BM25:
     delta: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.variant not in VARIANTS:
+        if not isinstance(self.variant, str) or self.variant not in VARIANTS:
             raise errors.InvalidInputError("variant of BM25", got=repr(self.variant), expected=", ".join(VARIANTS))
         for name in ("k1", "b", "delta"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
             check_finite(f"{name} of BM25", getattr(self, name))
         if self.k1 < 0 or not 0 <= self.b <= 1 or self.delta < 0:
             raise errors.InvalidInputError(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..storage import NativeEngine
 from .build.spool import TermPostings, join
-from .build.writer import Progress, Section, SegmentWriter
+from .build.writer import Progress, SectionContent, SegmentWriter
 from .stored.layout import COUNT, IMPACT
 from .stored.lists import read_lists
 from .stored.segment import Segment
@@ -18,16 +18,26 @@ _BUCKETS = 1024
 _BYTES_A_MERGED_POSTING = 64
 
 
+@dataclass
+class Rounding:
+    """Of weights in one byte, so far: postings that were written, and how many of them were below half a step, and are one."""
+
+    n_postings: int = 0
+    n_raised: int = 0
+
+
 def merged_sections(
     engine: NativeEngine, directory: str, segments: list[Segment], deleted: np.ndarray, *, salt: int, kind: int, n_records: int,
-    memory_bytes: int, progress: Progress | None, places: np.ndarray | None = None,
-) -> Iterator[Section]:  # fmt: skip
+    memory_bytes: int, progress: Progress | None, first_number: int = 0, places: np.ndarray | None = None,
+    rounding: Rounding | None = None,
+) -> Iterator[SectionContent]:  # fmt: skip
     """The sections of a segment that holds what `segments` do, but the records that were deleted; as `SegmentBuilder.sections` gives them.
 
     Args:
         deleted: int64, ascending: numbers of records.
-        n_records: of the new segment.
-        places: int64, by number: that which a record has from now on; None: the same.
+        n_records, first_number: of the new segment.
+        places: int64, by number: which of its records a record is from now on; None: numbers stay.
+        rounding: is told of it, once the sections are written.
 
     Raises ChecksumError, FormatError: damaged lists; what reads and writes raise.
     """
@@ -36,30 +46,37 @@ def merged_sections(
     if kind == COUNT:
         lengths = np.zeros(n_records, np.int64)
         for segment in segments:
-            numbers = np.setdiff1d(np.arange(segment.first_number, segment.first_number + len(segment)), deleted, assume_unique=True)
             if segment.lengths is not None:
-                codes = segment.lengths.codes[numbers - segment.first_number]
-                lengths[numbers if places is None else places[numbers]] = segment.length_table[codes]
+                left = np.setdiff1d(np.arange(len(segment)), _here(segment, deleted), assume_unique=True)
+                numbers = left + segment.first_number
+                lengths[numbers - first_number if places is None else places[numbers]] = segment.length_table[segment.lengths.codes[left]]
     out = SegmentWriter(
         engine, directory, salt=salt, kind=kind, n_records=n_records,
         n_postings=sum(segment.dictionary.n_postings for segment in segments),
-        largest=max((segment.dictionary.scale for segment in segments), default=0.0) * 255, memory_bytes=memory_bytes,
-        progress=progress or (lambda _what, _done, _total: None),
+        memory_bytes=memory_bytes, progress=progress or (lambda _what, _done, _total: None),
     )  # fmt: skip
     try:
         budget = max(1 << 16, memory_bytes // _BYTES_A_MERGED_POSTING)
-        yield from out.sections(_merge(engine, segments, kept, budget, places), lengths)
+        yield from out.sections(_merge(engine, segments, kept, budget, first_number, places), lengths)
     finally:
         out.close()
+    if rounding is not None:
+        rounding.n_postings, rounding.n_raised = rounding.n_postings + out.n_postings, rounding.n_raised + out.n_raised
 
 
 def _kept(segment: Segment, deleted: np.ndarray) -> np.ndarray:
-    here = deleted[(deleted >= segment.first_number) & (deleted < segment.first_number + len(segment))] - segment.first_number
-    return ~bits_of(len(segment), here)
+    return ~bits_of(len(segment), _here(segment, deleted))
+
+
+def _here(segment: Segment, numbers: np.ndarray) -> np.ndarray:
+    """Of these numbers, ascending, the segment's own records."""
+    begin, end = np.searchsorted(numbers, [segment.first_number, segment.first_number + len(segment)])
+    found: np.ndarray = numbers[begin:end] - segment.first_number
+    return found
 
 
 def _merge(
-    engine: NativeEngine, segments: list[Segment], kept: list[np.ndarray], budget: int, places: np.ndarray | None
+    engine: NativeEngine, segments: list[Segment], kept: list[np.ndarray], budget: int, first_number: int, places: np.ndarray | None
 ) -> Iterator[TermPostings]:  # fmt: skip
     """Postings of all segments by hash, about `budget` of them at a time."""
     edges = np.arange(1, _BUCKETS, dtype=np.uint64) << np.uint64(64 - 10)
@@ -67,20 +84,16 @@ def _merge(
         np.concatenate([[0], np.searchsorted(each.dictionary.hashes, edges), [len(each.dictionary)]]).astype(int) for each in segments
     ]
     sums = [np.concatenate([[0], np.cumsum(each.dictionary.df, dtype=np.int64)]) for each in segments]
-    first = 0
-    while first < _BUCKETS:
-        end = first + 1
-        while (
-            end < _BUCKETS
-            and sum(int(total[begin[end + 1]] - total[begin[first]]) for total, begin in zip(sums, begins, strict=True)) <= budget
-        ):
-            end += 1
+    totals = np.cumsum(sum(np.diff(total[begin]) for total, begin in zip(sums, begins, strict=True)))  # of buckets
+    first = before = 0
+    while first < _BUCKETS and before < totals[-1]:
+        end = max(first + 1, int(np.searchsorted(totals, before + budget, side="right")))
         parts = [
-            kept_postings(engine, segment, int(begin[first]), int(begin[end]), bits, segment.first_number)
+            kept_postings(engine, segment, int(begin[first]), int(begin[end]), bits, segment.first_number - first_number)
             for segment, begin, bits in zip(segments, begins, kept, strict=True)
         ]
         yield join(parts) if places is None else _renumbered(join(parts), places)
-        first = end
+        first, before = end, int(totals[end - 1])
 
 
 def _renumbered(postings: TermPostings, places: np.ndarray) -> TermPostings:
@@ -103,7 +116,7 @@ def kept_postings(engine: NativeEngine, segment: Segment, first: int, end: int, 
         order = np.argsort(np.repeat(np.arange(len(counts), dtype=np.uint64), counts) << np.uint64(32) | records, kind="stable")
         records, values = records[order], values[order]
     if held.kind == IMPACT:
-        values = (values * held.scale).astype(np.float32).view(np.uint32)
+        values = (values * np.repeat(held.steps(np.arange(first, end)), counts)).astype(np.float32).view(np.uint32)
     used = counts > 0
     names = [name for name, is_used in zip((name for part in parts for name in part.names), used.tolist(), strict=True) if is_used]
     return TermPostings(names, held.hashes[first:end][used].copy(), counts[used], records + np.uint32(base), values)

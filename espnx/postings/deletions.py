@@ -2,70 +2,137 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NoReturn
 
 import numpy as np
 
-from ..storage.files import crc32c
+from .. import errors
+from ..storage import NativeEngine
+from .compaction import bits_of
 from .search.plan import RemovedTerms
 from .stored.layout import REMOVED, Sealed, seal
+from .stored.lists import read_lists
+from .stored.segment import Segment
+
+_NONE: RemovedTerms = (np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class Removed:
+    """Of a segment whose lists have postings of deleted records.
+
+    Attributes:
+        salt: of the segment.
+        n_records, sum_lengths: of those records, and of their lengths in terms.
+        terms: theirs: numbers, ascending, and in how many of those records each is.
+    """
+
+    salt: int
+    n_records: int
+    sum_lengths: int
+    terms: RemovedTerms
 
 
 @dataclass(frozen=True, eq=False)
 class Deletions:
     """Attributes:
     numbers: int64 [n], ascending: records that were deleted, since the index was built.
-    n_present: of those, how many a segment's lists still have; the others were dropped by a compaction.
-    sum_lengths: of those present, in terms.
-    terms: of each segment, terms of those present: their numbers, ascending, and in how many of those records they are.
+    removed: by the name of a segment: what its lists still have of them.
     """
 
     numbers: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    n_present: int = 0
-    sum_lengths: int = 0
-    terms: tuple[RemovedTerms, ...] = ()
+    removed: Mapping[str, Removed] = field(default_factory=dict)
 
-    def of_segment(self, segment: int) -> RemovedTerms:
-        """None of a segment that is younger."""
-        return self.terms[segment] if segment < len(self.terms) else (np.zeros(0, np.int64), np.zeros(0, np.int64))
+    @property
+    def n_present(self) -> int:
+        """Deleted records of which lists still have postings."""
+        return sum(each.n_records for each in self.removed.values())
 
-    def section(self, salts: list[int]) -> np.ndarray:
-        """uint8: as they are stored. `salts`: of the segments that `terms` are of."""
-        counts = np.array([len(numbers) for numbers, _ in self.terms], "<i8")
-        none = np.zeros(0, np.int64)
-        numbers = np.concatenate([none, *(numbers for numbers, _ in self.terms)]).astype("<u4")
-        df = np.concatenate([none, *(df for _, df in self.terms)]).astype("<u4")
-        fields = {
-            "salt": _salt_of(salts), "n_records": len(self.numbers), "n_terms": len(counts), "n_postings": self.n_present,
-            "sum_lengths": self.sum_lengths,
-        }  # fmt: skip
-        return seal(REMOVED, fields, [self.numbers.astype("<i8"), counts, numbers, df])
+    @property
+    def sum_lengths(self) -> int:
+        """Of those, in terms."""
+        return sum(each.sum_lengths for each in self.removed.values())
+
+    def terms_of(self, segment: str) -> RemovedTerms:
+        """Of those of a segment."""
+        return self.removed[segment].terms if segment in self.removed else _NONE
+
+    def without(self, segments: Collection[str]) -> Deletions:
+        """When these segments are gone, and what took their place has no postings of deleted records."""
+        return Deletions(self.numbers, {name: each for name, each in self.removed.items() if name not in segments})
+
+    def is_deleted(self, numbers: np.ndarray) -> np.ndarray:
+        """bool, of numbers of records."""
+        places = np.searchsorted(self.numbers, numbers)
+        found: np.ndarray = np.append(self.numbers, -1)[places] == numbers
+        return found
+
+    def section(self) -> np.ndarray:
+        """uint8: as they are stored."""
+        held = list(self.removed.values())
+        names = np.array([int(name[1:]) for name in self.removed], "<i8")
+        counts = np.array([[each.n_records, each.sum_lengths, len(each.terms[0])] for each in held], "<i8").reshape(-1, 3)
+        terms, df = (np.concatenate([_NONE[0], *(each.terms[i] for each in held)]).astype("<u4") for i in range(2))
+        fields = {"n_records": len(self.numbers), "n_terms": len(held), "n_postings": self.n_present, "sum_lengths": self.sum_lengths}
+        salts = np.array([each.salt for each in held], "<u4")
+        return seal(REMOVED, fields, [self.numbers.astype("<i8"), names, salts, counts, terms, df])
 
     @classmethod
-    def parse(cls, data: np.ndarray, path: str, salts: list[int], n_terms: list[int], end_number: int) -> Deletions:
-        """`salts`, `n_terms`: of all segments. Raises FormatError, ChecksumError, TruncatedFileError."""
+    def parse(cls, data: np.ndarray, path: str, end_number: int, n_deleted: int) -> Deletions:
+        """`end_number`, `n_deleted`: as the manifest has them. Raises FormatError, ChecksumError, TruncatedFileError."""
         sealed = Sealed(REMOVED, data, path)
-        header = sealed.header
-        n_segments = int(header["n_terms"])
-        if n_segments > len(salts) or int(header["salt"]) != _salt_of(salts[:n_segments]):
-            sealed.refuse("deletions of other segments", "of these")
-        numbers, counts = sealed.take("<i8", int(header["n_records"])), sealed.take("<i8", n_segments)
-        if bool((counts < 0).any()) or int(counts.sum()) > data.size:
+        n_numbers, n = int(sealed.header["n_records"]), int(sealed.header["n_terms"])
+        if n_numbers != n_deleted:
+            sealed.refuse(f"{n_numbers} records", n_deleted)
+        numbers, names, salts = sealed.take("<i8", n_numbers), sealed.take("<i8", n), sealed.take("<u4", n)
+        counts = sealed.take("<i8", 3 * n).reshape(n, 3)
+        if bool((counts < 0).any()) or int(counts[:, 0].sum()) > n_numbers or int(counts[:, 2].sum()) > data.size:
             sealed.refuse("counts of terms", "what the file holds")
-        terms, df = sealed.take("<u4", int(counts.sum())), sealed.take("<u4", int(counts.sum()))
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts[:, 2])]).tolist()
+        terms, df = (sealed.take("<u4", ends[-1]).astype(np.int64) for _ in range(2))
         sealed.end()
         if bool((np.diff(numbers) <= 0).any()) or (len(numbers) and not 0 <= numbers[0] <= numbers[-1] < end_number):
             sealed.refuse("numbers out of order", f"ascending ones below {end_number}")
-        ends = np.cumsum(counts).tolist()
-        parts = [
-            (terms[end - count : end].astype(np.int64), df[end - count : end].astype(np.int64))
-            for end, count in zip(ends, counts.tolist(), strict=True)
-        ]
-        for (part, _), total in zip(parts, n_terms, strict=False):
-            if bool((np.diff(part) <= 0).any()) or (len(part) and part[-1] >= total):
-                sealed.refuse("terms out of order", f"ascending ones below {total}")
-        return cls(numbers, int(header["n_postings"]), int(header["sum_lengths"]), tuple(parts))
+        removed = {
+            f"s{name}": Removed(salt, n_records, sum_lengths, (terms[begin:end], df[begin:end]))
+            for name, salt, (n_records, sum_lengths, _), (begin, end) in zip(
+                names.tolist(), salts.tolist(), counts.tolist(), pairwise(ends), strict=True
+            )
+        }
+        found = cls(numbers, removed)
+        if found.n_present != int(sealed.header["n_postings"]) or found.sum_lengths != int(sealed.header["sum_lengths"]):
+            sealed.refuse("totals", "those of the segments")
+        return found
+
+    def check(self, names: Sequence[str], segments: Sequence[Segment], path: str) -> None:
+        """Raises FormatError unless what was removed, was removed from these."""
+        known = dict(zip(names, segments, strict=True))
+        for name, each in self.removed.items():
+            if name not in known or known[name].dictionary.salt != each.salt:
+                _refuse(path, f"deletions of another segment, {name}", "of these")
+            segment, (terms, df) = known[name], each.terms
+            here = np.searchsorted(self.numbers, [segment.first_number, segment.first_number + len(segment)])
+            fits = not len(terms) or (terms[-1] < len(segment.dictionary) and bool((np.diff(terms) > 0).all()))
+            if not fits or each.n_records > here[1] - here[0] or bool((df > segment.dictionary.df[terms]).any()):
+                _refuse(path, f"terms of {name} that it has not", f"ascending ones below {len(segment.dictionary)}")
 
 
-def _salt_of(salts: list[int]) -> int:
-    return crc32c(np.array(salts, "<u4").tobytes())
+def _refuse(path: str, got: str, expected: str) -> NoReturn:
+    raise errors.FormatError("deletions of postings", path=path, got=got, expected=expected)
+
+
+def removed_terms(engine: NativeEngine, segment: Segment, records: np.ndarray, before: RemovedTerms) -> RemovedTerms:
+    """Terms of deleted records of a segment, and in how many of them each is; those of `before`, deleted earlier, among them. Goes through
+    all lists. Raises as `read_lists`."""
+    if not len(records):
+        return before
+    wanted = bits_of(len(segment), records)
+    df = np.zeros(len(segment.dictionary), np.int64)
+    for part in read_lists(engine, segment, kept=wanted):
+        df[part.first : part.first + len(part.names)] = part.counts
+    df[before[0]] += before[1]
+    found = np.flatnonzero(df)
+    return found, df[found]

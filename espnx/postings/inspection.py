@@ -12,7 +12,7 @@ from ..storage import NativeEngine, Plan
 from ..storage.native import load_native
 from .bm25 import BM25
 from .search.plan import Collection, QueryPlan, QueryTerms
-from .stored.layout import COUNT, FLOAT
+from .stored.layout import FLOAT
 from .stored.lists import read_lists
 from .stored.segment import Segment
 from .stored.terms import hashes_of, term_text
@@ -82,7 +82,7 @@ def explain(engine: NativeEngine, collection: Collection, query: QueryTerms, num
 
 
 def _explain(engine: NativeEngine, plan: QueryPlan, i: int, segment: Segment, number: int) -> Explanation:
-    record, held = number - segment.first_number, plan.collection.segments[i].dictionary
+    record = number - segment.first_number
     found, total, has = [], np.float32(0), False
     for term, data, weight, absent in plan.weighted(0, i):
         value = 0.0 if term < 0 else _value(engine, segment, term, data, record)
@@ -95,8 +95,7 @@ def _explain(engine: NativeEngine, plan: QueryPlan, i: int, segment: Segment, nu
             else:
                 score = np.float32(np.float32(weight) * np.float32(value))
             total, has = np.float32(total + score), True
-        scale = held.scale if held.kind not in (COUNT, FLOAT) else 1.0
-        found.append(TermScore(term_text(data), weight / scale, value * scale, float(score)))
+        found.append(TermScore(term_text(data), weight, value, float(score)))
     constant = np.float32(plan.constant(0))
     return Explanation(number, tuple(found), float(constant), float(np.float32(total + constant)) if has else None)
 
@@ -108,7 +107,9 @@ def _value(engine: NativeEngine, segment: Segment, term: int, data: bytes, recor
     part = next(read_lists(engine, segment, term, term + 1, kept=wanted))
     if not len(part.values):
         return 0.0
-    return float(part.values.view(np.float32)[0]) if segment.dictionary.kind == FLOAT else float(part.values[0])
+    if segment.dictionary.kind == FLOAT:
+        return float(part.values.view(np.float32)[0])
+    return float(part.values[0] * segment.dictionary.steps(np.array([term]))[0])
 
 
 @dataclass(frozen=True)

@@ -3,175 +3,158 @@ go on with the one that they have."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from .. import errors
-from ..checks import check_path
-from ..storage import NativeEngine
-from ..storage.files import write_file
-from ..storage.lock import LOCK_NAME, DirectoryLock
-from ..storage.manifest import NAME as MANIFEST
+from ..checks import check_whole, plain
+from ..storage.documents.ids import DocumentId, require_known
 from ..storage.work import remove_work
+from .adding import built_segment
 from .build.builder import MEMORY_BYTES, SegmentBuilder
-from .build.records import CsrArrays, add_records
+from .build.records import CsrArrays, Records
 from .build.writer import Progress
-from .compaction import bits_of, merged_sections
-from .deletions import Deletions
-from .files import PostingsReport, is_own_file, open_all, remove_files, report_of, write_sections
-from .format import KINDS, SEGMENTS_MAX, Facts, SegmentFacts, check_whole_collection, read_facts, write_facts
-from .queries import marked
-from .stored.layout import REMOVED
-from .stored.lists import read_lists
-from .stored.segment import Segment
+from .draft import Draft, changing
+from .files import PostingsReport, remove_others, report_of, warn_of_rounding
+from .format import KINDS, Facts, SegmentFacts
+from .queries import ids_or_mask, marked
 
-
-@dataclass(frozen=True)
-class _Writer:
-    """A directory whose lock is held: what it has, and the way to the next version."""
-
-    directory: str
-    engine: NativeEngine
-    facts: Facts
-    segments: list[Segment]
-    deletions: Deletions
-
-    def publish(self, facts: Facts) -> None:
-        """Makes a version the one that is opened from now on, and removes files of no other use."""
-        self.engine.sync_directory(self.directory)
-        write_facts(self.engine, self.directory, facts)
-        remove_work(self.directory)  # of a build that ended right after it was done
-        there = set(os.listdir(self.directory)) - {LOCK_NAME, MANIFEST}
-        remove_files(self.directory, (name for name in there - facts.file_names if is_own_file(name)))
-
-    def write_deletions(self, deletions: Deletions, salts: list[int]) -> str:
-        """The name of their file."""
-        name = f"d{self.facts.generation + 1}.{REMOVED}"
-        write_file(self.engine, os.path.join(self.directory, name), deletions.section(salts))
-        return name
-
-    def next_name(self) -> str:
-        """Of the next segment: no file of this name is of any use."""
-        return f"s{self.facts.generation + 1}"
-
-
-@contextlib.contextmanager
-def _changing(path: str | os.PathLike[str]) -> Iterator[_Writer]:
-    directory = check_path("directory of postings", path)
-    with NativeEngine("auto") as engine:
-        read_facts(engine, directory)  # no lock file is left where no postings are
-        with DirectoryLock(directory):
-            facts = read_facts(engine, directory)
-            check_whole_collection(facts, directory)
-            segments, deletions = open_all(engine, directory, facts)
-            try:
-                yield _Writer(directory, engine, facts, segments, deletions)
-            finally:
-                for segment in segments:
-                    segment.close()
+_IDS_AT_ONCE = 4096
 
 
 def add(
     path: str | os.PathLike[str],
-    texts: Iterable[str] | None = None,
+    texts: Iterable[Any] | None = None,
     *,
-    terms: Iterable[Sequence[str] | Sequence[int]] | None = None,
-    vectors: Iterable[Mapping[str, float] | Mapping[int, float]] | CsrArrays | None = None,
+    terms: Iterable[Any] | None = None,
+    vectors: Iterable[Any] | CsrArrays | None = None,
+    ids: Iterable[DocumentId] | None = None,
+    replace: bool = False,
     memory_bytes: int = MEMORY_BYTES,
     progress: Progress | None = None,
 ) -> PostingsReport:
-    """Appends records, numbered from the end, as a segment of their own. Totals are summed over segments when a query is asked, so scores
-    of BM25 are those of an index built of all.
+    """Appends records, numbered from the end. Totals are summed over segments when a query is asked, so scores of BM25 are those of an
+    index built of all.
+
+    They become a segment of their own, and eight additions of a size one of the next: there are few segments however many additions there
+    were, and few files are open at a time.
 
     Args:
-        texts, terms, vectors, memory_bytes, progress: of `espnx.Postings.build`; of the kind that the index is.
+        texts, terms, vectors, ids, memory_bytes, progress: of `espnx.Postings.build`; of the kind that the index is, with ids where it has
+            them. With no record, nothing is published.
+        replace: a record whose id the index has takes the other's place, in one step: no version has both, or neither. It has a number of
+            its own.
 
     Raises:
-        InvalidInputError: of arguments; more segments than there may be.
+        InvalidInputError: of arguments; an id that comes twice, or that the index has (without `replace`).
         StoreBusyError: another process writes there.
         StoreNotFoundError, FormatError, ChecksumError: no postings, or damaged ones.
         WriteError, DiskFullError: the index is as it was.
     """
-    with _changing(path) as writer:
-        facts = writer.facts
-        given = "vectors" if facts.kind != "bm25" else "texts or terms"
+    memory_bytes = plain(memory_bytes)
+    check_whole("memory_bytes", memory_bytes, 1 << 20)
+    with changing(path) as draft:
+        facts = draft.facts
         if (vectors is not None) != (facts.kind != "bm25") or (texts is None) + (terms is None) + (vectors is None) != 2:
-            raise errors.InvalidInputError("records to add", got="others, or none", expected=given)
-        if len(facts.segments) >= SEGMENTS_MAX:
-            raise errors.InvalidInputError("segments", got=len(facts.segments), expected=f"below {SEGMENTS_MAX}", fix="compact the index")
+            expected = "texts or terms" if facts.kind == "bm25" else "vectors"
+            raise errors.InvalidInputError("records to add", got="others, or none", expected=expected)
+        records = Records(texts, terms, vectors, ids)
+        _check_ids(records, facts, replace=replace)
+        name, salt = draft.new_name(), secrets.randbits(32)
         builder = SegmentBuilder(
-            writer.engine, writer.directory, kind=KINDS[facts.kind], analyzer=facts.analyzer, memory_bytes=memory_bytes, progress=progress
+            draft.engine, draft.directory, kind=KINDS[facts.kind], analyzer=facts.analyzer, memory_bytes=memory_bytes, progress=progress,
+            salt=salt,
+        )  # fmt: skip
+        segment = built_segment(draft.engine, draft.directory, name, records, builder, facts, draft.rounding)
+        if not segment.n_records:
+            remove_work(draft.directory)  # of a build that ended right after it was done
+            remove_others(draft.directory, facts)
+            return PostingsReport(0, 0, 0, 0, 0, n_segments=len(facts.segments))
+        replaced = _replace(draft, segment, replace=replace) if facts.has_ids else 0
+        report = report_of(draft.engine, draft.directory, facts, segment, draft.rounding)
+        draft.append(segment, memory_bytes=memory_bytes)
+        published = draft.publish()
+        warn_of_rounding(draft.directory, draft.rounding, stacklevel=2)
+        return _with(report, n_raised=draft.rounding.n_raised, n_replaced=replaced, n_segments=len(published.segments))
+
+
+def _with(report: PostingsReport, **changes: int) -> PostingsReport:
+    return PostingsReport(**{**vars(report), **changes})
+
+
+def _check_ids(records: Records, facts: Facts, *, replace: bool) -> None:
+    if replace and not facts.has_ids:
+        raise errors.InvalidInputError(
+            "replace", got="postings without ids", expected="False", fix="build them with ids; here: delete by number, then add"
         )
-        try:
-            add_records(builder, texts=texts, terms=terms, vectors=vectors)
-            name = writer.next_name()
-            sizes = write_sections(writer.engine, writer.directory, name, builder.sections())
-        finally:
-            builder.close()
-        segment = SegmentFacts(name, facts.end_number, builder.n_records, sizes)
-        writer.publish(facts.next(segments=(*facts.segments, segment)))
-        return report_of(writer.engine, writer.directory, facts, segment)
+    if records.has_ids and not facts.has_ids:
+        raise errors.InvalidInputError(
+            "records to add", got="records with ids", expected="records alone: these postings were built without ids",
+            fix="leave the ids out, or build the postings with them",
+        )  # fmt: skip
 
 
-def delete(path: str | os.PathLike[str], numbers: Any) -> int:
+def _replace(draft: Draft, segment: SegmentFacts, *, replace: bool) -> int:
+    """Deletes records of the ids of a new segment that segments before it have: how many. Raises InvalidInputError for an id that comes
+    twice, and without `replace` for one that is there."""
+    older = list(draft.segments)
+    with draft.documents([segment]) as documents:
+        found = list[np.ndarray]()
+        for first in range(segment.first_number, segment.end_number, _IDS_AT_ONCE):
+            numbers = np.arange(first, min(first + _IDS_AT_ONCE, segment.end_number))
+            ids = [identifier for identifier, _ in documents.get(numbers)]
+            places = draft.numbers(ids, older)
+            if (places >= 0).any() and not replace:
+                known = ids[int(np.flatnonzero(places >= 0)[0])]
+                raise errors.InvalidInputError(
+                    f"document id {known!r}", got="one that the postings have", expected="new ids",
+                    fix="replace=True (--replace) puts the new record in the place of the old one",
+                )  # fmt: skip
+            found.append(places[places >= 0])
+    return draft.delete(np.sort(np.concatenate(found)))
+
+
+def delete(path: str | os.PathLike[str], records: Any, *, missing_ok: bool = False) -> int:
     """Takes records out: they are found no more, and count no more in the totals, so scores of BM25 are those of an index of the others.
 
-    Goes through all lists once, to see which terms they had. Numbers of other records stay; those of deleted ones are not given again.
+    Goes through all lists of the segments that have them once, to see which terms they had. Numbers of other records stay; those of deleted
+    ones are not given again.
 
     Args:
-        numbers: of the records; or bool [n], as `espnx.Postings.search` takes ``include``, n the end of the numbers given so far.
+        records: in any collection: their ids, where the postings have ids; else their numbers. Or bool [n], as `espnx.Postings.search`
+            takes ``include``, n the end of the numbers given so far.
+        missing_ok: ids that no record has have no effect.
 
     Returns:
         How many were deleted; a number that was deleted before is none.
 
-    Raises as `add`; InvalidInputError for a number that no record has, and for what is no number of a record; nothing is deleted then.
+    Raises as `add`; InvalidInputError for an id or a number that no record has, and for what is none; nothing is deleted then.
     """
-    with _changing(path) as writer:
-        facts, held = writer.facts, writer.deletions
-        given = np.flatnonzero(marked("numbers to delete", _listed(numbers), facts.end_number))
-        fresh = np.setdiff1d(given, held.numbers, assume_unique=True)
-        if not len(fresh):
-            return 0
-        sum_lengths, terms = held.sum_lengths, []
-        for i, segment in enumerate(writer.segments):
-            here = fresh[(fresh >= segment.first_number) & (fresh < segment.first_number + len(segment))] - segment.first_number
-            if segment.lengths is not None:
-                sum_lengths += int(segment.length_table[segment.lengths.codes[here]].sum())
-            terms.append(removed_terms(writer.engine, segment, here, held.of_segment(i)))
-        everything = np.union1d(held.numbers, fresh)
-        deletions = Deletions(everything, held.n_present + len(fresh), sum_lengths, tuple(terms))
-        name = writer.write_deletions(deletions, [segment.dictionary.salt for segment in writer.segments])
-        writer.publish(facts.next(deletions=name, n_deleted=len(everything)))
-        return len(fresh)
+    with changing(path) as draft:
+        numbers = _numbers(draft, records, missing_ok=missing_ok)
+        deleted = draft.delete(numbers)
+        if deleted:
+            draft.publish()
+        return deleted
 
 
-def _listed(numbers: Any) -> Any:
-    """What an iterator gives; anything else as it is."""
-    return (
-        list(numbers) if isinstance(numbers, Iterable) and not hasattr(numbers, "__array__") and not isinstance(numbers, str) else numbers
-    )
-
-
-def removed_terms(
-    engine: NativeEngine, segment: Segment, records: np.ndarray, before: tuple[np.ndarray, np.ndarray]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Terms of deleted records of a segment, and in how many of them each is; those of `before`, deleted earlier, among them. Goes through
-    all lists. Raises as `read_lists`."""
-    if not len(records):
-        return before
-    wanted = bits_of(len(segment), records)
-    df = np.zeros(len(segment.dictionary), np.int64)
-    for part in read_lists(engine, segment, kept=wanted):
-        df[part.first : part.first + len(part.names)] = part.counts
-    df[before[0]] += before[1]
-    found = np.flatnonzero(df)
-    return found, df[found]
+def _numbers(draft: Draft, records: Any, *, missing_ok: bool) -> np.ndarray:
+    """Ascending."""
+    end = draft.facts.end_number
+    if not draft.facts.has_ids:
+        return np.flatnonzero(marked("numbers to delete", records, end))
+    named = ids_or_mask("ids to delete", records)
+    if isinstance(named, np.ndarray):
+        return np.flatnonzero(marked("records to delete", named, end))
+    wanted = list(dict.fromkeys(named))
+    found = draft.numbers(wanted, draft.segments)
+    if not missing_ok:
+        require_known(wanted, found, "record", "postings have")
+    return np.unique(found[found >= 0])
 
 
 def compact(path: str | os.PathLike[str], *, memory_bytes: int = MEMORY_BYTES, progress: Progress | None = None) -> PostingsReport | None:
@@ -180,21 +163,18 @@ def compact(path: str | os.PathLike[str], *, memory_bytes: int = MEMORY_BYTES, p
     Returns:
         What was written; None where nothing was to be done.
 
-    Raises as `add`. Impacts of several segments, each with steps of its own, are rounded once more.
+    Raises as `add`. A weight in one byte is rounded to the steps of the merged list, if these are coarser than its own were.
     """
-    with _changing(path) as writer:
-        facts = writer.facts
-        if len(facts.segments) <= 1 and writer.deletions.n_present == 0:
+    memory_bytes = plain(memory_bytes)
+    check_whole("memory_bytes", memory_bytes, 1 << 20)
+    with errors.while_compacting(), changing(path) as draft:
+        if len(draft.segments) <= 1 and draft.deletions.n_present == 0:
             return None
-        salt, name = secrets.randbits(32), writer.next_name()
-        content = merged_sections(
-            writer.engine, writer.directory, writer.segments, writer.deletions.numbers, salt=salt, kind=KINDS[facts.kind],
-            n_records=facts.end_number, memory_bytes=memory_bytes, progress=progress,
-        )  # fmt: skip
-        sizes = write_sections(writer.engine, writer.directory, name, content)
-        segment = SegmentFacts(name, 0, facts.end_number, sizes)
-        deletions = None
-        if len(writer.deletions.numbers):
-            deletions = writer.write_deletions(Deletions(writer.deletions.numbers), [])
-        writer.publish(facts.next(segments=(segment,), deletions=deletions))
-        return report_of(writer.engine, writer.directory, facts, segment)
+        segment = draft.merge(0, len(draft.segments), memory_bytes=memory_bytes, progress=progress)
+        report = report_of(draft.engine, draft.directory, draft.facts, segment, draft.rounding)
+        draft.publish()
+        warn_of_rounding(draft.directory, draft.rounding, stacklevel=2)
+        return _with(report, n_segments=1)
+
+
+__all__ = ["add", "compact", "delete"]

@@ -14,6 +14,7 @@ from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from espnx.errors import InvalidInputError
+from espnx.forks import compute_alone
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +45,8 @@ class Encoder(Protocol):
 
     Attributes:
         name: who it is, the same on every machine and in every process, different for every model or setting whose vectors
-            do not belong in one store (``"minilm@53aa5117"``). A store keeps it, and a query encoded under another name is refused.
+            do not belong in one store (``"minilm@53aa5117"``). A store keeps it, and a query encoded under another name is refused. The
+            name of a model that computes in bf16 ends in ``"/bf16"``; queries alone may be encoded by the one or the other.
         d_cls: length of a ``cls`` vector, 0 where the model has none.
         dim: length of a token vector.
     """
@@ -73,21 +75,27 @@ EncoderLike = Encoder | str | os.PathLike[str]
 #: Stands for the encoder that a store remembers.
 AUTO = "auto"
 
+#: How the name of a model ends that computes in bf16; without it, it computes in fp32.
+BF16 = "/bf16"
+
 # The families of encoders lie in a room above this one; what is named by a string is looked up there when it is wanted.
 _FAMILIES = "espnx.encoders"
 _BY_DESCRIPTION = EntryPoint("by description", f"{_FAMILIES}:load_encoder", _FAMILIES)
 _BY_NAME = EntryPoint("by name", f"{_FAMILIES}:load_named", _FAMILIES)
 
 
-def encoder_of(given: object, device: str = "cpu") -> Encoder | None:
+def encoder_of(given: object, device: str = "cpu", *, built_with: str | None = None) -> Encoder | None:
     """An encoder, or None, as a caller gave it; one that was described is loaded to that device.
+
+    Args:
+        built_with: name of the encoder of a store, which says in which dtype one is loaded; None: fp32.
 
     Raises InvalidInputError for what can be none, and what `espnx.load_encoder` raises.
     """
     if given is None:
         return None
     if isinstance(given, (str, os.PathLike)):
-        loaded: Encoder = _BY_DESCRIPTION.load()(os.fspath(given), device=device)
+        loaded: Encoder = _BY_DESCRIPTION.load()(os.fspath(given), device=device, dtype=dtype_of(built_with))
         return loaded
     if not isinstance(given, Encoder) or isinstance(given, type):
         raise InvalidInputError(
@@ -111,10 +119,25 @@ def remembered_encoder(name: str | None, device: str = "cpu") -> Encoder | None:
     return loaded
 
 
+def dtype_of(name: str | None) -> str:
+    """What an encoder of that name computes in, as `espnx.load_encoder` takes it."""
+    return "bf16" if name is not None and name.endswith(BF16) else "fp32"
+
+
 def check_same_encoder(encoder: Encoder, built_with: str | None) -> None:
     """Raises InvalidInputError unless a store was built with it, or with none that had a name."""
-    if built_with is not None and encoder.name != built_with:
-        raise InvalidInputError("the store was built with another encoder", got=encoder.name, expected=built_with)
+    if built_with is None or encoder.name == built_with:
+        return
+    fix = None
+    if encoder.name.removesuffix(BF16) == built_with.removesuffix(BF16):
+        fix = f'load_encoder(..., dtype="{dtype_of(built_with)}"), in which its documents were encoded'
+    raise InvalidInputError("the store was built with another encoder", got=encoder.name, expected=built_with, fix=fix)
+
+
+def check_query_encoder(encoder: Encoder, built_with: str | None) -> None:
+    """Raises InvalidInputError unless a store was built with it, with the same in another dtype, or with none that had a name."""
+    if built_with is None or encoder.name.removesuffix(BF16) != built_with.removesuffix(BF16):
+        check_same_encoder(encoder, built_with)
 
 
 def check_texts(texts: object) -> list[str]:
@@ -156,9 +179,10 @@ class FunctionEncoder:
     Every result is checked: InvalidInputError, naming the text, for a wrong count, shape, dimension or kind of number, and for NaN or
     infinity (also where a float64 is too large for float32).
 
-    >>> encoder = FunctionEncoder(lambda texts: [([1.0, 0.0], [[0.0, 1.0]] * len(t.split())) for t in texts], "toy@1", d_cls=2, dim=2)
-    >>> encoder.encode_documents(["two words"])[0].tokens.shape
-    torch.Size([2, 2])
+    >>> import numpy as np
+    >>> encoder = FunctionEncoder(lambda texts: [([1.0, 0.0], np.ones((len(t.split()), 2))) for t in texts], "toy@1", d_cls=2, dim=2)
+    >>> [each.tokens.shape for each in encoder.encode_documents(["two words", ""])]
+    [torch.Size([2, 2]), torch.Size([0, 2])]
     """
 
     def __init__(
@@ -191,6 +215,7 @@ class FunctionEncoder:
         return self._encode(self._query_fn, texts)
 
     def _encode(self, fn: Callable[[list[str]], Iterable[Any]], texts: list[str]) -> list[Encoded]:
+        compute_alone()  # the function is likely to do so with PyTorch
         texts = check_texts(texts)
         if not texts:
             return []

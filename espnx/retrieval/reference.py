@@ -7,11 +7,11 @@ import torch
 
 from ..device.record_layout import HEADER_BYTES
 from ..ops.maxsim import maxsim_reference
+from ..storage.documents.ids import id_order
 from .encoder import Encoded
 from .first_stage.interface import LoadedStage
 from .search.filters import Filters
 from .store.store import EmbeddingStore
-from .store.texts import id_order
 
 
 class InMemoryReference:

@@ -44,11 +44,17 @@ def make_directory(path: str | os.PathLike[str]) -> None:
 
 
 def check_given_directory(path: str | os.PathLike[str]) -> None:
-    """Raises InvalidInputError unless a directory that a caller named is there, or can be made in one that is there.
+    """Raises InvalidInputError unless a directory that a caller named is there, or can be made in one that is there; for a file, too.
 
     A mistyped mount point, or a drive that is not mounted, would else be made as a folder, and gigabytes go to another disk.
     """
     where = os.path.abspath(path)
+    if os.path.lexists(where) and not os.path.isdir(where):
+        got = "a file" if os.path.exists(where) else "a link that leads nowhere"
+        raise errors.InvalidInputError(
+            f"directory {os.fspath(path)}", got=got,
+            expected="a directory, or a new name in one that is there", fix="name another one",
+        )  # fmt: skip
     missing = None
     above = os.path.dirname(where)
     while not os.path.isdir(where) and not os.path.lexists(above):
@@ -97,6 +103,15 @@ class Region:
     path: str
     offset_bytes: int
     size_bytes: int
+
+
+@dataclass(frozen=True)
+class Section:
+    """Named bytes of a file that holds several: where they begin, and their checksum."""
+
+    offset_bytes: int
+    size_bytes: int
+    crc32c: int
 
 
 class StreamWriter:

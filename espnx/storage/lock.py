@@ -17,6 +17,7 @@ class DirectoryLock:
 
     Raises:
         StoreBusyError: another process holds it; says which.
+        FormatError: LOCK is a link, a pipe, a directory.
         WriteError, DiskFullError: the directory cannot be written.
     """
 
@@ -38,6 +39,8 @@ class DirectoryLock:
         return self
 
     def _lock(self) -> None:
+        if os.path.lexists(self._path) and (os.path.islink(self._path) or not os.path.isfile(self._path)):
+            raise errors.FormatError("the lock file is not a plain file", path=self._path, fix="remove it: it is made again")
         try:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         except OSError as error:

@@ -28,26 +28,31 @@ def _digest(fields: dict[str, Any]) -> str:
     return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def write_manifest(engine: NativeEngine, directory: str | os.PathLike[str], magic: str, version: int, fields: dict[str, Any]) -> None:
-    """Publishes a store: everything it names must be on disk and flushed already."""
+def write_manifest(
+    engine: NativeEngine, directory: str | os.PathLike[str], magic: str, version: int, fields: dict[str, Any], *, name: str = NAME
+) -> None:
+    """Publishes a store: everything it names must be on disk and flushed already. `name`: of a manifest that is not in force yet."""
     whole = {"magic": magic, "version": version, "byte_order": sys.byteorder, **fields}
     whole["checksum"] = _digest(whole)
-    replace_file(engine, os.path.join(directory, NAME), (json.dumps(whole, indent=1) + "\n").encode())
+    replace_file(engine, os.path.join(directory, name), (json.dumps(whole, indent=1) + "\n").encode())
 
 
-def read_manifest(engine: NativeEngine, directory: str | os.PathLike[str], magic: str, version: int) -> dict[str, Any]:
-    """Reads and checks a manifest.
+def read_manifest(
+    engine: NativeEngine, directory: str | os.PathLike[str], magic: str, version: int, *, name: str = NAME,
+    built_by: str = "espnx index build",
+) -> dict[str, Any]:  # fmt: skip
+    """Reads and checks a manifest. `name`: as of `write_manifest`. `built_by`: the command that makes such a store, for whoever has none.
 
     Raises:
         StoreNotFoundError: there is none (nothing was published here).
         FormatError: damaged, or of another format, version or byte order.
     """
-    path = os.path.join(directory, NAME)
+    path = os.path.join(directory, name)
     try:
         size_bytes = check_plain_file(path)
     except (FileNotFoundError, NotADirectoryError):
         raise errors.StoreNotFoundError(
-            "no published store", path=directory, expected=f"a {NAME}", fix="build one with `espnx index build`, or check the path"
+            "no published store", path=directory, expected=f"a {NAME}", fix=f"build one with `{built_by}`, or check the path"
         ) from None
     except PermissionError as error:
         raise errors.ReadError("cannot read a manifest", path=path, errno=error.errno) from error

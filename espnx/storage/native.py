@@ -16,6 +16,7 @@ import torch
 
 from .. import errors
 from ..checks import check_whole
+from ..forks import compute_alone
 from . import settings
 from .engine import DEFAULT_DEADLINE_S, Engine, EngineStats, FileHandle, Plan, because
 
@@ -204,6 +205,7 @@ class NativeEngine:
         rules: Sequence[FaultRule] = (),
         seed: int = 0,
     ):
+        compute_alone()  # where a child opens things, it computes with them next
         given = {"queue_depth": queue_depth, "threads": threads, "request_bytes": request_bytes, "pool_bytes": pool_bytes}
         stored = settings.load(path) if settings.is_file(path) else None
         if stored is not None:

@@ -46,6 +46,15 @@ def check_work(directory: str | os.PathLike[str]) -> None:
         )  # fmt: skip
 
 
+def job_of(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """Of the build whose ``work`` is there; empty where none is, or nobody can read it."""
+    try:
+        found = json.loads((Path(directory) / WORK / _JOB).read_text()) if is_own_work(directory) else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def remove_work(directory: str | os.PathLike[str]) -> None:
     """Removes ``work`` where it is a build's own, and nothing else. What cannot be removed stays."""
     if is_own_work(directory):

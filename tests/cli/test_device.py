@@ -11,38 +11,38 @@ import pytest
 import torch
 
 import espnx
-from espnx.cli.checks import calibrated, speed
+from espnx.cli.checks import calibrated
 from espnx.cli.main import main
+from espnx.device.example.ram_device import RamDevice, RamRows
 from espnx.device.interface import RowDevice
 from espnx.device.model.spec import load_spec
 from espnx.device.near_storage import NearStorageDevice
 from espnx.device.plain import SsdDevice
 from tests.cli.documents import strict_json
-from tests.device.example_package.null_device import NullDevice, NullRows
 from tests.retrieval.common import build, toy_encoder
 
 HERE = "tests.cli.test_device"
 
 
-class _Shifted(NullRows):
+class _Shifted(RamRows):
     def attend(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         o, lse = super().attend(*args)
         return o * 1.01, lse
 
 
-class WrongAttention(NullDevice):
+class WrongAttention(RamDevice):
     """Every result a hundredth off."""
 
     def open_rows(self, directory: str | None = None, **options: Any) -> RowDevice:
         return _Shifted()
 
 
-class _Unchecked(NullRows):
+class _Unchecked(RamRows):
     def is_written(self, segment: Any) -> bool:
         raise RuntimeError("not one of ours")
 
 
-class UntypedError(NullDevice):
+class UntypedError(RamDevice):
     def open_rows(self, directory: str | None = None, **options: Any) -> RowDevice:
         return _Unchecked()
 
@@ -77,30 +77,63 @@ def test_info(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "'ssd'?" in err
 
 
+def test_info_says_what_paces(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "device", "info", "smartssd", "--path", folder)
+    said = {line.split()[0].removeprefix("figures."): line for line in out.splitlines() if line.startswith("figures.")}
+    assert "82 us (derived; paces)" in said["flash.read_latency"]
+    assert "(paper; informs)" in said["flash.page"]
+    assert "46.8 GFLOPS (paper; paces)" in said["accelerator.rates.4"]
+
+
 def outcomes(out: str) -> dict[str, str]:
     return {each["check"]: each["outcome"] for each in strict_json(out)["checks"]}
 
 
 def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "device", "verify", "ssd", "--path", folder, "--json", "-")
+    code, out, err = run(capsys, "device", "verify", "ssd", "--path", folder, "--soak", "1", "--json", "-")
     assert code == 0
+    assert "warning" not in err
     assert set(outcomes(out).values()) == {"ok"}
-    assert {"rows: attends", "faults: reads that never end", "a generation", "a search"} <= set(outcomes(out))
+    assert {"rows: attends", "rows: reads that never end", "a generation", "rows: a soak", "clusters: bytes that are damaged"} <= set(
+        outcomes(out)
+    )
     assert list(folder.iterdir()) == []
 
 
 def test_verify_parts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "device", "verify", f"{HERE}:RecordsAlone", "--path", folder, "--json", "-")
+    """Of what a device does not offer nothing is asked; one that offers nothing does not pass."""
+    code, out, _ = run(capsys, "device", "verify", f"{HERE}:RecordsAlone", "--path", folder, "--soak", "0", "--json", "-")
     assert code == 0
-    assert {name for name, outcome in outcomes(out).items() if outcome == "ok"} == {"a search"}
+    assert outcomes(out)["rows"] == "not offered"
+    assert {outcome for name, outcome in outcomes(out).items() if name != "rows"} == {"ok"}
+    code, out, err = run(capsys, "device", "verify", "espnx.device.near_storage:NearStorageDevice", "--path", folder, "--json", "-")
+    assert (code, set(outcomes(out).values())) == (4, {"not offered"})
+    assert "nothing could be checked" in err
 
 
-@pytest.mark.parametrize(("wrong", "check"), [("WrongAttention", "rows: attends"), ("UntypedError", "rows: counts")])
-def test_verify_finds_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str], wrong: str, check: str) -> None:
-    code, out, _ = run(capsys, "device", "verify", f"{HERE}:{wrong}", "--path", folder, "--json", "-")
+def test_verify_finds_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = {f"{HERE}:{name}": check for name, check in (("WrongAttention", "rows: attends"), ("UntypedError", "rows: counts"))}
+    code, out, _ = run(capsys, "device", "verify", *wrong, "--path", folder, "--soak", "0", "--json", "-")
     assert code == 1
-    assert outcomes(out)[check] == "failed"
-    assert outcomes(out)["rows: refuses rows that do not fit"] == "ok", "one that fails says nothing about the next"
+    found = {(each["device"], each["check"]): each["outcome"] for each in strict_json(out)["checks"]}
+    for name, check in wrong.items():
+        assert found[name, check] == "failed"
+        assert found[name, "rows: refuses rows that do not fit"] == "ok", "one that fails says nothing about the next"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the hardware is there")
+def test_verify_without_the_hardware(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "device", "verify", "gpu", "--path", folder, "--soak", "1", "--json", "-")
+    assert code == 3
+    assert {outcome for name, outcome in outcomes(out).items() if name.startswith("rows")} == {"no hardware"}
+    assert "no CUDA device" in err
+
+
+def test_verify_of_what_cannot_be_opened(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "device", "verify", "sdd", "--path", folder)
+    assert code == 2
+    assert "'ssd'?" in err
+    assert list(folder.iterdir()) == []
 
 
 def test_record_and_replay(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,9 +161,8 @@ def test_record_and_replay(folder: Path, capsys: pytest.CaptureFixture[str], mon
 @pytest.fixture
 def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured for moments."""
-    monkeypatch.setattr(calibrated, "_FILE_BYTES", 4 << 20)
-    monkeypatch.setattr(calibrated, "_RUN_S", 0.01)
-    speed.measure.cache_clear()
+    monkeypatch.setattr(calibrated, "FILE_BYTES", 4 << 20)
+    monkeypatch.setattr(calibrated, "RUN_S", 0.01)
 
 
 @pytest.mark.usefixtures("quick_disk")

@@ -171,7 +171,7 @@ def test_disks_that_say_that_they_rotate(monkeypatch: pytest.MonkeyPatch, value:
 
 @pytest.mark.parametrize(("rate", "status"), [(150.0, WARN), (40_000.0, PASS)])
 def test_slow_disks_warn(monkeypatch: pytest.MonkeyPatch, rate: float, status: str) -> None:
-    monkeypatch.setattr(speed, "measure", lambda directory: speed.Speed(2e8, 1e8, rate, 1e-4, "uring"))
+    monkeypatch.setattr(speed, "measure", lambda directory: speed.DiskSpeed(2e8, 1e8, rate, 1e-4, "uring"))
     found = speed.speed("/mnt")
     assert (found.status, found.says) == (status, f"200 MB/s read, {rate:,.0f} random reads of 4 KiB a second, by uring")
 

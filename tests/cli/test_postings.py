@@ -27,24 +27,45 @@ def test_build_search_change_info_verify(tmp_path: Path, capsys: pytest.CaptureF
     capsys.readouterr()
     assert main(["postings", "search", index, "who writes to the log?", "--json", "-"]) == 0
     found = strict_json(capsys.readouterr().out)
-    assert [hit["number"] for hit in found["results"][0]["hits"]] == [1, 0]
+    assert [(hit["number"], hit["id"]) for hit in found["results"][0]["hits"]] == [(1, "1"), (0, "0")]
     assert main(["postings", "search", index, "log", "--variant", "bm25+", "--explain"]) == 0
     assert "log: 3 here" in capsys.readouterr().out
-    assert main(["postings", "add", index, "--corpus", source]) == 0
-    assert main(["postings", "delete", index, "0", "2", "2"]) == 0
-    assert "2 deleted" in capsys.readouterr().out
+    assert main(["postings", "add", index, "--corpus", source]) == 2
+    assert "--replace" in capsys.readouterr().err
+    more = tmp_path / "more.jsonl"
+    more.write_text('{"id": "1", "text": "A log."}\n{"id": "n", "text": "New."}\n')
+    assert main(["postings", "add", index, "--corpus", str(more), "--replace"]) == 0
+    assert "2 records (1 of them in the place of older ones)" in capsys.readouterr().out
+    assert main(["postings", "delete", index, "2", "nothing"]) == 2
+    assert main(["postings", "delete", index, "2", "2", "nothing", "--missing-ok"]) == 0
+    assert "1 deleted" in capsys.readouterr().out
     assert main(["postings", "compact", index, "--json", str(tmp_path / "c")]) == 0
     assert strict_json((tmp_path / "c").read_text())["changed"] is True
     assert main(["postings", "compact", index]) == 0
     assert "nothing to do" in capsys.readouterr().out
     assert main(["postings", "info", index, "--json", str(tmp_path / "i")]) == 0
-    assert strict_json((tmp_path / "i").read_text())["n_records"] == 4
+    assert strict_json((tmp_path / "i").read_text())["n_records"] == 3
     assert main(["postings", "verify", index, "--json", str(tmp_path / "v")]) == 0
     assert strict_json((tmp_path / "v").read_text())["postings"] > 0
     assert main(build) == 2
     assert main(["postings", "build", str(tmp_path / "y")]) == 2
     assert main(["postings", "search", index]) == 2
     assert main(["postings", "info", str(tmp_path)]) == 1
+    assert "`espnx postings build`" in capsys.readouterr().err
+    assert main(["postings", "build", source, "--corpus", source]) == 2
+    assert "got a file" in capsys.readouterr().err
+
+
+def test_without_ids_records_have_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    index, source = str(tmp_path / "x"), write_corpus(tmp_path / "c.jsonl")
+    assert main(["postings", "build", index, "--corpus", source, "--no-ids", "--keep-texts"]) == 0
+    assert main(["postings", "add", index, "--corpus", source]) == 0
+    assert main(["postings", "delete", index, "1", "x"]) == 2
+    assert main(["postings", "delete", index, "1"]) == 0
+    capsys.readouterr()
+    assert main(["postings", "search", index, "disk", "--json", "-"]) == 0
+    (hit,) = strict_json(capsys.readouterr().out)["results"][0]["hits"]
+    assert (hit["id"], hit["number"], hit["text"]) == (4, 4, TEXTS[1])
 
 
 def test_queries_of_vectors_and_stop_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,5 @@
 // Many threads, one engine, every kind of trouble; built with the thread or the address sanitizer by
-// tests/storage/test_stress.py.
+// tests/cpp/test_engine_stress.py.
 //
 //   engine_stress PATH SEED ROUNDS FOLDER     PATH: uring, posix, memory, hostile (the thread pool behind
 //   HostileQueue), or pressure (uring over a kernel that refuses, again and again, and for long)

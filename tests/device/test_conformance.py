@@ -20,7 +20,7 @@ from espnx.storage.native import load_native
 from tests.device.rows import assert_right, attend, put, queries
 from tests.storage.common import patiently
 
-NULL = "tests.device.example_package.null_device:NullDevice"
+RAM = "espnx.device.example.ram_device:RamDevice"
 CPU = torch.device("cpu")
 PLAIN = LAYOUTS[0]
 
@@ -29,7 +29,7 @@ def open_rows(kind: str, directory: Path, **options: Any) -> RowDevice:
     return open_device(kind, directory).open_rows(**options)
 
 
-@pytest.mark.parametrize("kind", ["ssd", "gpu", NULL])
+@pytest.mark.parametrize("kind", ["ssd", "gpu", RAM])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_every_device(folder: Path, kind: str, check: Callable[[Open], None]) -> None:
     check(lambda **options: open_rows(kind, folder, compute=CPU, **options))
@@ -103,20 +103,20 @@ def test_names() -> None:
     with pytest.raises(errors.InvalidInputError, match="smartssd, ssd") as caught:
         open_device("smart", "/nowhere")
     assert "espnx.devices" in str(caught.value)
-    for wrong in ("tests.device.example_package.null_device:Missing", "no.such.module:Device"):
+    for wrong in ("espnx.device.example.ram_device:Missing", "no.such.module:Device"):
         with pytest.raises(errors.MissingDependencyError, match="cannot be loaded"):
             open_device(wrong, "/nowhere")
 
 
 def test_a_package_brings_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By an entry point, as an installed package has it; it replaces none of ours."""
-    info = tmp_path / "null_device-1.0.dist-info"
+    info = tmp_path / "ram_device-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: null-device\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{registry.GROUP}]\nnull = {NULL}\nssd = {NULL}\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ram-device\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{registry.GROUP}]\nram = {RAM}\nssd = {RAM}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert "null" in device_names()
-    for name, expected in (("null", "NullDevice"), ("ssd", "SsdDevice")):
+    assert "ram" in device_names()
+    for name, expected in (("ram", "RamDevice"), ("ssd", "SsdDevice")):
         device = open_device(name, tmp_path / "rows")
         assert type(device).__name__ == expected
         device.close()

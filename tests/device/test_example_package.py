@@ -1,17 +1,20 @@
-"""The example package, installed as a user would, in a process that knows nothing of this source tree's tests."""
+"""The example package, written by `espnx device skeleton` and installed; the page that shows it."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parent / "example_package"
+from espnx.cli.main import main
+from espnx.device.conformance.row_checks import FAULT_CHECKS
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "espnx" / "device" / "example"
 _GENERATES = """
 import espnx, torch, transformers
 
@@ -22,7 +25,7 @@ config = transformers.LlamaConfig(
 model, prompt = transformers.LlamaForCausalLM(config).eval(), torch.arange(1, 60)[None]
 asked = dict(max_new_tokens=8, do_sample=False, attention_mask=torch.ones_like(prompt), pad_token_id=0)
 wanted = model.generate(prompt, **asked)
-with espnx.KVCache(config, device=espnx.device.open("null", "rows"), spill_interval=4) as cache:
+with espnx.KVCache(config, device=espnx.device.open("ram", "rows"), spill_interval=4) as cache:
     found = espnx.enable_kv_cache(model).generate(prompt, past_key_values=cache, **asked)
     assert cache.stats()["bytes_written"] > 0
 assert found.tolist() == wanted.tolist()
@@ -33,27 +36,45 @@ print("the same tokens")
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
-    source = shutil.copytree(PACKAGE, folder / "source", ignore=shutil.ignore_patterns("__pycache__"))
+    source = folder / "source"
+    assert main(["device", "skeleton", str(source)]) == 0
+    assert {each.name: each.read_text() for each in source.iterdir()} == {
+        name: (EXAMPLE / name).read_text() for name in ("pyproject.toml", "ram_device.py")
+    }
     target = folder / "site"
     words = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(target), str(source)]
     subprocess.run([sys.executable, "-m", "pip", *words], check=True, timeout=300)
     return target
 
 
-def run(installed: Path, *words: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(installed)}
+def run(installed: Path, *words: str, code: int = 0) -> str:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(installed), str(ROOT)])}
     done = subprocess.run(
         [sys.executable, *words], env=environment, cwd=installed.parent, capture_output=True, text=True, timeout=300, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
     return done.stdout
 
 
 def test_it_is_listed_verified_and_used(installed: Path) -> None:
+    """Damage cannot be tried on what reads past espnx's engine: that is less than a pass."""
     listed = {each["name"]: each for each in json.loads(run(installed, "-m", "espnx", "device", "ls", "--json", "-"))["devices"]}
-    assert listed["null"]["from"] == "espnx-null-device"
-    checks = json.loads(run(installed, "-m", "espnx", "device", "verify", "null", "--json", "-"))["checks"]
-    outcomes = {each["check"]: each["outcome"] for each in checks}
+    assert listed["ram"]["from"] == "espnx-ram-device"
+    words = ("-m", "espnx", "device", "verify", "ram", "--soak", "1", "--json", "-")
+    outcomes = {each["check"]: each["outcome"] for each in json.loads(run(installed, *words, code=4))["checks"]}
     assert "failed" not in outcomes.values()
-    assert outcomes["rows: attends"] == outcomes["a generation"] == "ok"
+    assert [name for name, outcome in outcomes.items() if outcome == "not made"] == [f"rows: {name}" for name in FAULT_CHECKS]
+    assert outcomes["rows: attends"] == outcomes["rows: a soak"] == outcomes["a generation"] == "ok"
+    assert outcomes["clusters"] == "not offered"
     assert run(installed, "-c", _GENERATES) == "the same tokens\n"
+
+
+def test_a_directory_that_is_not_empty_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").write_text("")
+    assert main(["device", "skeleton", str(tmp_path)]) == 2
+    assert "a new or empty one" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["mine"]
+
+
+def test_the_page_shows_the_device() -> None:
+    assert f"```python\n{(EXAMPLE / 'ram_device.py').read_text()}```\n" in (ROOT / "docs" / "device-plugin.md").read_text()

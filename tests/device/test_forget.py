@@ -100,7 +100,7 @@ def test_wakes_whoever_waits(kind: str, folder: Path) -> None:
 
 INTERRUPTED = """
 import os, signal, sys, threading
-from concurrent import futures
+from espnx.device import crew
 from pathlib import Path
 import torch
 import espnx.kv.striping
@@ -134,7 +134,7 @@ def wait(jobs):
     if not interrupters:
         interrupters.append(threading.Thread(target=interrupt))
         interrupters[0].start()
-    return futures.wait(jobs)
+    return crew.wait(jobs)
 
 espnx.kv.striping.wait = wait
 try:

@@ -17,7 +17,7 @@ from espnx.device.routed_records import RoutedRecordDevice
 from tests.integrations.transformers.tiny import enabled, prompt
 from tests.retrieval.common import build, corpus, queries
 
-NULL = "tests.device.example_package.null_device:NullDevice"
+RAM = "espnx.device.example.ram_device:RamDevice"
 
 
 def generated(device: Any, *storage: Any, **options: Any) -> list[int]:
@@ -36,7 +36,7 @@ def test_a_cache_on_devices_that_are_given(tmp_path: Path) -> None:
         assert generated(devices, spill_interval=2) == wanted
     one = espnx.device.open("ssd", tmp_path / "a")
     assert generated(one, spill_interval=2) == generated(one, tmp_path / "a" / "below", spill_interval=2) == wanted
-    assert generated(NULL, [tmp_path / "c", tmp_path / "d"], spill_interval=2) == wanted
+    assert generated(RAM, [tmp_path / "c", tmp_path / "d"], spill_interval=2) == wanted
 
 
 def test_devices_that_do_not_fit(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_names_options_and_what_is_no_device(tmp_path: Path) -> None:
     with pytest.raises(errors.InvalidInputError, match=r"options of device 'ssd'.*stretch"):
         espnx.device.open("ssd", tmp_path, stretch=3)
     with pytest.raises(errors.InvalidInputError, match=r"derived from espnx\.device\.NearStorageDevice"):
-        espnx.device.open("tests.device.example_package.null_device:NullRows", tmp_path)
+        espnx.device.open("espnx.device.example.ram_device:RamRows", tmp_path)
 
 
 def test_what_a_device_does_not_do(tmp_path: Path) -> None:

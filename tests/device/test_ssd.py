@@ -145,7 +145,7 @@ def test_visit(folder: Path, kind: str) -> None:
         device.visit(device.ahead(layout, [each.use for each in uses]), see)
         stats = device.stats()
     wanted = {
-        (each.use.sequence, head, each.use.first_position + i): torch.cat([each.kept.k[head, i], each.kept.v[head, i]])
+        (each.use.sequence, head, each.use.first_position + i): torch.cat([each.kept.k[head, i], each.kept.v[head, i]]).double()
         for each in uses
         for head in range(2)
         for i in range(each.use.n_rows)

@@ -116,7 +116,7 @@ def test_name_is_of_contents_and_settings(folders, copy):
     name = ColBERTEncoder(folders["colbert"]).name
     folder = copy("colbert")
     assert ColBERTEncoder(folder).name == name
-    assert ColBERTEncoder(folder, dtype="bf16").name == name
+    assert ColBERTEncoder(folder, dtype="bf16").name == f"{name}/bf16"
     assert ColBERTEncoder(folder, doc_maxlen=20).name != name
     change_weight(folder / "model.safetensors", "linear.weight")
     assert ColBERTEncoder(folder).name != name

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import normalize
 
 from espnx.encoders import load_encoder
-from espnx.encoders.windows import WindowedEncoder, batches, choose_dtype, cpu_flags, split_evenly
+from espnx.encoders.windows import WindowedEncoder, batches, split_evenly
 from espnx.errors import InvalidInputError
 
 BEGIN, END, PAD = 1, 2, 0
@@ -117,20 +117,6 @@ def test_padding_is_small():
     lengths = [rng.randrange(1, 257) for _ in range(2000)]
     positions = sum(len(group) * max(lengths[index] for index in group) for group in batches(lengths, 4096))
     assert positions < 1.045 * sum(lengths)
-
-
-def test_dtype_follows_the_cpu(monkeypatch, tmp_path):
-    assert choose_dtype("fp32", "cpu") == torch.float32
-    assert choose_dtype("bf16", "cpu") == torch.bfloat16
-    monkeypatch.setattr("espnx.encoders.windows.cpu_flags", lambda: {"fpu", "avx512f"})
-    assert choose_dtype("auto", "cpu") == torch.float32
-    monkeypatch.setattr("espnx.encoders.windows.cpu_flags", lambda: {"fpu", "amx_bf16"})
-    assert choose_dtype("auto", "cpu") == torch.bfloat16
-    with pytest.raises(InvalidInputError, match="fp64"):
-        choose_dtype("fp64", "cpu")
-    (tmp_path / "cpuinfo").write_text("processor\t: 0\nflags\t\t: fpu vme amx_bf16\nbugs\t:\n")
-    assert cpu_flags(tmp_path / "cpuinfo") == {"fpu", "vme", "amx_bf16"}
-    assert cpu_flags(tmp_path / "absent") == set()
 
 
 def test_load_encoder_refuses_what_it_does_not_know(tmp_path):

@@ -12,6 +12,8 @@ import espnx.device
 import espnx.graph
 from espnx import errors
 from espnx.device.graph import SsdGraphDevice
+from espnx.storage import NativeEngine
+from espnx.storage.manifest import read_manifest, write_manifest
 from tests.graph.conftest import exact, recall_of
 
 
@@ -86,6 +88,34 @@ def included_exact(base: np.ndarray, queries: np.ndarray, included: np.ndarray) 
     """int64 [q, 10]: the nearest of these rows; -1 where there are fewer."""
     nearest = included[exact(base[included], queries, 10)]
     return np.pad(nearest, ((0, 0), (0, 10 - nearest.shape[1])), constant_values=-1)
+
+
+def test_private_graphs_are_those_of_one_build(tmp_path: Path) -> None:
+    base = np.arange(12, dtype=np.uint8).reshape(6, 2)
+    paths, others, two = ([tmp_path / f"{name}{number}" for number in range(3)] for name in "abc")
+    espnx.graph.build_private(base, paths)
+    espnx.graph.build_private(base, others, memory="8GiB")
+    espnx.graph.build_private(base, two[:2])
+    espnx.graph.build(base, tmp_path / "own")
+    for order in ((0, 1, 2), (2, 0, 1)):
+        for built in (paths, others):
+            with espnx.graph.PrivateGraphs([built[i] for i in order]) as graphs:
+                assert graphs.search(base, 1).ids[:, 0].tolist() == list(range(6))
+    for wrong, said in (
+        ([*paths[:2], others[2]], "of 2 builds"), (paths[:2], r"\[0, 1\] of 3"), ([paths[0], paths[1], paths[1]], r"\[0, 1, 1\]"),
+        ([*two[:2], two[0]], r"\[0, 0, 1\] of 2"), ([*paths, tmp_path / "own"], "own; got a graph of its own"),
+    ):  # fmt: skip
+        with pytest.raises(errors.InvalidInputError, match=said):
+            espnx.graph.PrivateGraphs(wrong)
+    with NativeEngine() as engine:
+        fields = read_manifest(engine, paths[0], "espnx-graph", 1)
+        for share in ({"collection": "0" * 32, "number": 3, "count": 3}, {"collection": "x", "number": 0, "count": 3}, [], "0"):
+            write_manifest(engine, paths[0], "espnx-graph", 1, {**fields, "share": share})
+            with pytest.raises(errors.FormatError, match="field share"):
+                espnx.graph.open(paths[0])
+    for values in (("0" * 31, 0, 1), ("0" * 32, 1, 1), ("0" * 32, 0, 0)):
+        with pytest.raises(errors.InvalidInputError):
+            espnx.graph.GraphShare(*values)
 
 
 def test_fewer_vectors_than_directories(tmp_path: Path) -> None:

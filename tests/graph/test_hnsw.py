@@ -241,7 +241,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         HnswGraph(tmp_path / "nowhere")
     build_hnsw(base, tmp_path / "hnsw")
     before = json.loads((tmp_path / "hnsw" / "MANIFEST.json").read_text())
-    with pytest.raises(errors.InvalidInputError, match="expected an empty directory"):
+    with pytest.raises(errors.InvalidInputError, match="already holds an HNSW"):
         build_hnsw(base, tmp_path / "hnsw")
     assert json.loads((tmp_path / "hnsw" / "MANIFEST.json").read_text()) == before
     with pytest.raises(errors.StateError):

@@ -149,7 +149,8 @@ def test_fewer_pages_at_the_same_recall(tmp_path: Path, metric: str, memory: str
             found = [index.search(queries, 10, list_size=size) for size in (12, 20, 40, 80, 160)]
             pages.append([each.pages.mean() for each in found])
             recall.append([recall_of(each.ids, truth) for each in found])
-    assert np.interp(0.9, recall[1], pages[1]) < 0.8 * np.interp(0.9, recall[0], pages[0])
+    assert all(each[0] < 0.95 <= each[-1] for each in recall)  # .95 lies within both curves
+    assert np.interp(0.95, recall[1], pages[1]) < 0.8 * np.interp(0.95, recall[0], pages[0])
 
 
 def test_plans_and_files(tmp_path: Path) -> None:

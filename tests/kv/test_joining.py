@@ -46,6 +46,27 @@ def test_generated_tokens_lie_like_prefilled_ones(folder: Path, disks: int) -> N
     assert counts[1][1] <= counts[0][1] + 2 * disks * (JOIN_ROWS // 32 + 1)
 
 
+def test_an_interval_longer_than_any_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is taken as rows come; where there is none, the error says so."""
+    monkeypatch.setattr("espnx.kv.rows._ROOM_ROWS", 16)
+    naive, cache = Naive(SHAPE, torch.Generator().manual_seed(2)), SsdCache(folder, 1, spill_interval=10**12)
+    try:
+        feed(cache, naive, [7] + [1] * 60 + [13] * 9)
+        rows = cache.kv[0]
+        assert rows is not None
+        assert (rows.stored, rows.count) == (0, naive.count)
+        assert rows.memory_bytes <= 6 * 2 * rows.count * SHAPE.n_sequences * SHAPE.n_heads * SHAPE.d * 2
+
+        def refuse(self: object, size_bytes: int) -> torch.Tensor:
+            raise MemoryError("std::bad_alloc")
+
+        monkeypatch.setattr(type(cache.striped.devices[0]), "memory", refuse)
+        with pytest.raises(errors.OutOfMemoryError, match="smaller spill_interval"):
+            feed(cache, naive, [16] * 30)
+    finally:
+        cache.close()
+
+
 def test_beams_keep_sharing(folder: Path) -> None:
     naive, cache = Naive(SHAPE, torch.Generator().manual_seed(1)), SsdCache(folder, 1)
     try:

@@ -44,15 +44,15 @@ def test_a_deadline_is_of_a_querys_own_reads(long_lists: Path, engine: str) -> N
 
 
 def test_a_read_ahead_that_never_ends_meets_the_deadline_of_its_query(long_lists: Path) -> None:
-    rules = [FaultRule(fault="never", operation="read", path="*.lists", nth=40, count=1)]
+    rules = [FaultRule(fault="never", operation="read", path="*.postings", nth=42, count=1)]
     with Postings.open(long_lists, rules=rules) as postings:
-        with pytest.raises(errors.DeadlineExceededError, match="lists"):
+        with pytest.raises(errors.DeadlineExceededError, match="postings"):
             postings.search([QUERY] * 20, threads=1, deadline_s=0.3)
         assert postings.search([QUERY] * 20, threads=1).numbers.shape == (20, 10)
 
 
 def test_reads_that_are_late_are_waited_for(long_lists: Path) -> None:
-    rules = [FaultRule(fault="delay", operation="read", path="*.lists", nth=25, count=5, value=200_000_000)]
+    rules = [FaultRule(fault="delay", operation="read", path="*.postings", nth=27, count=5, value=200_000_000)]
     with Postings.open(long_lists) as postings:
         expected = postings.search([QUERY] * 12, threads=1)
     with Postings.open(long_lists, rules=rules) as postings:

@@ -27,6 +27,8 @@ def found_by(path: Path) -> list[list[int]]:
     """What searches find; all of it is checked."""
     with Postings.open(path) as postings:
         postings.verify()
+        ids = list(postings.ids())
+        assert len(set(ids)) == len(ids) == len(postings)
         return [*postings.search(QUERIES, k=30).numbers.tolist(), [len(postings)]]
 
 
@@ -34,13 +36,20 @@ def before(path: Path, what: str) -> None:
     """The postings that a job begins with."""
     if what == "build":
         return
+    if what == "merge":  # the eighth addition of a size makes one of all
+        records = [(f"d{i}", " ".join(words)) for i, words in enumerate(corpus(12, seed=1))]
+        Postings.build(path, records[:2], keep_texts=True)
+        for record in records[2:10]:
+            espnx.postings.add(path, [record])
+        espnx.postings.delete(path, ["d4"])
+        return
     Postings.build(path, terms=corpus(60, seed=1))
     if what == "compact":
         espnx.postings.add(path, terms=corpus(30, seed=2))
         espnx.postings.delete(path, [5, 70])
 
 
-@pytest.mark.parametrize("what", ["build", "add", "delete", "compact"])
+@pytest.mark.parametrize("what", ["build", "add", "merge", "delete", "compact"])
 def test_killed_at_every_change(folder: Path, processes: Forks, what: str) -> None:
     old, new = folder / "old", folder / "new"
     before(old, what)

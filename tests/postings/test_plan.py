@@ -28,10 +28,10 @@ def random_dictionary(random: np.random.Generator, n: int, kind: int) -> dict[st
         "first": np.concatenate([[0], np.cumsum(random.integers(1, 9, n))]).astype(np.uint32),
         "df": df,
         "first_layer": None if kind == COUNT else random.integers(0, 3, n).astype(np.uint16),
+        "exponents": None if kind != IMPACT else random.integers(-126, 121, n).astype(np.int8),
         "removed": removed,
         "removed_df": np.minimum(df[removed], random.integers(1, 60, len(removed))).astype(np.int64),
         "kind": kind,
-        "scale": float(random.random()),
     }
 
 
@@ -61,7 +61,7 @@ def plain_plan(
                     continue
                 begin, end = each["first"][number : number + 2].astype(np.int64) * 64
                 layer = 0 if each["first_layer"] is None else int(each["first_layer"][number]) * 64
-                scale = each["scale"] if each["kind"] == IMPACT else 1.0
+                scale = 1.0 if each["exponents"] is None else 2.0 ** int(each["exponents"][number])
                 counts = np.array([weights[term] * weight * scale, float(absents[term]) * weight]).view(np.int64).tolist()
                 rows.append([i, number, begin, end - begin, layer, 0, 0, *counts, term, query, place + j])
         place += len(tokens)
@@ -102,7 +102,7 @@ def test_terms_are_found_by_their_hashes() -> None:
     native = load_native().PostingsDictionaries()
     for each in hashes:
         n = len(each)
-        native.add(each, np.arange(n + 1, dtype=np.uint32), np.ones(n, np.uint32), None, NONE, NONE, COUNT, 0.0)
+        native.add(each, np.arange(n + 1, dtype=np.uint32), np.ones(n, np.uint32), None, None, NONE, NONE, COUNT)
     wanted = np.array([5, 0, shared, last, 6, last - 1], np.uint64)
     numbers, several = native.look_up(torch.from_numpy(wanted.view(np.int64)))
     assert numbers.tolist() == [[1, 0, 2, 5, -1, -1], [0, -1, -1, 1, -1, -1], [-1] * 6]
@@ -112,10 +112,11 @@ def test_terms_are_found_by_their_hashes() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     native = load_native().PostingsDictionaries()
-    good: list[Any] = [np.arange(3, dtype=np.uint64), np.arange(4, dtype=np.uint32), np.ones(3, np.uint32), None, NONE, NONE, COUNT, 1.0]
+    good: list[Any] = [np.arange(3, dtype=np.uint64), np.arange(4, dtype=np.uint32), np.ones(3, np.uint32), None, None, NONE, NONE, COUNT]
     for place, bad in [
         (0, np.arange(3, dtype=np.uint32)), (0, np.arange(6, dtype=np.uint64)[::2]), (0, np.zeros((1, 3), np.uint64)),
-        (1, np.arange(3, dtype=np.uint32)), (2, np.ones(4, np.uint32)), (3, np.ones(2, np.uint16)), (5, np.ones(1, np.int64)), (6, 3),
+        (1, np.arange(3, dtype=np.uint32)), (2, np.ones(4, np.uint32)), (3, np.ones(2, np.uint16)), (4, np.ones(2, np.int8)),
+        (6, np.ones(1, np.int64)), (7, 3),
     ]:  # fmt: skip
         with pytest.raises(errors.InvalidInputError):
             load_native().PostingsDictionaries().add(*good[:place], bad, *good[place + 1 :])

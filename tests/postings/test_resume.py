@@ -193,7 +193,7 @@ def test_the_spool_is_as_large_as_was_said(tmp_path: Path) -> None:
     assert estimate_spool(terms=many).n_postings == 6000  # records from everywhere are looked at
     rows = CsrArrays(np.array([0, 2, 3]), np.array([0, 1, 0]), np.ones(3))
     assert estimate_spool(vectors=rows, memory_bytes=1).size_bytes == 60
-    for given in ({}, {"texts": iter(["a"])}):
+    for given in ({}, {"texts": (text for text in ["a"])}):
         with pytest.raises(errors.InvalidInputError):
             estimate_spool(**given)  # type: ignore[arg-type]
 

@@ -171,7 +171,8 @@ def test_a_damaged_list_names_its_directory_and_harms_nothing_else(
         segment = postings.devices[part].lists.segment  # type: ignore[attr-defined]
         (number,) = numbers_of(segment, ["w0"]).tolist()
         offset = int(segment.dictionary.place(np.array([number]))[0][0])
-        lists = paths[part] / "s1.lists"
+        offset += segment.lists.offset_bytes
+        lists = paths[part] / "s1.postings"
         data = bytearray(lists.read_bytes())
         data[offset + 40] ^= 16
         lists.write_bytes(bytes(data))
@@ -196,7 +197,7 @@ def test_a_read_that_fails(placement: str, fault: str, documents: list[list[str]
     with SplitPostings(paths) as postings:
         wanted = postings.search(queries, 9)
     value = 5 if fault == "error" else 0
-    rule = FaultRule(fault=fault, operation="read", path="*part-1*.lists", nth=2, count=1, value=value)  # type: ignore[arg-type]
+    rule = FaultRule(fault=fault, operation="read", path="*part-1*.postings", nth=4, count=1, value=value)  # type: ignore[arg-type]
     with NativeEngine("posix", rules=[rule]) as engine, SplitPostings(paths, engine=engine) as postings:
         with pytest.raises((errors.ReadError, *DAMAGED), match="part-1"):
             postings.search(queries, 9)
@@ -239,7 +240,7 @@ def test_wrong_arguments_of_builds(tmp_path: Path) -> None:
             build_split(**wrong)  # type: ignore[arg-type]
     assert not any(path.exists() for path in paths)
     build_split(paths, ["a b c"])
-    with pytest.raises(errors.InvalidInputError, match="new directory"):
+    with pytest.raises(errors.InvalidInputError, match="already holds"):
         build_split(paths, ["a b c"])
 
 

@@ -76,7 +76,7 @@ def test_an_open_search_keeps_its_version(tmp_path: Path) -> None:
         assert postings.search(QUERIES).scores.tolist() == before.scores.tolist()
     with Postings.open(path) as postings:
         assert len(postings) == 250
-    assert len([name for name in os.listdir(path) if name.endswith(".lists")]) == 1
+    assert len([name for name in os.listdir(path) if name.endswith(".postings")]) == 1
 
 
 def test_everything_may_be_deleted(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_records_are_deleted_by_what_searches_include(tmp_path: Path, given: obj
     Postings.build(tmp_path / "x", terms=[["a"], ["a"], ["a"]])
     assert espnx.postings.delete(tmp_path / "x", given) == 2
     with Postings.open(tmp_path / "x") as postings:
-        assert postings.search([["a"]], k=3).numbers.tolist() == [[0, -1, -1]]
+        assert postings.search([["a"]], k=3).numbers.tolist() == [[0]]
 
 
 @pytest.mark.parametrize("is_published", [True, False])
@@ -153,7 +153,7 @@ def test_opened_beside_a_change_it_is_the_new_version(tmp_path: Path, is_publish
         if is_published and len(calls) == 1:
             espnx.postings.compact(path)
         elif not is_published:
-            (path / "s1.lists").unlink(missing_ok=True)
+            (path / "s1.postings").unlink(missing_ok=True)
         return real(*given)
 
     with patch.object(store, "open_all", late):

@@ -30,6 +30,8 @@ def run(job: dict[str, Any]) -> int:
         spooled(path)
     elif what == "add":
         espnx.postings.add(path, terms=corpus(30, seed=2))
+    elif what == "merge":
+        espnx.postings.add(path, [("d1", "another text of w1"), ("new", "w2 w3")], replace=True)
     elif what == "delete":
         espnx.postings.delete(path, range(0, 60, 3))
     else:

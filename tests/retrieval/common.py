@@ -24,8 +24,8 @@ import espnx
 from espnx import errors
 from espnx.retrieval.search.index import Index
 from espnx.retrieval.search.result import Hit
-from espnx.retrieval.store.texts import id_order
 from espnx.storage import NativeEngine, manifest
+from espnx.storage.documents.ids import id_order
 from espnx.storage.files import crc32c
 from tests.ops.tolerances import gamma
 

@@ -106,6 +106,7 @@ class LoadedExact:
     auto_effort: int = 1
     default_candidates: int = 1000
     needs_vectors: bool = True
+    finds_equals: bool = True
     hit_rates: Mapping[float, float] = field(default_factory=dict)
 
     def prepare(self, query: espnx.Encoded, text: str | None = None) -> tuple[str | None, np.ndarray]:

@@ -23,7 +23,7 @@ constexpr int64_t kMaxRecords = INT32_MAX;  // of a segment
 // What a posting carries.
 enum class ValueKind : int {
   kCount = 0,   // how often the record has the term, 1 or more; stored less one, large ones as outliers
-  kImpact = 1,  // a byte 1..255 times the index's scale; stored less one
+  kImpact = 1,  // a byte 1..255 times what a step of the list is worth; stored less one
   kFloat = 2,   // the bits of a float32
 };
 constexpr int kValueKinds = 3;

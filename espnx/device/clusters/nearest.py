@@ -15,6 +15,7 @@ import torch
 
 from ...checks import check_whole
 from ...ops.distances import distances
+from ..crew import Crew, wait
 from ..vectors.interface import REPLY, ClusterDevice
 from .device import SsdClusterDevice
 from .layout import ID_BYTES, ClusterFile
@@ -45,7 +46,7 @@ def nearest_by_command(
         ticket = device.distances(query, share, metric=metric, deadline_s=deadline_s)
         return nearest(ticket.finish(), k)
 
-    return _over_threads(search, np.asarray(clusters), k, threads)
+    return _over_threads(device, search, np.asarray(clusters), k, threads)
 
 
 def nearest_by_read(
@@ -59,7 +60,7 @@ def nearest_by_read(
     def search(share: np.ndarray) -> Found:
         return _read_and_measure(device, query, share, k, metric, deadline_s)
 
-    return _over_threads(search, wanted, k, threads)
+    return _over_threads(device, search, wanted, k, threads)
 
 
 def nearest(replies: np.ndarray, k: int) -> Found:
@@ -79,14 +80,16 @@ def _sorted(replies: np.ndarray, k: int) -> Found:
     return ids[first], replies["distance"][order][first]
 
 
-def _over_threads(search: Callable[[np.ndarray], Found], clusters: np.ndarray, k: int, threads: int) -> Found:
+def _over_threads(device: ClusterDevice, search: Callable[[np.ndarray], Found], clusters: np.ndarray, k: int, threads: int) -> Found:
     check_whole("k, vectors wanted", k, 1)
     check_whole("threads of the host", threads, 1, HOST_THREADS_MAX)
     if threads == 1 or len(clusters) < 2:
         return search(clusters)
     shares = np.array_split(clusters, min(threads, len(clusters)))
-    with ThreadPoolExecutor(len(shares)) as pool:
-        found = list(pool.map(search, shares))
+    with ThreadPoolExecutor(len(shares)) as pool, Crew([device]) as crew:
+        jobs = [crew.submit(pool, search, share) for share in shares]
+        wait(jobs)
+        found = [job.result() for job in jobs]
     replies = np.empty(sum(len(ids) for ids, _ in found), REPLY)
     replies["id"], replies["distance"] = (np.concatenate([each[part] for each in found]) for part in (0, 1))
     return nearest(replies, k)

@@ -10,10 +10,10 @@ import torch
 from ... import errors
 from ...ops.distances.checks import check_dim
 from ...storage import NativeEngine
-from ...storage.files import StreamWriter, crc32c, make_given_directory, write_file
-from ...storage.lock import DirectoryLock
+from ...storage.files import StreamWriter, crc32c, names_in, write_file
 from ...storage.manifest import NAME, write_manifest
 from ...storage.native import given_engine
+from ...storage.replacing import StoreKind, VersionedFiles, versioned, writing_to
 from ..vectors.interface import PAGE_BYTES
 from .layout import (
     CLUSTER_BYTES_MAX,
@@ -29,6 +29,11 @@ from .layout import (
     pages_of,
 )
 
+_FILES = VersionedFiles((DATA_NAME, TABLE_NAME))
+KIND = StoreKind(
+    MAGIC, VERSION, "clusters", lambda path: [name for name in names_in(path) if not _FILES.is_own(name) and name != f"{NAME}.new"]
+)
+
 
 def write_clusters(
     directory: str | os.PathLike[str],
@@ -37,6 +42,7 @@ def write_clusters(
     assignment: np.ndarray | torch.Tensor,
     *,
     n_clusters: int | None = None,
+    replace: bool = False,
     engine: NativeEngine | None = None,
 ) -> None:
     """Writes clusters of vectors; the directory is a whole file of clusters when this returns, or none.
@@ -48,10 +54,12 @@ def write_clusters(
         assignment: [n]: the cluster of each vector, from 0; or [n, r]: up to r of them, -1 where there are fewer. Within a cluster, vectors
             keep their order.
         n_clusters: with empty ones at the end; None: up to the largest that is named.
+        replace: clusters that are there, which stay as they are until the new ones are whole.
         engine: of the writes; None: one of its own.
 
     Raises:
-        InvalidInputError: shapes and dtypes; ids that int32 does not hold; a cluster of more than 64 MiB; a directory with clusters in it.
+        InvalidInputError: shapes and dtypes; ids that int32 does not hold; a cluster of more than 64 MiB; a directory with clusters in it
+            that are not to be replaced, or with something else.
         WriteError, DiskFullError, StoreBusyError: the directory cannot be written, is full, or somebody else writes there.
     """
     number, rows = _number(ids, "ids"), _array(vectors)
@@ -63,21 +71,19 @@ def write_clusters(
     if number.size and not -(2**31) <= int(number.min()) <= int(number.max()) < 2**31:
         raise errors.InvalidInputError("ids of vectors", got=f"{number.min()} to {number.max()}", expected="numbers that int32 holds")
     counts = _counts(clusters, n_clusters, entry.itemsize)
-    make_given_directory(directory)
-    with given_engine(engine) as own, DirectoryLock(directory):
-        if os.path.lexists(os.path.join(directory, NAME)):
-            raise errors.InvalidInputError(
-                f"directory {os.fspath(directory)}", got=f"a {NAME}", expected="none", fix="name a new directory"
-            )
+    with given_engine(engine) as own, writing_to(directory, KIND, replace=replace) as is_replacement:
+        generation = _FILES.begin(own, directory, KIND, is_replacement=is_replacement)
+        data_path, table_path = (os.path.join(directory, versioned(name, generation)) for name in (DATA_NAME, TABLE_NAME))
         table = np.zeros(len(counts), TABLE)
         table["n_vectors"] = counts
-        data_bytes = _write_entries(own, os.path.join(directory, DATA_NAME), entry, number, rows, members, table)
-        _, table_crc32c = write_file(own, os.path.join(directory, TABLE_NAME), table.tobytes())
+        data_bytes = _write_entries(own, data_path, entry, number, rows, members, table)
+        _, table_crc32c = write_file(own, table_path, table.tobytes())
         facts = {
-            "format": format, "dim": rows.shape[1], "n_clusters": len(counts), "n_vectors": len(members), "data_bytes": data_bytes,
-            "table_crc32c": table_crc32c,
+            "generation": generation, "format": format, "dim": rows.shape[1], "n_clusters": len(counts), "n_vectors": len(members),
+            "data_bytes": data_bytes, "table_crc32c": table_crc32c,
         }  # fmt: skip
         write_manifest(own, directory, MAGIC, VERSION, facts)
+        _FILES.keep(directory, generation)
 
 
 def _write_entries(

@@ -11,6 +11,9 @@ Every check raises NotConformingError that says what was got and what expected.
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,12 +25,17 @@ import torch
 
 from ... import errors
 from ...ops.attention import Queries, RowsInMemory
-from ..interface import PIECE, RowDevice
+from ...storage import FaultRule, FaultyEngine
+from ..interface import RowDevice
+from ..near_storage import NearStorageDevice
 from ..row_layout import RowLayout
-from .known_rows import Kept, Seen, assert_right, attend, draw, kept, normal, put, queries
-from .requirement import raises, require
+from .faults import fault_checks
+from .known_rows import Kept, Seen, ShownRows, assert_right, attend, draw, kept, normal, put, queries, served
+from .requirement import Found, in_threads, raises, require
+from .soak import HEADS, ROWS, SEQUENCES, soak
 
 Open = Callable[..., RowDevice]
+_ANY = Queries(torch.empty(0, 0, 0, 8), 8)
 LAYOUTS = (
     RowLayout("fp16", 64, 64), RowLayout("fp32", 40, 72), RowLayout("bf16", 128, 64), RowLayout("int8", 64, 64),
     RowLayout("fp16", 48, 48, is_shared=True), RowLayout("fp16", 128, 128),
@@ -44,12 +52,15 @@ def opened(open_device: Open, **options: Any) -> Iterator[RowDevice]:
 
 
 def plain_of(device: RowDevice) -> RowLayout:
-    """A layout of rows that it attends over."""
-    look = Queries(torch.empty(0, 0, 0, 8), 8)
-    for layout in LAYOUTS:
-        if not device.capabilities.lacks(look, layout):
-            return layout
-    raise errors.NotConformingError("attention", got=f"a device that takes none of {LAYOUTS}", expected="one of them")
+    """A layout of rows that it attends over; any, if there is none."""
+    return next((layout for layout in layouts_of(device) if not device.capabilities.lacks(_ANY, layout)), LAYOUTS[0])
+
+
+def layouts_of(device: RowDevice) -> list[RowLayout]:
+    """`LAYOUTS`, and those that a device for certain widths and formats alone attends over."""
+    can = device.capabilities
+    own = (RowLayout(name, width, width) for width in can.attends_widths or () for name in can.attends_formats or ("fp16", "fp32"))
+    return list(dict.fromkeys([*LAYOUTS, *own]))
 
 
 def right(device: RowDevice) -> Callable[..., None]:
@@ -96,7 +107,9 @@ def extras(device: RowDevice, layout: RowLayout, n: int, positions: int) -> list
 
 def attends(open_device: Open) -> None:
     """Every layout, mask, tail, change of scores that the device offers; windows down to one read."""
-    for layout in LAYOUTS:
+    with opened(open_device) as device:
+        layouts = layouts_of(device)
+    for layout in layouts:
         for window_bytes in (1, 64 << 20):
             with opened(open_device, read_ahead_bytes=window_bytes) as device:
                 seen, positions, n = some_rows(device, layout), 3 * layout.block_rows + 20, 4
@@ -109,9 +122,7 @@ def attends(open_device: Open) -> None:
                 for mask in masks:
                     look = queries(layout, 3, n_heads(layout), n, rng(5), **mask)
                     if device.capabilities.lacks(look, layout):
-                        with raises(errors.InvalidInputError):
-                            attend(device, layout, seen, look)
-                        device.forget()
+                        _refuses(device, layout, seen, look)
                         continue
                     for tail in (None, some_tail(layout, positions - 9)):
                         right(device)(attend(device, layout, seen, look, tail), seen, look, tail)
@@ -126,37 +137,39 @@ def refuses_what_it_lacks(open_device: Open) -> None:
         for more in ({"window": 3}, {"soft_cap": 2.0}, {"slopes": torch.ones(3, 2)}):
             look = queries(plain, 3, 3, 2, rng(), position=position, **more)
             if device.capabilities.lacks(look, plain):
-                with raises(errors.InvalidInputError):
-                    attend(device, plain, seen, look)
-                device.forget()
+                _refuses(device, plain, seen, look)
+
+
+def _refuses(device: RowDevice, layout: RowLayout, seen: list[Seen], look: Queries) -> None:
+    with raises(errors.InvalidInputError):
+        device.attend(device.ahead(layout, [each.use for each in seen]), look)
+    device.forget()
+
+
+def attends_wide_and_long(open_device: Open) -> None:
+    """As many sequences and heads as the soak has, and as many rows; one more and one less than 2^16."""
+    with opened(open_device) as device:
+        plain = plain_of(device)
+        rows, look = put(device, plain, SEQUENCES, range(HEADS), 5, rng()), queries(plain, SEQUENCES, HEADS, 2, rng(1))
+        seen = [each.use(i, 1 + i % 5) for i, each in enumerate(rows)]
+        right(device)(attend(device, plain, seen, look), seen, look)
+        (long,) = put(device, plain, 1, range(1), ROWS, rng(2))
+        look = queries(plain, 1, 1, 2, rng(3))
+        for n_rows in ((1 << 16) - 1, 1 << 16, (1 << 16) + 1, ROWS):
+            some = [long.use(0, n_rows)]
+            right(device)(attend(device, plain, some, look), some, look)
 
 
 def shows_every_row_once(open_device: Open) -> None:
-    for layout in LAYOUTS:
+    """To the bit, in any order."""
+    with opened(open_device) as device:
+        layouts = layouts_of(device)
+    for layout in layouts:
         with opened(open_device, read_ahead_bytes=1 << 20) as device:
-            seen, shown = some_rows(device, layout), dict[tuple[int, int, int], torch.Tensor]()
-
-            def show(
-                memory: torch.Tensor, pieces: np.ndarray, layout: RowLayout = layout,
-                shown: dict[tuple[int, int, int], torch.Tensor] = shown,
-            ) -> None:  # fmt: skip
-                require(pieces.dtype == PIECE, "what is shown", got=pieces.dtype, expected=PIECE)
-                for sequence, head, offset, n_rows, first in pieces.tolist():
-                    size = layout.blocks(n_rows) * layout.block_bytes
-                    k, v = layout.unpack(memory[offset : offset + size].view(-1, layout.block_bytes), n_rows)
-                    for i in range(n_rows):
-                        require((sequence, head, first + i) not in shown, f"row {(sequence, head, first + i)} is shown twice")
-                        shown[sequence, head, first + i] = torch.cat([k[i], v[i]]).double()
-
-            device.visit(device.ahead(layout, [each.use for each in seen]), show)
-            expected = sum(each.use.n_rows * len(each.use.segment.heads) for each in seen)
-            require(len(shown) == expected, "rows that are shown", got=len(shown), expected=expected)
-            for each in seen:
-                for at, head in enumerate(each.use.segment.heads):
-                    for i in range(each.use.n_rows):
-                        wanted = torch.cat([each.kept.k[at, i], each.kept.v[at, i]])
-                        found = shown[each.use.sequence, head, each.use.first_position + i]
-                        require(torch.equal(found, wanted), "a row that is shown", got=found, expected=wanted)
+            seen = some_rows(device, layout)
+            shown = ShownRows(layout, seen)
+            device.visit(device.ahead(layout, [each.use for each in seen]), shown.show)
+            shown.finish()
 
 
 def serves_tickets_in_order(open_device: Open) -> None:
@@ -168,8 +181,10 @@ def serves_tickets_in_order(open_device: Open) -> None:
         look = queries(plain, 3, 3, 1, rng())
         with raises(errors.InvalidInputError):
             device.attend(tickets[1], look)
+        with raises(errors.InvalidInputError):
+            device.visit(tickets[1], _shows_nothing)
         for ticket in tickets:
-            right(device)(device.attend(ticket, look), seen, look)
+            right(device)(served(device, ticket, plain, seen, look), seen, look)
 
 
 def _require_stored(device: RowDevice, expected: int) -> None:
@@ -258,6 +273,58 @@ def refuses_rows_that_do_not_fit(open_device: Open) -> None:
         _require_stored(device, 0)
 
 
+def hands_on_what_show_raises(open_device: Open) -> None:
+    """And serves what is asked next."""
+    with opened(open_device) as device:
+        plain = plain_of(device)
+        some = [put(device, plain, 1, range(2), 900, rng())[0].use(0)]
+
+        def show(memory: torch.Tensor, pieces: np.ndarray) -> None:
+            raise errors.StateError("of whoever is shown rows")
+
+        with raises(errors.StateError):
+            device.visit(device.ahead(plain, [each.use for each in some]), show)
+        device.forget()
+        look = queries(plain, 1, 2, 1, rng())
+        right(device)(attend(device, plain, some, look), some, look)
+
+
+def serves_two_at_once(open_device: Open) -> None:
+    """Rows of two KV caches on one device, each asked by a thread of its own."""
+    in_threads(lambda seed: soak(open_device, calls=150, seed=seed, is_alone=False), (1, 2))
+
+
+def gives_memory_back(open_device: Open) -> None:
+    """Of what is put, asked for, looked at and released again and again, less than a quarter stays in the memory of this process."""
+    with opened(open_device) as device:
+        plain = plain_of(device)
+        n_rows = -(-(256 << 10) // plain.block_bytes) * plain.block_rows
+        k, v = draw(plain, 1, range(1), n_rows, rng())
+        stored_k, stored_v = plain.unpack(plain.pack(k, v)[0], n_rows)
+        look, first, put_bytes = queries(plain, 1, 1, 1, rng()), 0, 0
+        for turn in range(400):
+            (segment,) = device.put(plain, k, v, range(1))
+            attend(device, plain, [Kept(segment, stored_k, stored_v).use(0)], look)
+            device.release(segment)
+            if turn == 50:  # what is mapped once for all is mapped
+                first = _resident_bytes()
+            put_bytes += segment.size_bytes if turn > 50 else 0
+        grown = _resident_bytes() - first
+        require(
+            grown < put_bytes // 4, f"memory that stays of {put_bytes} bytes", got=f"{grown} bytes", expected=f"less than {put_bytes // 4}"
+        )
+
+
+def _resident_bytes() -> int:
+    """Of this process, without what only its allocator holds."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
+    if trim is not None:
+        trim(0)
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
 def is_closed(open_device: Open) -> None:
     """With tickets in line; twice."""
     with opened(open_device) as device:
@@ -267,14 +334,54 @@ def is_closed(open_device: Open) -> None:
         for _ in range(2):
             device.close()
         for call in (
-            lambda: device.attend(ticket, queries(plain, 1, 2, 1, rng())), device.flush,
-            lambda: device.ahead(plain, []), lambda: put(device, plain, 1, range(2), 5, rng()),
+            lambda: device.attend(ticket, queries(plain, 1, 2, 1, rng())), lambda: device.visit(ticket, _shows_nothing), device.flush,
+            device.sync, lambda: device.ahead(plain, []), lambda: put(device, plain, 1, range(2), 5, rng()),
+            lambda: device.join([some[0].kept.segment]),
         ):  # fmt: skip
             with raises(errors.EngineClosedError):
                 call()
 
 
 CHECKS: tuple[Callable[[Open], None], ...] = (
-    attends, refuses_what_it_lacks, shows_every_row_once, serves_tickets_in_order, has_nothing_to_show, joins, counts,
-    forgets_from_another_thread, refuses_rows_that_do_not_fit, is_closed,
+    attends, attends_wide_and_long, refuses_what_it_lacks, shows_every_row_once, serves_tickets_in_order, has_nothing_to_show, joins,
+    counts, forgets_from_another_thread, hands_on_what_show_raises, refuses_rows_that_do_not_fit, serves_two_at_once, gives_memory_back,
+    is_closed,
 )  # fmt: skip
+
+
+@contextmanager
+def _asked(device: NearStorageDevice, *, engine: FaultyEngine, deadline_s: float) -> Iterator[Callable[[], None]]:
+    with opened(device.open_rows, engine=engine, deadline_s=deadline_s) as rows:
+        layout = plain_of(rows)
+        seen = [put(rows, layout, 1, range(2), 900, rng())[0].use(0)]  # more than a block
+        rows.flush()
+        look = queries(layout, 1, 2, 1, rng())
+
+        def ask() -> None:
+            try:
+                found = attend(rows, layout, seen, look)
+            except errors.EspnxError:
+                require(rows.front() == -1, "a ticket in line after an error", got=rows.front(), expected=-1)
+                raise
+            right(rows)(found, seen, look)
+
+        yield ask
+
+
+def _writes_that_fail(device: NearStorageDevice) -> Found | None:
+    """An error of a write comes from the next call that needs it, or from `flush`."""
+    rule = FaultRule("error", operation="write", nth=1, count=1, value=28)
+    with FaultyEngine([rule]) as engine, opened(device.open_rows, engine=engine) as rows:
+        try:
+            with raises(errors.WriteError):
+                put(rows, plain_of(rows), 1, range(2), 900, rng())
+                rows.flush()
+        except errors.NotConformingError:
+            if not engine.stats().fault_hits:
+                return Found("not made", "it writes past the engine that it is given: nobody knows what it does when this happens")
+            raise
+    return None
+
+
+#: By what goes wrong, over a device.
+FAULT_CHECKS: dict[str, Callable[[NearStorageDevice], Found | None]] = {**fault_checks(_asked), "writes that fail": _writes_that_fail}

@@ -31,8 +31,8 @@ class EmulatedClusterDevice(PacedDevice[ClusterDevice]):
     """
 
     def __init__(self, inner: ClusterDevice, topology: Topology, number: int, *, computes: bool, guard: Guard | None = None):
-        super().__init__(inner)
-        self._topology, self._number, self._computes = topology, number, computes
+        super().__init__(inner, topology)
+        self._number, self._computes = number, computes
         self._guard = guard or Guard(topology, number, "")
 
     @property
@@ -70,10 +70,11 @@ class EmulatedClusterDevice(PacedDevice[ClusterDevice]):
 
     def _ask(self, query_bytes: int, flash: np.ndarray, reply: np.ndarray, flop: float) -> Transfer:
         size_bytes, device, topology = int(flash.sum()), self._number, self._topology
+        commands = int(np.count_nonzero(flash))
         if not self._computes:
-            return topology.transfer(device, "flash_to_host", size_bytes)
-        asked = topology.transfer(device, "host_to_device", query_bytes * int(np.count_nonzero(flash)))
-        read = topology.transfer(device, "flash_read", size_bytes, after=asked)
+            return topology.transfer(device, "flash_to_host", size_bytes, requests=commands)
+        asked = topology.transfer(device, "host_to_device", query_bytes * commands)
+        read = topology.transfer(device, "flash_read", size_bytes, requests=commands, after=asked)
         measured = topology.compute(device, flop, size_bytes, after=read)
         return topology.transfer(device, "device_to_host", int(reply.sum()), after=measured)
 

@@ -10,6 +10,7 @@ import torch
 
 from ... import errors
 from ...storage import Engine
+from ..crew import Clock
 from ..graph.device import SsdGraphDevice
 from ..interface import READ_AHEAD_BYTES, RecordDevice, RowDevice
 from ..model.spec import DeviceSpec, load_spec
@@ -20,6 +21,7 @@ from ..ssd_rows import SsdRowDevice
 from ..vectors.encoding import Encoding, encode_on_host
 from ..vectors.interface import ClusterDevice, Graph, GraphDevice
 from .clusters import EmulatedClusterDevice
+from .costs import check_latency, figures_of
 from .faults import DeviceFault, Faults, Guard
 from .graphs import EmulatedGraphDevice
 from .postings import EmulatedPostingsDevice
@@ -94,9 +96,18 @@ class EmulatedDevice(NearStorageDevice):
         return EmulatedClusterDevice(inner, self.topology, self.number, computes=self._computes("distances"), guard=self._guard)
 
     def open_graph(self, graph: Graph, *, engine: Any = "auto") -> GraphDevice:
-        """See `NearStorageDevice`."""
+        """See `NearStorageDevice`. Raises InvalidInputError also where the spec has no latency of reads."""
+        check_latency(self.topology.spec)
         inner = SsdGraphDevice(graph, engine=engine)
         return EmulatedGraphDevice(inner, self.topology, self.number, walks=self._computes("search"), guard=self._guard)
+
+    def refuses(self, call: str) -> str:
+        """See `NearStorageDevice`."""
+        try:
+            check_latency(self.topology.spec)
+        except errors.InvalidInputError as error:
+            return f"{error.what}: {error.got}" if call == "open_graph" else ""
+        return ""
 
     def open_postings(self, lists: PostingLists, *, engine: Any = "auto") -> PostingsDevice:
         """See `NearStorageDevice`."""
@@ -120,6 +131,11 @@ class EmulatedDevice(NearStorageDevice):
         return Encoding(done.value, self.topology.spec.name, "emulated", ended_s - asked_s, flop)
 
     @property
+    def clock(self) -> Clock | None:
+        """See `Topology.clock`."""
+        return self.topology.clock
+
+    @property
     def _guard(self) -> Guard:
         return Guard(self.topology, self.number, self.path, self._faults)
 
@@ -133,7 +149,7 @@ class EmulatedDevice(NearStorageDevice):
         return super().describe() | {
             "spec": spec.name, "title": spec.title, "devices": self.topology.n_devices, "stretch": self.topology.stretch,
             "near_storage": self.near_storage, "hand_over": self.hand_over, "memory_bytes": None if memory is None else int(memory.value),
-            "links": {name: f"{per_s:.4g}/s" for name, per_s in self.topology.links.items()},
+            "links": {name: f"{per_s:.4g}/s" for name, per_s in self.topology.links.items()}, "figures": figures_of(spec),
         }  # fmt: skip
 
     def report(self) -> Report:

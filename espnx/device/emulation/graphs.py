@@ -1,7 +1,7 @@
 """Walks over a graph on an emulated device: done by this machine, in the device's time.
 
-A walk's rounds wait for one another, so their times add up: flash senses a page's cells, what was asked for is read, and its distances are
-measured. A device whose accelerator walks by itself (RAGX, section 4.3) takes the query and gives the k nearest back; of any other the
+A walk's rounds wait for one another, so their times add up: each takes the latency of a read, what it asked for is read, and its distances
+are measured. A device whose accelerator walks by itself (RAGX, section 4.3) takes the query and gives the k nearest back; of any other the
 bytes of every round pass its link, and the host measures and chooses. Results are those of the plain device either way, to the bit.
 """
 
@@ -35,8 +35,8 @@ class EmulatedGraphDevice(PacedDevice[SsdGraphDevice]):
     """
 
     def __init__(self, inner: SsdGraphDevice, topology: Topology, number: int, *, walks: bool, guard: Guard | None = None):
-        super().__init__(inner)
-        self._topology, self._number, self._walks = topology, number, walks
+        super().__init__(inner, topology)
+        self._number, self._walks = number, walks
         self._guard = guard or Guard(topology, number, "")
 
     @property
@@ -66,21 +66,20 @@ class _WalkPacing:
     def __init__(self, topology: Topology, device: int, query: torch.Tensor, graph: Graph, *, walks: bool):
         self.topology, self._device, self._walks = topology, device, walks
         self._flop, self._vector_bytes = 3.0 * graph.dim, vector_bytes(graph.format, graph.dim)  # a difference, its square, a sum
-        self.asked_s = topology.now()
+        self.asked_s, self._member = topology.now(), topology.member
         self._lock = threading.Lock()  # guards the last one
         self._last = topology.transfer(device, "host_to_device", query.nbytes if walks else 0)
 
     def pass_round(self, done: Round) -> None:
         """A round, behind the one before."""
         topology, device = self.topology, self._device
-        with self._lock:
-            sensed = topology.transfer(device, "flash_sense", 0, after=self._last)
+        with self._lock, topology.asking_for(self._member):
+            route = "flash_read" if self._walks else "flash_to_host"
+            self._last = topology.transfer(device, route, done.bytes_moved, after=self._last, requests=done.read_requests)
             if not self._walks:
-                self._last = topology.transfer(device, "flash_to_host", done.bytes_moved, after=sensed)
                 return
-            read = topology.transfer(device, "flash_read", done.bytes_moved, after=sensed)
             measured_bytes = done.distances * self._vector_bytes
-            self._last = topology.compute(device, self._flop * done.distances, measured_bytes, after=read)
+            self._last = topology.compute(device, self._flop * done.distances, measured_bytes, after=self._last)
 
     def reply(self, found: int) -> Transfer:
         """The last of all: so many entries to the host, where the device has chosen them."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from ... import errors
 from ..around import D, DeviceAround
+from ..crew import Clock
 from ..interface import Capabilities, DeviceStats
 from .topology import Topology, Transfer
 
@@ -55,11 +56,41 @@ def in_pages(sizes: np.ndarray, page_bytes: int = PAGE_BYTES) -> np.ndarray:
     return -(-sizes // page_bytes) * page_bytes
 
 
+def begins_read(file: np.ndarray, offset_bytes: np.ndarray, size_bytes: np.ndarray, gap_bytes: int = 0) -> np.ndarray:
+    """bool [m]: which of some places in files begin a read of their own. Others lie in the pages of one before them in their file, or right
+    behind (or less than the gap), and come with it: a request counts once, whatever its size. Of nothing there is none."""
+    begin = offset_bytes // PAGE_BYTES * PAGE_BYTES
+    end = -(-(offset_bytes + size_bytes) // PAGE_BYTES) * PAGE_BYTES
+    order = np.lexsort((begin, file))
+    begin, end, file = begin[order], end[order], file[order]
+    found = np.ones(len(order), dtype=bool)
+    for same in np.unique(file):
+        (rows,) = np.nonzero(file == same)
+        found[rows[1:]] = begin[rows[1:]] > np.maximum.accumulate(end[rows])[:-1] + gap_bytes
+    begins = np.empty(len(order), dtype=bool)
+    begins[order] = found & (end > begin)
+    return begins
+
+
 class PacedDevice(DeviceAround[D]):
     """An emulated device around one that does the work: what both say of their files is the same, and so are the reads in `stats`; what
-    passed the links is the topology's to say."""
+    passed the links is the topology's to say.
+
+    Args:
+        inner: does the work; closed with this one.
+        topology: in whose time.
+    """
 
     capabilities = Capabilities()
+
+    def __init__(self, inner: D, topology: Topology):
+        super().__init__(inner)
+        self._topology = topology
+
+    @property
+    def clock(self) -> Clock | None:
+        """See `Topology.clock`."""
+        return self._topology.clock
 
 
 class PacedTicket:

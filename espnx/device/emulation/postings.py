@@ -28,8 +28,8 @@ class EmulatedPostingsDevice(PacedDevice[PostingsDevice]):
     """
 
     def __init__(self, inner: PostingsDevice, topology: Topology, number: int, *, computes: bool, guard: Guard | None = None):
-        super().__init__(inner)
-        self._topology, self._number, self._computes = topology, number, computes
+        super().__init__(inner, topology)
+        self._number, self._computes = number, computes
         self._guard = guard or Guard(topology, number, "")
 
     @property
@@ -46,11 +46,11 @@ class EmulatedPostingsDevice(PacedDevice[PostingsDevice]):
         return _PacedScan(inner, self._ask(inner.command), self._topology, self._guard, fault, deadline_s)
 
     def _ask(self, command: ScanCommand) -> Transfer:
-        device, topology, flash_bytes = self._number, self._topology, command.flash_bytes
+        device, topology, flash_bytes, lists = self._number, self._topology, command.flash_bytes, len(command.lists.places)
         if not self._computes:
-            return topology.transfer(device, "flash_to_host", flash_bytes)
+            return topology.transfer(device, "flash_to_host", flash_bytes, requests=lists)
         asked = topology.transfer(device, "host_to_device", command.payload_bytes)
-        read = topology.transfer(device, "flash_read", flash_bytes, after=asked)
+        read = topology.transfer(device, "flash_read", flash_bytes, requests=lists, after=asked)
         scored = topology.compute(device, command.flop, command.lists.size_bytes, after=read)
         return topology.transfer(device, "device_to_host", command.data_len, after=scored)
 

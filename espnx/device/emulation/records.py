@@ -19,7 +19,7 @@ from ...storage import FileHandle, Future
 from ..interface import KeptRecords, Pairs, RecordDevice, RecordQuery, RecordTicket
 from ..record_layout import RecordLayout
 from .faults import Guard
-from .paced import Group, PacedDevice, PacedTicket, groups_of, in_pages
+from .paced import Group, PacedDevice, PacedTicket, begins_read, groups_of, in_pages
 from .topology import Topology, Transfer
 
 _SCORE_BYTES = 8  # a float32, and the record's number
@@ -36,7 +36,7 @@ class EmulatedRecordDevice(PacedDevice[RecordDevice]):
     """
 
     def __init__(self, inner: RecordDevice, topology: Topology, number: int, *, scores_records: bool, guard: Guard | None = None):
-        super().__init__(inner)
+        super().__init__(inner, topology)
         self.engine = inner.engine
         self._pacing = _Pacing(topology, number, scores_records, guard or Guard(topology, number, ""))
 
@@ -69,11 +69,11 @@ class _Pacing:
         size_bytes = sum(each.tokens.nbytes + each.cls.nbytes for each in queries)
         return self.topology.transfer(self.device, "host_to_device", size_bytes)
 
-    def group(self, size_bytes: int, flop: float, scores: int, asked: Transfer | None) -> Transfer:
+    def group(self, size_bytes: int, requests: int, flop: float, scores: int, asked: Transfer | None) -> Transfer:
         """Records from flash to where they are scored, and what goes to the host."""
         if asked is None:
-            return self.topology.transfer(self.device, "flash_to_host", size_bytes)
-        read = self.topology.transfer(self.device, "flash_read", size_bytes, after=asked)
+            return self.topology.transfer(self.device, "flash_to_host", size_bytes, requests=requests)
+        read = self.topology.transfer(self.device, "flash_read", size_bytes, requests=requests, after=asked)
         scored = self.topology.compute(self.device, flop, size_bytes, after=read)
         return self.topology.transfer(self.device, "device_to_host", scores * _SCORE_BYTES, after=scored)
 
@@ -98,14 +98,16 @@ class _EmulatedRecords:
         fault = self._pacing.guard.begin("maxsim")
         numbers = np.ascontiguousarray(numbers, dtype=np.int64)
         layout, pacing = self._layout, self._pacing
-        pages = in_pages(layout.locate(numbers)[2].numpy())
+        file, offset_bytes, size_bytes = (each.numpy() for each in layout.locate(numbers))
+        pages, reads = in_pages(size_bytes), begins_read(file, offset_bytes, size_bytes, gap_bytes)
         wanted = np.ones(len(numbers), np.int64) if pairs is None else np.bincount(pairs.item, minlength=len(numbers))
         tokens = sum(len(each.tokens) for each in queries) / max(len(queries), 1)
         flop = 2.0 * layout.schema.dim * tokens * layout.n_tokens[numbers] * wanted
         asked, groups = pacing.queries(queries), list[Group]()
         for begin, end in groups_of(pages):
             part = slice(begin, end)
-            transfer = pacing.group(int(pages[part].sum()), float(flop[part].sum()), int(wanted[part].sum()), asked)
+            sent = int(reads[part].sum()), float(flop[part].sum()), int(wanted[part].sum())
+            transfer = pacing.group(int(pages[part].sum()), *sent, asked)
             groups.append(Group(begin, end, transfer))
         inner = self._inner.maxsim(numbers, queries, pairs, gap_bytes=gap_bytes, is_urgent=is_urgent, deadline_s=deadline_s)
         wall_s = deadline_s * max(pacing.topology.stretch, 1.0)

@@ -16,6 +16,8 @@ from .topology import Times, Topology
 #: Of a run's time, at most, that may be the host's.
 HOST_SHARE_MAX = 0.2
 _FIGURES = 2  # of a stretch that is proposed
+#: Of a stretch that is proposed, to the one that was: where devices were waited for less than that asks for, what was waited is chance.
+_MORE_MAX = 1000.0
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,18 @@ class Report:
     @property
     def stretch_to_use(self) -> float:
         """The least stretch, rounded up, that makes the host's share small enough if the host takes as long as now and the devices wait for
-        nothing else; infinite where they were not waited for at all."""
+        nothing else; infinite where they were waited for so little that it cannot be told."""
         if self.is_valid:
             return self.stretch
         # host / (host + waited x more) = share
         more = self.host_s * (1 - HOST_SHARE_MAX) / (HOST_SHARE_MAX * self.waited_s) if self.waited_s > 0 else math.inf
-        return _rounded_up(self.stretch * more)
+        return _rounded_up(self.stretch * more) if more <= _MORE_MAX else math.inf
+
+    @property
+    def _too_little(self) -> str:
+        if not self.waited_s:
+            return "nobody waited for an emulated device"
+        return f"its devices were waited for in {self.waited_s:.2g} s of it, too little to say which stretch would do: give them more to do"
 
     @property
     def refusal(self) -> TimesNotValidError | None:
@@ -75,7 +83,7 @@ class Report:
             "the times of this emulated run are not the devices' (its results are right)",
             got=f"{self.host_share:.0%} of {self.wall_s:.3g} s that were this machine's, at a stretch of {self.stretch:g}",
             expected=f"at most {HOST_SHARE_MAX:.0%}",
-            fix="nobody waited for an emulated device" if math.isinf(more) else f"run it again with a stretch of {more:g}",
+            fix=f"run it again with a stretch of {more:g}" if math.isfinite(more) else self._too_little,
             stretch_to_use=more,
         )
 

@@ -28,10 +28,12 @@ class HeadRows:
     Attributes:
         n_rows: tokens.
         size_bytes: in whole blocks.
+        requests: that read them. Rows that lie behind those of another head come with theirs.
     """
 
     n_rows: int
     size_bytes: int
+    requests: int
 
 
 @dataclass(eq=False, slots=True)
@@ -85,13 +87,14 @@ class RowPacing:
         self._deadline_s = deadline_s * max(topology.stretch, 1.0)
         self._line, self._lock = deque[PacedReads](), threading.Lock()
 
-    def write(self, size_bytes: int, *, from_host: bool = True) -> Transfer:
+    def write(self, size_bytes: int, requests: int, *, from_host: bool = True) -> Transfer:
         """Rows on their way to flash."""
-        return self.topology.transfer(self._device, "host_to_flash" if from_host else "flash_write", size_bytes)
+        return self.topology.transfer(self._device, "host_to_flash" if from_host else "flash_write", size_bytes, requests=requests)
 
-    def copy(self, size_bytes: int, *, to_host: bool) -> None:
+    def copy(self, size_bytes: int, requests: int, *, to_host: bool) -> None:
         """Waits until rows are read that are to be written elsewhere."""
-        self.wait([self.topology.transfer(self._device, "flash_to_host" if to_host else "flash_read", size_bytes)])
+        route = "flash_to_host" if to_host else "flash_read"
+        self.wait([self.topology.transfer(self._device, route, size_bytes, requests=requests)])
 
     # --- reads ---
 
@@ -112,7 +115,11 @@ class RowPacing:
             reads.has_begun = True
             route = "flash_to_host" if reads.to_host else "flash_read"
             for unit, rows in reads.heads.items():
-                reads.transfers[unit] = [self.topology.transfer(self._device, route, part) for part in _pieces(rows.size_bytes)]
+                pieces = _pieces(rows.size_bytes)
+                asked = [-(-rows.requests * i // max(len(pieces), 1)) for i in range(len(pieces) + 1)]
+                reads.transfers[unit] = [
+                    self.topology.transfer(self._device, route, part, requests=asked[i + 1] - asked[i]) for i, part in enumerate(pieces)
+                ]
 
     def used(self, reads: PacedReads) -> None:
         """The first in line was computed on, or shown: its room is free."""
@@ -140,7 +147,7 @@ class RowPacing:
     def attend(self, reads: PacedReads, hand_over: HandOver) -> list[Transfer]:
         """The work of a ticket: queries to the device, passes over its rows, results to the host. Returns what has to end."""
         n, buffered = hand_over.n, hand_over.buffered
-        heads = dict.fromkeys(hand_over.heads, HeadRows(0, 0)) | reads.heads
+        heads = dict.fromkeys(hand_over.heads, HeadRows(0, 0, 0)) | reads.heads
         given_bytes = len(heads) * n * ROW_BYTES + len(hand_over.heads) * buffered * (n * _FLOAT_BYTES + ROW_BYTES)
         asked = self.topology.transfer(self._device, "host_to_device", given_bytes)
         back_bytes = n * (ROW_BYTES + (_FLOAT_BYTES if hand_over.returns_lse else 0))

@@ -17,6 +17,7 @@ from ...ops.accelerator import DIM, LSE_LEAST, Buffered, accelerator, accelerato
 from ...ops.accelerator.checks import BLOCK, MASK, PAD_TO
 from ...ops.attention import Queries, RowsInMemory, attend_rows, merge
 from ...storage import Plan
+from ..crew import Clock
 from ..interface import READ_AHEAD_BYTES, Capabilities, SegmentView, Show
 from ..model.spec import Accelerator, DeviceSpec
 from ..row_file import SEGMENT_READ
@@ -25,6 +26,7 @@ from ..space import FileSegment
 from ..ssd_rows import SsdRowDevice
 from ..writes import Writing
 from .faults import Faults, Guard
+from .paced import begins_read
 from .row_pacing import HandOver, HeadRows, PacedReads, RowPacing, check_memory
 from .topology import Topology, Transfer
 
@@ -99,14 +101,14 @@ class EmulatedRowDevice(SsdRowDevice):
     def _write(self, plan: Plan, memory: torch.Tensor, *, is_copy: bool = False) -> Writing:
         size_bytes = int(plan.size_bytes.sum())
         fault = self._guard.begin("put")
-        paced = self._pacing.write(size_bytes, from_host=not (is_copy and self._attends))
+        paced = self._pacing.write(size_bytes, len(plan.size_bytes), from_host=not (is_copy and self._attends))
         real = super()._write(plan, memory, is_copy=is_copy)
         if fault is not None and fault.kind in ("stall", "drop"):
             return _HeldWrite(real, self._pacing, paced, partial(self._guard.wait, fault, "put", self._virtual_deadline_s))
         return _PacedWrite(real, self._pacing, paced)
 
     def _join(self, segments: Sequence[FileSegment]) -> FileSegment:
-        self._pacing.copy(sum(each.size_bytes for each in segments), to_host=not self._attends)
+        self._pacing.copy(sum(each.size_bytes for each in segments), len(segments), to_host=not self._attends)
         return super()._join(segments)
 
     # --- rows are looked at ---
@@ -116,10 +118,13 @@ class EmulatedRowDevice(SsdRowDevice):
         self._check_open()
         table, sums = self._table(views)
         heads = dict[tuple[int, int], HeadRows]()
-        for row in (by_head := _by_head(layout, table)):
+        by_head = _by_head(layout, table)
+        sizes = -(-by_head["n_rows"] // layout.block_rows) * layout.block_bytes
+        begins = begins_read(by_head["file"], by_head["offset_bytes"], sizes)
+        for row, size_bytes, is_first in zip(by_head, sizes.tolist(), begins.tolist(), strict=True):
             unit = int(row["sequence"]), int(row["first_head"])
-            before, n_rows = heads.get(unit, HeadRows(0, 0)), int(row["n_rows"])
-            heads[unit] = HeadRows(before.n_rows + n_rows, before.size_bytes + layout.blocks(n_rows) * layout.block_bytes)
+            before = heads.get(unit, HeadRows(0, 0, 0))
+            heads[unit] = HeadRows(before.n_rows + int(row["n_rows"]), before.size_bytes + size_bytes, before.requests + int(is_first))
         is_for_host = not self._attends or bool(self.capabilities.lacks(Queries(torch.empty(0, 0, 0, layout.d), layout.dv), layout))
         parts = [(self._push(layout, part, sums), part) for part in ([table] if is_for_host else _parts(layout, by_head))]
         paced = PacedReads(is_for_host, heads)
@@ -233,6 +238,11 @@ class EmulatedRowDevice(SsdRowDevice):
         self._pacing.used(mine.paced)
 
     @property
+    def clock(self) -> Clock | None:
+        """See `Topology.clock`."""
+        return self._pacing.topology.clock
+
+    @property
     def _name(self) -> str:
         return self._pacing.topology.spec.name
 
@@ -308,7 +318,13 @@ class _PacedWrite:
         self._real, self._pacing, self._paced = real, pacing, paced
 
     def done(self) -> bool:
-        return self._real.done() and self._pacing.topology.done(self._paced)
+        topology = self._pacing.topology
+        if topology.stretch:
+            return self._real.done() and topology.done(self._paced)
+        if not topology.done(self._paced):
+            return False
+        self._real.wait()  # what this machine takes must not show where the wall has no part in time
+        return True
 
     def wait(self) -> None:
         """See `Writing`."""

@@ -15,6 +15,7 @@ import torch
 
 from ... import errors
 from ...checks import check_whole
+from ...forks import check_own
 from ...ops.distances.checks import check_metric, check_query
 from ...storage import Future, NativeEngine, Plan
 from ..interface import Capabilities, DeviceStats, FilePath
@@ -88,8 +89,7 @@ class SsdGraphDevice:
 
     def check_process(self) -> None:
         """Raises InvalidInputError in a child after fork(), which has none of the threads that walk."""
-        if os.getpid() != self._process:
-            raise errors.InvalidInputError("a graph of the parent process", fix="open it after fork()")
+        check_own(self._process, "the graph")
 
     def walked(self, stats: WalkStats) -> None:
         """Counts a walk that has ended."""

@@ -194,7 +194,7 @@ class Walk:
             hops=1, nodes=len(nodes), read_requests=future.request_count, bytes_asked=future.bytes_asked, bytes_moved=future.bytes_moved
         )
         self._count(moved)
-        self.rounds.append(Round(nodes, future.bytes_moved, self.stats.distances - measured))
+        self.rounds.append(Round(nodes, future.bytes_moved, self.stats.distances - measured, future.request_count))
         if self._watch is not None:
             self._watch(self.rounds[-1])
 

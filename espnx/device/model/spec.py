@@ -273,7 +273,7 @@ def parse_spec(data: bytes, path: str) -> DeviceSpec:
     """The spec that a YAML text holds; `path` is for errors. Raises FormatError."""
     tree = parse_yaml(data, path)
     version = tree.items.pop("schema_version", None)
-    if not isinstance(version, Scalar) or version.text != str(SCHEMA_VERSION):
+    if not isinstance(version, Scalar) or version.kind != "int" or version.text != str(SCHEMA_VERSION):
         got = "nothing" if version is None else version.shown
         place = Place(path, ("schema_version",), version.place.line if version else 0)
         raise place.wrong("a device spec is of another version", got=got, expected=SCHEMA_VERSION)
@@ -391,7 +391,7 @@ def _read_figure(tree: Tree, quantity: str) -> Figure:
 
 def _read_number(tree: Tree) -> float:
     found = None
-    if isinstance(tree, Scalar) and tree.kind in ("int", "float", "str"):  # to YAML, 1e4 is text
+    if isinstance(tree, Scalar) and tree.kind in ("int", "float", "str") and not tree.is_quoted:  # to YAML, 1e4 is text
         try:
             found = float(tree.text.replace(".nan", "nan").replace(".inf", "inf"))
         except ValueError:

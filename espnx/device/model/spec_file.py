@@ -37,11 +37,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A text, a number as it is written, a truth value, or null (`kind`)."""
+    """A text, a number as it is written, a truth value, or null (`kind`). What stands in quotes is text, whatever it looks like."""
 
     place: Place
     kind: str
     text: str
+    is_quoted: bool = False
 
     @property
     def shown(self) -> str:
@@ -133,7 +134,7 @@ def _tree(node: yaml.Node, place: Place) -> Tree:
     if kind is None:
         got = f"{node.value!r} ({node.tag.rpartition(':')[2]})"
         raise place.wrong("a value is of no plain kind", got=got, expected="text or a number", fix="put it in quotes")
-    return Scalar(place, kind, node.value)
+    return Scalar(place, kind, node.value, node.style is not None)
 
 
 def _entries(node: yaml.MappingNode, place: Place) -> Iterator[tuple[str, yaml.Node]]:

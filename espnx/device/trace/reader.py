@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from ... import errors
@@ -15,6 +16,8 @@ from .writer import VERSION
 #: A line of a search for a million records; longer ones are none of ours.
 LINE_BYTES_MAX = 64 << 20
 _DEVICES_MAX = 4096
+_WITHOUT_END = 1  # a version
+_ROUNDED_S = 1e-6  # times are written with seven places
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,13 @@ class Command:
 
 @dataclass(frozen=True)
 class Trace:
-    """Attributes: program: that ran; devices: ``name``, ``kind`` and ``path`` of each; commands: in the order of their numbers."""
+    """Attributes: program: that ran; devices: ``name``, ``kind`` and ``path`` of each; commands: in the order of their numbers; is_whole:
+    it has an end. Of version 1, which has none, nobody can say."""
 
     program: str
     devices: list[dict[str, str]]
     commands: list[Command] = field(repr=False)
+    is_whole: bool = True
 
     @property
     def wall_s(self) -> float:
@@ -67,14 +72,42 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     head = next(lines, None)
     if head is None or "espnx_trace" not in head:
         raise errors.FormatError("no trace", path=path, got="a file without its first line", expected='{"espnx_trace": ...}')
-    if (version := head.whole("espnx_trace")) != VERSION:
+    if (version := head.whole("espnx_trace")) not in (_WITHOUT_END, VERSION):
         raise errors.FormatError("version of a trace", path=path, got=version, expected=VERSION, fix="record it again")
     devices = [{name: each.text(name) for name in ("name", "kind", "path")} for each in head.each("devices", count=_DEVICES_MAX)]
-    commands = sorted((_command(line, len(devices)) for line in lines), key=lambda command: command.number)
-    for number, command in enumerate(commands):
-        if number and command.number == commands[number - 1].number:
+    if version == _WITHOUT_END:
+        commands = [_command(line, len(devices)) for line in lines]
+    else:
+        commands = _whole(lines, len(devices), path)
+    commands.sort(key=lambda command: command.number)
+    for before, command in pairwise(commands):
+        if command.number == before.number:
             command.detail.refuse("n", "a number that no other line has")
-    return Trace(head.text("program"), devices, commands)
+    return Trace(head.text("program"), devices, commands, version == VERSION)
+
+
+def _whole(lines: Iterator[Fields], n_devices: int, path: str | os.PathLike[str]) -> list[Command]:
+    """The commands up to the end that says how many they are. Each has ended after those before it, and begun after the one it names."""
+    commands, ends_s, last_s = list[Command](), {-1: 0.0}, 0.0
+    for line in lines:
+        if "end" in line:
+            if (count := line.whole("end")) != len(commands):
+                line.refuse("end", f"{len(commands)}, as many as there are lines of commands", count)
+            if next(lines, None) is not None:
+                line.refuse("end", "the last line", "lines behind it")
+            return commands
+        command = _command(line, n_devices)
+        if command.end_s < last_s - _ROUNDED_S:
+            line.refuse("took_s", f"an end after that of the line before, which is at {last_s:.7f} s", f"one at {command.end_s:.7f} s")
+        after = line.whole("after", least=-1)
+        if after not in ends_s or ends_s[after] > command.at_s + _ROUNDED_S:
+            line.refuse("after", "-1, or a command that had ended", after)
+        ends_s[command.number] = last_s = command.end_s
+        commands.append(command)
+    raise errors.FormatError(
+        "a trace without an end", path=path, got=f"{len(commands)} commands", expected='{"end": ...} as its last line',
+        fix="the program that wrote it was stopped: record it again",
+    )  # fmt: skip
 
 
 def _lines(path: str | os.PathLike[str]) -> Iterator[Fields]:

@@ -13,6 +13,7 @@ import torch
 from ...ops.attention import Queries, RowsInMemory
 from ...storage import Engine, FileHandle, Future
 from ..around import DeviceAround
+from ..crew import Clock, clock_of
 from ..interface import (
     DeviceStats,
     KeptRecords,
@@ -65,6 +66,15 @@ class RecordedDevice(NearStorageDevice):
     def topology(self) -> Topology | None:
         """Of an emulated device."""
         return getattr(self._inner, "topology", None)
+
+    @property
+    def clock(self) -> Clock | None:
+        """See `clock_of`."""
+        return clock_of(self._inner)
+
+    def refuses(self, call: str) -> str:
+        """See `NearStorageDevice`."""
+        return self._inner.refuses(call)
 
     def check(self, directory: str | None = None, *, engine: Any = "auto", name: str | None = None) -> None:
         """See `NearStorageDevice`."""

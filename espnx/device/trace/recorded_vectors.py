@@ -120,6 +120,7 @@ class _Walk(_Written):
         rounds = self._inner.rounds
         self._line |= {"bytes": sum(each.bytes_moved for each in rounds), "rounds": [each.nodes.tolist() for each in rounds]}
         self._line["round_bytes"] = [each.bytes_moved for each in rounds]
+        self._line["round_requests"] = [each.read_requests for each in rounds]
         self._end()
         return found
 

@@ -231,7 +231,10 @@ class _Player:
     def _join(self, command: Command) -> Callable[[], None]:
         rows, of = self._of(command), command.detail.wholes("of", count=1 << 20)
         segments = [self._segment(command, number) for number in of]
-        (into,) = command.detail.each("segments", count=1)
+        said = command.detail.each("segments", count=1)
+        if not said:
+            command.detail.refuse("segments", "the one that is made")
+        (into,) = said
 
         def ask() -> None:
             self._segments[command.part, into.whole("number")] = rows.join(segments)
@@ -268,6 +271,8 @@ class _Player:
     def _attend(self, command: Command) -> Callable[[], Any]:
         rows, (ticket, asked) = self._of(command), self._ticket(command)
         layout, shape = _layout(asked), command.detail.wholes("queries", count=4)
+        if len(shape) != 4:
+            command.detail.refuse("queries", "[sequences, KV heads, rows, d]", shape)
         _check_size(shape, command)
         sequences, heads, n, d = shape
         queries = Queries(torch.zeros(sequences, heads, n, d), command.detail.whole("dv", 1, 1 << 20))
@@ -365,9 +370,10 @@ def _layout(said: Fields) -> RowLayout:
 
 
 def _heads(said: Fields) -> range:
-    start, stop, step = said.wholes("heads", most=1 << 20, count=3)
-    if not step:
-        said.refuse("heads", "a step above 0")
+    found = said.wholes("heads", most=1 << 20, count=3)
+    if len(found) != 3 or not found[2]:
+        said.refuse("heads", "[start, stop, step], the step above 0", found)
+    start, stop, step = found
     return range(start, stop, step)
 
 

@@ -1,4 +1,5 @@
-"""Writes a trace: a line for each command of a device, with what it moved, what it came after, and the host's work between."""
+"""Writes a trace: a line for each command of a device, with what it moved, what it came after, and the host's work between; at the end how
+many there are, so that a trace that was cut off is seen to be."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -15,7 +17,7 @@ from ... import errors
 from ..near_storage import NearStorageDevice
 
 #: Of the lines; the first one names it as `espnx_trace`.
-VERSION = 1
+VERSION = 2
 
 
 class TraceWriter:
@@ -35,7 +37,9 @@ class TraceWriter:
         self._begun = time.perf_counter()
         self._count = self._running = 0
         self._last, self._last_end_s = -1, 0.0  # the command that ended last
-        self._parts = 0
+        self._parts = self._lines = 0
+        self._ended = deque[dict[str, Any]]()  # that have ended, in that order, and wait to be written
+        self._complete = set[int]()  # of them, by number: those whose lines say all
         try:
             self._file: TextIO | None = open(self.path, "w", encoding="utf-8", buffering=1 << 16)  # noqa: SIM115
         except OSError as error:
@@ -78,13 +82,16 @@ class TraceWriter:
             self._running -= 1
             self._last, self._last_end_s = line["n"], now
             line["took_s"] = now - line["at_s"]
+            self._ended.append(line)
 
     def write(self, line: dict[str, Any], *, failed: str | None = None) -> None:
-        """The line of a command that has ended."""
+        """The line of a command that has ended. It is written once those of all that ended before are."""
         if failed is not None:
             line["failed"] = failed
         with self._lock:
-            self._write(line)
+            self._complete.add(line["n"])
+            while self._ended and self._ended[0]["n"] in self._complete:
+                self._write_next()
 
     def end(self, line: dict[str, Any], *, failed: str | None = None) -> None:
         """Both."""
@@ -102,6 +109,12 @@ class TraceWriter:
             raise
         self.end(line)
 
+    def _write_next(self) -> None:
+        line = self._ended.popleft()
+        self._complete.discard(line["n"])
+        self._lines += 1
+        self._write(line)
+
     def _write(self, line: dict[str, Any]) -> None:
         if self._file is None:
             return  # of a request that was cancelled when the program ended
@@ -116,12 +129,21 @@ class TraceWriter:
     def close(self) -> None:
         """Ends the file. May be called again."""
         with self._lock:
-            file, self._file = self._file, None
-        if file is not None:
+            if self._file is None:
+                return
             try:
-                file.close()
-            except OSError as error:
-                raise errors.WriteError("cannot write the trace", path=self.path, errno=error.errno) from error
+                for line in self._ended:
+                    if line["n"] not in self._complete:
+                        line["failed"] = "cancelled"  # nobody has taken its result
+                while self._ended:
+                    self._write_next()
+                self._write({"end": self._lines})
+            finally:
+                file, self._file = self._file, None
+                try:
+                    file.close()
+                except OSError as error:
+                    raise errors.WriteError("cannot write the trace", path=self.path, errno=error.errno) from error
 
     def __enter__(self) -> Self:
         return self

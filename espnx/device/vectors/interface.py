@@ -187,11 +187,13 @@ class Round:
         nodes: int64 [m]: that were asked for, in the order of their numbers.
         bytes_moved: across the device's queue, alignment included.
         distances: measured to vectors that this round brought.
+        read_requests: that were sent, after merging.
     """
 
     nodes: np.ndarray
     bytes_moved: int
     distances: int
+    read_requests: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,11 +18,12 @@ from ...storage.files import crc32c
 from ...storage.work import WorkFolder
 from ..codebook import Codebook, codebook_bytes, train_codebook, unpack_codebook
 from ..coding import VectorCoding
-from ..format import CODEBOOK, CODES, DISK_CODEBOOK, ENTRIES, NODES, ROWS, GraphFacts, in_directory
+from ..format import CODEBOOK, CODES, DISK_CODEBOOK, ENTRIES, NODES, ROWS, GraphFacts, GraphShare, in_directory
 from ..layout import PageLayout
 from ..options import GraphOptions, stored_rows
+from ..recall import RECALL_BLOCK_ROWS, add_recall
 from ..vectors import Vectors
-from ..write import RECALL_BLOCK_ROWS, GraphFiles, Progress, add_recall, code_pages, pages_of, publish
+from ..write import GraphFiles, Progress, code_pages, pages_of, publish
 from .budget import Budget, plan_parts, resident_bytes
 from .merge import EdgesFile, Piece, merge_parts, number_nodes
 from .partition import PartFiles, divide
@@ -55,30 +56,33 @@ class BoundedBuild:
 
 
 def build_bounded(
-    engine: NativeEngine, path: str, source: Vectors, layout: PageLayout, options: GraphOptions, memory_bytes: int, progress: Progress
-) -> BoundedBuild:
+    engine: NativeEngine, path: str, source: Vectors, layout: PageLayout, options: GraphOptions, memory_bytes: int, progress: Progress,
+    generation: int, share: GraphShare | None,
+) -> BoundedBuild:  # fmt: skip
     """Builds a graph in a directory that nobody else writes to, holding at most `memory_bytes` of memory in all.
 
     The directory may have the work folder of an interrupted build; where that was of the same vectors and options, what it had finished
-    is kept.
+    is kept. `generation`: of the graph's files; `share`: that it is of a collection.
 
     Raises:
         InvalidInputError: a limit that is too low, or as `stored_rows`.
         WriteError, DiskFullError, ReadError: of the directory.
     """
     budget = plan_parts(layout, options, memory_bytes, resident_bytes())
-    return _Bounded(engine, path, source, layout, options, budget, progress).run()
+    return _Bounded(engine, path, source, layout, options, budget, progress, generation, share).run()
 
 
 class _Bounded:
     def __init__(
         self, engine: NativeEngine, path: str, source: Vectors, layout: PageLayout, options: GraphOptions, budget: Budget,
-        progress: Progress,
+        progress: Progress, generation: int, share: GraphShare | None,
     ):  # fmt: skip
+        self._generation, self._share = generation, share
         self._engine, self._path, self._source, self._layout, self._options = engine, path, source, layout, options
         self._progress = progress
         job = {
-            "n": source.n, "dim": source.dim, "dtype": str(source.dtype), "input": identity(source), "layout": repr(layout),
+            "generation": generation, "n": source.n, "dim": source.dim, "dtype": str(source.dtype), "input": identity(source),
+            "layout": repr(layout),
             "options": repr({name: value for name, value in vars(options).items() if name != "threads"}),
         }  # fmt: skip
         self._work = WorkFolder(path, job)
@@ -258,8 +262,9 @@ class _Bounded:
             sums[CODES] = sum_of_codes
         options = {name: value for name, value in vars(self._options).items() if name not in ("metric", "threads")}
         facts = GraphFacts(
-            self._path, in_directory(self._path, layout, len(entries), book, disk_book), layout, self._options.metric, salt, book, entries,
-            entry_codes, sums, options, disk_codebook=disk_book,
+            self._path, in_directory(self._path, self._generation, layout, len(entries), book, disk_book), layout, self._options.metric,
+            salt, book, entries,
+            entry_codes, sums, options, disk_codebook=disk_book, generation=self._generation, share=self._share,
         )  # fmt: skip
         try:
             return publish(self._engine, self._path, GraphFiles(facts, contents))

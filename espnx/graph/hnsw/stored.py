@@ -24,6 +24,7 @@ from ...storage import Engine, FileHandle, NativeEngine, Plan
 from ...storage.files import crc32c, read_file
 from ...storage.manifest import read_manifest
 from ...storage.parse import Fields, check_file_size
+from ...storage.replacing import versioned
 from .links import M_MAX, Links, links_bytes, parse_links
 
 MAGIC, VERSION = "espnx-hnsw", 1
@@ -80,11 +81,15 @@ class HnswGraph:
             self.dim = fields.whole("dim", 1, DIM_MAX)
             self.metric: str = fields.choice("metric", METRICS)
             self._slots = Slots(fields.whole("n", 0, NODES_MAX), vector_bytes(self.format, self.dim))
-            self.links = _read_links(engine, self.directory, fields, self._slots.n)
-            self._sums = _read_sums(engine, self.directory, fields, self._slots)
-        self._path = os.path.join(self.directory, VECTORS_NAME)
+            generation = fields.whole("generation", 1)
+            self.links = _read_links(engine, self._file_path(LINKS_NAME, generation), fields, self._slots.n)
+            self._sums = _read_sums(engine, self._file_path(SUMS_NAME, generation), fields, self._slots)
+        self._path = self._file_path(VECTORS_NAME, generation)
         check_file_size(self._path, self._slots.n_units * self._slots.unit_bytes, "file of vectors", _REBUILD)
         self._file: FileHandle | None = None
+
+    def _file_path(self, name: str, generation: int) -> str:
+        return os.path.join(self.directory, versioned(name, generation))
 
     @property
     def n_nodes(self) -> int:
@@ -146,9 +151,8 @@ class HnswGraph:
         return slots.n_units
 
 
-def _read_links(engine: NativeEngine, directory: str, fields: Fields, n: int) -> Links:
+def _read_links(engine: NativeEngine, path: str, fields: Fields, n: int) -> Links:
     m, n_upper = fields.whole("m", 1, M_MAX), fields.whole("n_upper", 0, NODES_MAX)
-    path = os.path.join(directory, LINKS_NAME)
     entry = fields.whole("entry", -1, NODES_MAX)
     data = _read_checked(engine, path, links_bytes(n, m, n_upper), fields.whole("links_crc32c", 0, 2**32 - 1))
     links = parse_links(data, n, m, n_upper, entry)
@@ -156,9 +160,8 @@ def _read_links(engine: NativeEngine, directory: str, fields: Fields, n: int) ->
     return links
 
 
-def _read_sums(engine: NativeEngine, directory: str, fields: Fields, slots: Slots) -> np.ndarray:
+def _read_sums(engine: NativeEngine, path: str, fields: Fields, slots: Slots) -> np.ndarray:
     """int64 [units]."""
-    path = os.path.join(directory, SUMS_NAME)
     data = _read_checked(engine, path, 4 * slots.n_units, fields.whole("sums_crc32c", 0, 2**32 - 1))
     return np.frombuffer(data, "<u4").astype(np.int64)
 

@@ -13,13 +13,18 @@ from ...ops.distances import VECTOR_FORMATS, vector_bytes
 from ...ops.distances.checks import check_dim, check_metric
 from ...ops.quantise import load_faiss
 from ...storage import NativeEngine
-from ...storage.files import StreamWriter, crc32c, make_given_directory, names_in, write_file
-from ...storage.lock import LOCK_NAME, DirectoryLock
+from ...storage.files import StreamWriter, crc32c, names_in, write_file
 from ...storage.manifest import NAME, write_manifest
 from ...storage.native import given_engine
+from ...storage.replacing import StoreKind, VersionedFiles, versioned, writing_to
 from .links import M_MAX, Links
 from .stored import LINKS_NAME, MAGIC, SUMS_NAME, VECTORS_NAME, VERSION, Slots
 
+_NAMES = (VECTORS_NAME, SUMS_NAME, LINKS_NAME)
+_FILES = VersionedFiles(_NAMES)
+KIND = StoreKind(
+    MAGIC, VERSION, "an HNSW", lambda path: [name for name in names_in(path) if not _FILES.is_unfinished(name) and name != f"{NAME}.new"]
+)
 _FORMATS = {str(dtype).removeprefix("torch."): name for name, dtype in VECTOR_FORMATS.items()}
 
 
@@ -31,6 +36,7 @@ def build_hnsw(
     ef_construction: int = 100,
     metric: str = "l2",
     threads: int = 1,
+    replace: bool = False,
     engine: NativeEngine | None = None,
 ) -> None:
     """Builds an HNSW in a directory, as RAGX has it: FAISS's, with the vectors on SSD (section 5.1: M 32, efConstruction 100).
@@ -44,6 +50,7 @@ def build_hnsw(
         ef_construction: candidates that are kept for each new node.
         metric: ``l2`` or ``ip``.
         threads: of the build. With one, the same vectors give the same graph.
+        replace: an HNSW that is there, which stays as it is until the new one is whole.
         engine: of the writes; None: one of its own.
 
     Raises:
@@ -65,7 +72,7 @@ def build_hnsw(
         index.add(np.ascontiguousarray(rows, dtype=np.float32))
     finally:
         faiss.omp_set_num_threads(before)
-    write_hnsw(directory, rows, links_of(index), metric=metric, engine=engine)
+    write_hnsw(directory, rows, links_of(index), metric=metric, replace=replace, engine=engine)
 
 
 def links_of(index: Any) -> Links:
@@ -91,8 +98,9 @@ def links_of(index: Any) -> Links:
 
 
 def write_hnsw(
-    directory: str | os.PathLike[str], vectors: np.ndarray, links: Links, *, metric: str = "l2", engine: NativeEngine | None = None
-) -> None:
+    directory: str | os.PathLike[str], vectors: np.ndarray, links: Links, *, metric: str = "l2", replace: bool = False,
+    engine: NativeEngine | None = None,
+) -> None:  # fmt: skip
     """Writes an HNSW; the directory holds it whole when this returns, or none.
 
     Args:
@@ -100,6 +108,7 @@ def write_hnsw(
         vectors: [n, dim] of uint8, int8, float16 or float32; a `numpy.memmap` is read page by page.
         links: of those vectors.
         metric: by which they were built: ``l2`` or ``ip``.
+        replace: as of `build_hnsw`.
         engine: of the writes; None: one of its own.
 
     Raises as `build_hnsw`; FormatError for links that lead nowhere.
@@ -111,23 +120,20 @@ def write_hnsw(
     links.check()
     format = _FORMATS[rows.dtype.name]  # noqa: A001
     slots = Slots(len(rows), vector_bytes(format, rows.shape[1]))
-    make_given_directory(directory)
-    with given_engine(engine) as own, DirectoryLock(directory):
-        unfinished = {name: f"{name}.new" for name in (VECTORS_NAME, SUMS_NAME, LINKS_NAME)}
-        if foreign := sorted(names_in(directory) - {LOCK_NAME, f"{NAME}.new", *unfinished.values()}):
-            raise errors.InvalidInputError(
-                f"directory {os.fspath(directory)}", got=foreign[:3], expected="an empty directory, or what an interrupted build has left"
-            )
-        sums = _write_vectors(own, os.path.join(directory, unfinished[VECTORS_NAME]), rows, slots)
-        _, sums_crc32c = write_file(own, os.path.join(directory, unfinished[SUMS_NAME]), sums.tobytes())
-        _, links_crc32c = write_file(own, os.path.join(directory, unfinished[LINKS_NAME]), links.to_bytes())
-        for name, written in unfinished.items():
-            own.rename(os.path.join(directory, written), os.path.join(directory, name))
+    with given_engine(engine) as own, writing_to(directory, KIND, replace=replace) as is_replacement:
+        generation = _FILES.begin(own, directory, KIND, is_replacement=is_replacement)
+        final = {name: os.path.join(directory, versioned(name, generation)) for name in _NAMES}
+        sums = _write_vectors(own, f"{final[VECTORS_NAME]}.new", rows, slots)
+        _, sums_crc32c = write_file(own, f"{final[SUMS_NAME]}.new", sums.tobytes())
+        _, links_crc32c = write_file(own, f"{final[LINKS_NAME]}.new", links.to_bytes())
+        for path in final.values():
+            own.rename(f"{path}.new", path)
         facts = {
-            "format": format, "dim": rows.shape[1], "metric": metric, "n": len(rows), "m": links.m, "n_upper": len(links.upper),
-            "entry": links.entry, "sums_crc32c": sums_crc32c, "links_crc32c": links_crc32c,
+            "generation": generation, "format": format, "dim": rows.shape[1], "metric": metric, "n": len(rows), "m": links.m,
+            "n_upper": len(links.upper), "entry": links.entry, "sums_crc32c": sums_crc32c, "links_crc32c": links_crc32c,
         }  # fmt: skip
         write_manifest(own, directory, MAGIC, VERSION, facts)
+        _FILES.keep(directory, generation)
 
 
 def _write_vectors(engine: NativeEngine, path: str, rows: np.ndarray, slots: Slots) -> np.ndarray:

@@ -19,6 +19,7 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 
 from ... import errors
 from ...checks import check_path
+from ...forks import check_own, compute_alone
 from ...sizes import parse_size
 from ...storage import Engine, open_engine
 from ...weights.layers import Share, share
@@ -56,6 +57,7 @@ def load_streamed(
         FormatError, TruncatedFileError: the files are damaged, or are not this model's.
         ReadError, DeadlineExceededError: also from a forward pass; the model can be used again after it.
     """
+    compute_alone()
     if read_ahead < 1:
         raise errors.InvalidInputError("read_ahead", got=read_ahead, expected="at least 1")
     folder, budget_bytes = Path(check_path("model", path)), parse_size(memory)
@@ -105,6 +107,9 @@ class StreamedWeights:
                 files, {number: weights.layers[number] for number in plan.streamed}, slots=plan.slots, slot_bytes=plan.slot_bytes,
                 converted_bytes=plan.converted_bytes,
             )  # fmt: skip
+        self._process = os.getpid()
+        for part in {id(each): each for each in (model, model.base_model)}.values():  # either may be called
+            part.register_forward_pre_hook(self._check_process, prepend=True)
         self._user: int | None = None  # the thread that is inside a streamed layer
         for number in plan.streamed:
             skip = len(self._names[number])
@@ -119,6 +124,13 @@ class StreamedWeights:
         lost = [name for name, tensor in model.state_dict().items() if tensor.is_meta and not name.startswith(streamed or "\0")]
         if lost:
             raise errors.FormatError(f"weights of {type(model).__name__}", got=f"{lost[0]} in no file", expected="all of them")
+
+    def _check_process(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        """Raises InvalidInputError in a child of the process whose engine reads the weights."""
+        if self._stream is None:
+            compute_alone()
+        else:
+            check_own(self._process, "the streamed model", "load it after fork()")
 
     def _before(self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled() and any(_wants_grad(value) for value in (*args, *kwargs.values())):

@@ -15,7 +15,10 @@ Any other attention is computed here, by the framework's own kernels.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from numbers import Number
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ from ...kv.prefill import for_fused, has_fused
 from ...kv.scores import PLAIN, ScoreRules
 from ...ops.attention import add_sinks
 from ...ops.precision import whole_float32
+from .graphs import outside_graphs
 from .masks import Mask, meaning
 
 _QUERIES_AT_ONCE = 256
@@ -63,6 +67,7 @@ def layer_of(rows: torch.Tensor) -> Any:
     return getattr(rows, "_espnx", None)
 
 
+@outside_graphs
 def espnx_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -77,10 +82,10 @@ def espnx_attention(
     """transformers' attention function: query [b, heads, n, d], key and value as the cache returned them. Returns [b, n, heads, dv].
 
     Raises InvalidInputError for what espnx does not compute: dropout, and arguments that are not known here (position biases, indices of
-    blocks).
+    blocks) and may count. What may not, `generate` passes down as it comes: a tokenizer.
     """
     where = f"attention of {type(module).__name__}"
-    if unknown := [name for name, value in kwargs.items() if value is not None and name not in _HARMLESS | _COMPUTED]:
+    if unknown := [name for name, value in kwargs.items() if name not in _HARMLESS | _COMPUTED and _may_count(value)]:
         raise errors.InvalidInputError(where, got=", ".join(unknown), expected="plain scaled dot products")
     if dropout:
         raise errors.InvalidInputError("attention dropout", got=dropout, expected=0.0, fix="model.eval()")
@@ -106,6 +111,18 @@ def espnx_attention(
     else:
         o = attend_in_memory(query, key, value, said, scale, causal, rules)
     return o.transpose(1, 2).contiguous(), None
+
+
+def _may_count(value: Any) -> bool:
+    """Whether an argument that nobody knows may change what attention computes: numbers, tensors, names and functions may, and what has
+    them in it."""
+    if isinstance(value, (torch.Tensor, Number, str, FunctionType, MethodType, partial)):
+        return True
+    if isinstance(value, Mapping):
+        return any(map(_may_count, value.values()))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(map(_may_count, value))
+    return any(isinstance(part, torch.Tensor) for part in getattr(value, "__dict__", {}).values())
 
 
 def attend_in_memory(

@@ -31,8 +31,9 @@ from ...kv.striping import Storage, directories_of
 from ...kv.visibility import Visibility
 from ...sizes import parse_size
 from ...storage.engine import paths_of, reasons_of
-from . import fingerprint as fingerprints
 from .attention import NAME, awaited
+from .graphs import outside_graphs
+from .identity import fingerprint as fingerprints
 from .kept import KeptState
 from .layers import StoredLayer, bytes_of, empty, layers_of, restore, sequences_of, states_of, why_not_cropped
 from .passes import ForwardPass, PassGuard
@@ -181,9 +182,10 @@ class KVCache(Cache):
 
         Raises:
             StateError: the model does not attend through espnx, or the cache is being used by another thread.
-            InvalidInputError: the model has other layers, or the cache holds another batch.
+            InvalidInputError: the model has other layers, the cache holds another batch, or another process made it.
             ForeignFileError: a kept cache is of another model.
         """
+        self.store.check_process()  # before anything waits for a thread or a lock of the parent's
         with self._passes.lock:
             if self._passes.is_inside(model):
                 return
@@ -226,9 +228,7 @@ class KVCache(Cache):
         if held and sequences not in (None, held):
             raise errors.InvalidInputError("sequences of the batch", got=sequences, expected=f"{held}, as in the cache", fix="reset()")
         core = model.base_model
-        if core is self._core():
-            return
-        if (got := len(text.per_layer_config)) != len(self.layers):
+        if core is not self._core() and (got := len(text.per_layer_config)) != len(self.layers):
             raise errors.InvalidInputError(
                 f"layers of {type(model).__name__}", got=got, expected=f"{len(self.layers)}, as in the config that the cache was made with"
             )
@@ -272,10 +272,56 @@ class KVCache(Cache):
         restore(self._in_memory, begun.in_memory)
         self._hidden, self._masks = begun.hidden, None
 
+    # --- what a model asks and tells as it runs ---
+
+    @outside_graphs
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @outside_graphs
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    @outside_graphs
     def get_seq_length(self, layer_idx: int = 0) -> int:
         if (held := self._passes.held) is not None:  # what the pass has added to some of its layers counts when it ends
             return held
         return min(self.lengths) if self._stored else super().get_seq_length(layer_idx)
+
+    @property
+    def max_cache_len(self) -> int:
+        """What PEFT asks of a cache before it puts one of its own in its place. Raises InvalidInputError."""
+        raise errors.InvalidInputError(
+            "a KVCache and prefix tuning", got="a cache that PEFT makes of the prefix, in place of this one", expected="no other cache",
+            fix="past_key_values=None, or an adapter that leaves the cache alone (LoRA, prompt tuning)",
+        )  # fmt: skip
+
+    def _check_text(self, model: PreTrainedModel, input_ids: torch.Tensor) -> None:
+        """Whether a text [sequences, n], which a model is to go on with, begins with what is cached, and is longer.
+
+        Raises InvalidInputError; where the model is another one, what `_begin_pass` raises.
+        """
+        held, n = self.get_seq_length(), input_ids.shape[-1]
+        if not held or self._is_closed or (n > held and self._is_begin_of(input_ids) is not False):
+            return
+        self._check_model(model, None)
+        raise errors.InvalidInputError(
+            "a prompt and a cache that is in use", got="another text than the cache holds" if n > held else f"{n} tokens",
+            expected=f"the whole text: the {held} tokens that the cache holds, and more",
+            fix="cache.reuse_prefix(input_ids) before generate, or cache.reset()",
+        )  # fmt: skip
+
+    def _is_begin_of(self, input_ids: torch.Tensor) -> bool | None:
+        """Whether a text [sequences, n] begins with the tokens that are cached, padding aside; each sequence of it may have become several
+        in the cache (beams, samples). None: the tokens are not known, or are another batch's."""
+        held = self.get_seq_length()
+        if self.tokens is None or not len(input_ids) or len(self.tokens) % len(input_ids):
+            return None
+        given = input_ids[:, :held].cpu().repeat_interleave(len(self.tokens) // len(input_ids), dim=0)
+        same = given == self.tokens[:, : given.shape[1]]
+        return bool((same if self._hidden is None else same | self._hidden[:, : same.shape[1]]).all())
 
     # --- what a stored layer asks (`layers.LayerHost`): no part of what users see ---
 
@@ -466,7 +512,9 @@ class KVCache(Cache):
         tensors = {} if self.tokens is None or not held else {"tokens": self.tokens[:, :held]}
         if self._hidden is not None:
             tensors["hidden"] = self._hidden[:, :held].to(torch.uint8)
-        self._kept.save(self.store, tensors | self._rotations.tensors())
+        if self.store.x_rows:  # without X rows nothing is computed again, and rotations do not grow with the text
+            tensors |= self._rotations.tensors()
+        self._kept.save(self.store, tensors)
 
     def close(self) -> None:
         """Ends all I/O. A kept cache is saved first; of any other the space returns and nothing is left.

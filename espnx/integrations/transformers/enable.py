@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -18,24 +18,29 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from ... import errors
 from ...device.row_layout import RowLayout, format_of
+from ...forks import compute_alone
 from ...kv.scores import PLAIN, ScoreRules
 from .attention import NAME, attend_in_memory, awaited, espnx_attention, tag
 from .cache import KVCache
+from .generation import watch_generation
+from .graphs import outside_graphs
 from .layers import StoredLayer, layers_of
 from .masks import Mask, padding_mask
 from .projections import LayerInput, Rotations, attention_modules
 
 _TOKENS = 4
+Model = TypeVar("Model", bound=torch.nn.Module)
 
 
-def enable_kv_cache(model: PreTrainedModel) -> PreTrainedModel:
+def enable_kv_cache(model: Model) -> Model:
     """Lets a model attend through espnx; without a `KVCache` it computes what it did before.
 
     Two forward passes of a few tokens show whether that is so (about the time of two decoding steps; for a model that was enabled before,
     none).
 
     Args:
-        model: a decoder whose attention goes through transformers' attention interface (Llama, Qwen, Mistral, Mixtral, OPT, GPT-2, ...).
+        model: a decoder whose attention goes through transformers' attention interface (Llama, Qwen, Mistral, Mixtral, OPT, GPT-2, ...), or
+            a model of PEFT around one.
 
     Returns:
         The model itself.
@@ -43,8 +48,15 @@ def enable_kv_cache(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         InvalidInputError: the model computes attention in a way that espnx does not; nothing was changed.
     """
-    if not isinstance(model, PreTrainedModel):
+    compute_alone()
+    inner = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
+    if not isinstance(inner, PreTrainedModel):
         raise errors.InvalidInputError("enable_kv_cache", got=type(model).__name__, expected="a model of transformers")
+    _enable(inner)
+    return model
+
+
+def _enable(model: PreTrainedModel) -> None:
     AttentionInterface.register(NAME, espnx_attention)
     AttentionMaskInterface.register(NAME, padding_mask)
     before = _NamedAttention.of(model)
@@ -60,21 +72,23 @@ def enable_kv_cache(model: PreTrainedModel) -> PreTrainedModel:
             hooks = [module.register_forward_pre_hook(_note_input, with_kwargs=True) for module in attention_modules(model)]
             hooks += [part.register_forward_pre_hook(_note_forward, with_kwargs=True) for part in whole]
             model._espnx_hooks = [*hooks, *(part.register_forward_hook(_note_end, with_kwargs=True, always_call=True) for part in whole)]
+            watch_generation(model)
     except BaseException:
         before.restore()
         raise
-    return model
 
 
 def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> KVCache | None:
     return next((value for value in (*kwargs.values(), *args) if isinstance(value, KVCache)), None)
 
 
+@outside_graphs
 def _note_end(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     if (cache := _cache_of(args, kwargs)) is not None:
         cache._end_pass(model, failed=output is None)
 
 
+@outside_graphs
 def _note_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     cache = _cache_of(args, kwargs)
     if cache is None:
@@ -86,6 +100,7 @@ def _note_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
     cache._begin_pass(model, ids if is_ids else None, None if given is None else given.shape[0])
 
 
+@outside_graphs
 def _note_input(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     cache = kwargs.get("past_key_values")
     if isinstance(cache, KVCache) and cache.store.x_rows:

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from ... import errors
+from ...forks import compute_alone
 
 _NEEDED = ("gguf", "accelerate")  # transformers asks for both
 
@@ -52,6 +53,7 @@ def load_gguf(path: str | os.PathLike[str], dtype: torch.dtype = torch.float32) 
         MissingDependencyError: gguf or accelerate is not installed.
         FormatError: transformers cannot read the file: it is damaged, of an architecture that it does not know, or not a whole model.
     """
+    compute_alone()
     file = find_gguf(path)
     if file is None:
         raise errors.InvalidInputError(f"model {os.fspath(path)}", got="no GGUF file", expected="one, or a folder that holds one")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from ... import errors
 from ...device.row_layout import format_of
@@ -13,7 +16,8 @@ from ...kv.kept.folders import KeptName
 from ...kv.kept.library import evict
 from ...kv.kept.state import ROWS_NAME, load, save
 from ...kv.striping import Storage
-from . import fingerprint as fingerprints
+from .identity import fingerprint as fingerprints
+from .identity.watch import Watch
 
 
 class KeptState:
@@ -32,6 +36,8 @@ class KeptState:
         self._kind, self._library_bytes = kind, library_bytes
         self._name = KeptName(storage, name)
         self._fingerprint: dict[str, Any] | None = None
+        self._core: Callable[[], torch.nn.Module | None] = lambda: None  # of the model that was checked last
+        self._watch: Watch | None = None
 
     @property
     def directories(self) -> list[str]:
@@ -69,12 +75,15 @@ class KeptState:
                 )  # fmt: skip
         return tensors
 
-    def check(self, model: torch.nn.Module) -> None:
-        """The model whose K and V come next. Raises ForeignFileError where what was kept is another one's."""
+    def check(self, model: PreTrainedModel) -> None:
+        """The model whose K and V come next, in each forward pass. Raises ForeignFileError where what was kept is another one's."""
+        core = model.base_model  # either may be called
+        if self._watch is not None and core is self._core() and self._watch.is_unchanged():
+            return
         now = fingerprints.fingerprint(model, self._kind)
         if self._fingerprint is not None:
             fingerprints.compare(self._fingerprint, now, self.directories[0])
-        self._fingerprint = now
+        self._fingerprint, self._core, self._watch = now, weakref.ref(core), Watch(core)
 
     def save(self, store: SsdCache, tensors: dict[str, torch.Tensor]) -> None:
         """Publishes the state of a store, and `tensors` with it, unless no model has used it yet. Raises WriteError, DiskFullError."""

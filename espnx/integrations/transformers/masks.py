@@ -7,7 +7,7 @@ functions are recognised one by one: none that is not known here goes through.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import getclosurevars
 from typing import Any
@@ -16,9 +16,16 @@ import torch
 from transformers import masking_utils
 
 from ... import errors
+from .graphs import outside_graphs
 
 _AND = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
 _WINDOW = masking_utils.sliding_window_overlay(1).__code__
+_PACKED = masking_utils.packed_sequence_mask_function(torch.empty(0)).__code__
+_REMAPPED = masking_utils.remap_positions_for_packed_sequence(masking_utils.causal_mask_function, torch.empty(0)).__code__
+
+#: What is added to the values of our masks, so that no mask of a caller's own is taken for one.
+_OURS = 1 << 40
+_CAUSAL, _BOTH_WAYS, _WINDOWED = range(3)  # a window of n is _WINDOWED + n
 
 _WHAT, _KNOWN = "this model's attention mask", "causal, window and padding"
 
@@ -33,6 +40,7 @@ class Mask:
     is_causal: bool = True
 
 
+@outside_graphs
 def padding_mask(
     batch_size: int,
     q_length: int,
@@ -46,11 +54,12 @@ def padding_mask(
     device: torch.device | str | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """transformers' mask function: None (causal, no padding), else [sequences, 1, 1, positions], which `meaning` reads.
+    """transformers' mask function: None (causal, no padding), else int64 [sequences, 1, 1, positions], which `meaning` reads.
 
-    A model may move a mask to another device or pass it on, so all is in its values: bool for causality and padding alone; int64 where
-    visible positions hold the window + 1, or -1 for attention in both directions; 0: hidden.
+    A model may move a mask to another device or pass it on, so all is in its values: each says which mask it is, by a number that is
+    negative where the position is hidden.
     """
+    mask_function, is_one_sequence = _unpacked(mask_function)
     window, is_causal = _recognised(mask_function)
     end = kv_offset + kv_length
     if is_causal and end > int(q_offset) + q_length:
@@ -58,7 +67,7 @@ def padding_mask(
             "attention through espnx", got="a cache of a fixed size", expected="a KVCache, a cache that grows, or none",
             fix='model.set_attn_implementation("sdpa")',
         )  # fmt: skip
-    if not (allow_is_causal_skip if is_causal else allow_is_bidirectional_skip):
+    if not (is_one_sequence or (allow_is_causal_skip if is_causal else allow_is_bidirectional_skip)):
         raise errors.InvalidInputError(_WHAT, got="one that it changes further", expected=_KNOWN)
     if attention_mask is not None:
         if attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size or attention_mask.shape[1] < end:
@@ -67,11 +76,11 @@ def padding_mask(
             )
         attention_mask = attention_mask[:, kv_offset:end].bool()
         attention_mask = None if bool(attention_mask.all()) else attention_mask
-    if is_causal and window is None:
-        return None if attention_mask is None else attention_mask[:, None, None]
-    code = -1 if window is None else window + 1
+    if is_causal and window is None and attention_mask is None:
+        return None
+    code = _OURS + (_BOTH_WAYS if not is_causal else _CAUSAL if window is None else _WINDOWED + window)
     if attention_mask is not None:
-        return attention_mask[:, None, None].long() * code
+        return torch.where(attention_mask, code, -code)[:, None, None]
     return torch.full((batch_size, 1, 1, kv_length), code, device=device)
 
 
@@ -86,19 +95,26 @@ def meaning(mask: torch.Tensor | None) -> Mask:
 
 
 def _read(mask: torch.Tensor) -> Mask:
-    if mask.dim() == 4 and mask.shape[1:3] == (1, 1):
-        mask = mask[:, 0, 0]
-    if mask.dim() != 2 or mask.dtype not in (torch.bool, torch.int64):
+    low, high = (int(each) for each in mask.aminmax()) if mask.dtype == torch.int64 and mask.numel() else (0, 0)
+    if mask.dim() != 4 or mask.shape[1:3] != (1, 1) or min(abs(low), abs(high)) < _OURS:
         raise errors.InvalidInputError(
-            "attention mask", got=f"{mask.dim()} dimensions of {mask.dtype}", expected="[sequences, positions]", fix="pass the padding mask"
-        )
-    if mask.dtype == torch.bool:
-        return Mask(mask)
-    low, high = (int(each) for each in mask.aminmax())
-    visible = None if low and high else mask != 0
-    if low < 0:
-        return Mask(visible, is_causal=False)
-    return Mask(visible, high - 1 if high > 1 else None)
+            "attention mask", got=f"{list(mask.shape)} of {mask.dtype}", expected="[sequences, positions]: where there are tokens",
+            fix="pass the padding mask of all tokens, those in the cache included",
+        )  # fmt: skip
+    code = abs(high) - _OURS
+    visible = None if low > 0 else mask[:, 0, 0] > 0
+    return Mask(visible, code - _WINDOWED if code > _WINDOWED else None, is_causal=code != _BOTH_WAYS)
+
+
+def _unpacked(function: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
+    """What a mask function for packed sequences is made of, and whether it was one, where no sequence is packed: a graph that is being
+    traced cannot look, and takes any for packed ones. Those that are packed stay what they are, and are refused."""
+    parts = _parts(function)
+    if [getattr(part, "__code__", None) for part in parts] == [_PACKED, _REMAPPED]:
+        numbers = _closure(parts[0])["packed_sequence_mask"]
+        if bool((numbers[:, -1:] == 0).all()):  # they count up along each row
+            return _closure(parts[1])["mask_function"], True
+    return function, False
 
 
 def _recognised(function: Callable[..., Any]) -> tuple[int | None, bool]:
@@ -107,9 +123,8 @@ def _recognised(function: Callable[..., Any]) -> tuple[int | None, bool]:
         return None, True
     if function is masking_utils.bidirectional_mask_function:
         return None, False
-    parts = _closure(function).get("mask_functions", ()) if getattr(function, "__code__", None) is _AND else (function,)
     windows, is_causal = list[int](), False
-    for part in parts:
+    for part in _parts(function):
         if part is masking_utils.causal_mask_function:
             is_causal = True
         elif getattr(part, "__code__", None) is _WINDOW:
@@ -122,6 +137,11 @@ def _recognised(function: Callable[..., Any]) -> tuple[int | None, bool]:
     if not is_causal or not windows:
         raise errors.InvalidInputError(_WHAT, got="a window in both directions", expected=_KNOWN)
     return min(windows), True
+
+
+def _parts(function: Callable[..., Any]) -> Sequence[Callable[..., Any]]:
+    """The functions all of which must let a position through."""
+    return _closure(function)["mask_functions"] if getattr(function, "__code__", None) is _AND else (function,)
 
 
 def _closure(function: Callable[..., Any]) -> dict[str, Any]:

@@ -81,8 +81,10 @@ class Rotations:
         if self._cos.device != cos.device:  # they were kept
             self._cos, self._sin = self._cos.to(cos.device), self._sin.to(cos.device)
         if past >= self.count:
-            cos, sin = cos.detach(), sin.detach()
-            if self.count:  # one row stands for all sequences where none of them is padded
+            # Copies: a compiled model may use the memory of one pass's tensors again in the next. One row stands for all sequences where
+            # none of them is padded.
+            cos, sin = cos.detach().clone(), sin.detach().clone()
+            if self.count:
                 cos, sin = _joined(self._cos, cos), _joined(self._sin, sin)
             self._cos, self._sin, self.count = cos, sin, cos.shape[1]
 

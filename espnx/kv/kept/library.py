@@ -187,7 +187,7 @@ def _last_used(directory: str) -> float:
 def _is_open(directory: str) -> bool:
     """Changes nothing, so that a listing can be made by whoever may read."""
     try:
-        fd = os.open(os.path.join(directory, LOCK), os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(os.path.join(directory, LOCK), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe in its place would wait
     except OSError:
         return False
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...errors import InvalidInputError
+from ...forks import compute_alone
 from .._native import is_direct, load_ops
 from .checks import block_bytes, check_arguments, check_inside, check_rows
 from .cpu import attention_cpu
@@ -54,6 +55,7 @@ def attention(
         InvalidInputError: a wrong dtype, shape, device, format or dimension; a block outside the buffer (checked before any is read).
         MissingDependencyError: the extension is not built, or on CUDA Triton is not installed.
     """
+    compute_alone()
     check_arguments(query, buffer, block_offset_bytes, n_rows, visible, last_position)
     d = query.shape[-1]
     values = d if dv is None else dv
@@ -88,6 +90,7 @@ def merge(o1: torch.Tensor, lse1: torch.Tensor, o2: torch.Tensor, lse2: torch.Te
     Raises:
         InvalidInputError: the shapes do not fit.
     """
+    compute_alone()
     if o1.shape != o2.shape or lse1.shape != lse2.shape or o1.shape[:-1] != lse1.shape:
         got = ", ".join(str(list(tensor.shape)) for tensor in (o1, lse1, o2, lse2))
         raise InvalidInputError("merge of attention results", got=got, expected="o1 and o2 [..., dv], lse1 and lse2 [...]")

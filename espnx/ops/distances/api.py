@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...errors import InvalidInputError
+from ...forks import compute_alone
 from .._native import is_direct, load_ops
 from .checks import check_arguments, check_inside, vector_bytes
 from .cpu import distances_cpu
@@ -40,6 +41,7 @@ def distances(
             before any is read).
         MissingDependencyError: the extension is not built.
     """
+    compute_alone()
     check_arguments(query, buffer, offset_bytes, format, metric)
     if threads is not None and threads < 1:
         raise InvalidInputError("distances threads", got=threads, expected="1 or more, or None to leave it to the op")

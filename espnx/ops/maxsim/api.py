@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...errors import InvalidInputError
+from ...forks import compute_alone
 from .._native import is_direct, load_ops
 from .checks import check_arguments, check_codebook, check_inside
 from .codebook import Codebook
@@ -59,6 +60,7 @@ def maxsim(
         MissingDependencyError: the extension is not built, or on CUDA Triton is not installed.
     """
     token = token_format(format)
+    compute_alone()
     check_arguments(query, buffer, offset_bytes, n_tokens)
     check_codebook(token, query, codebook)
     if threads is not None and threads < 1:

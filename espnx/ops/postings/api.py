@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...errors import InvalidInputError
+from ...forks import compute_alone
 from .._native import is_direct, load_ops
 from .checks import KINDS, VARIANTS, Rules, check_arguments
 from .cpu import postings_cpu
@@ -45,6 +46,7 @@ def postings(
         InvalidInputError: dtypes, shapes, devices, rules; a list that is damaged or does not lie in the buffer.
         MissingDependencyError: the extension is not built.
     """
+    compute_alone()
     check_arguments(buffer, lists, weights, rules, k, lengths, norms, allowed)
     numbers = (
         rules.salt,

@@ -17,9 +17,10 @@ from ...storage import NativeEngine
 from ..analyzer import Analyzer
 from ..stored.layout import COUNT, RECORDS_MAX
 from ..stored.terms import term_bytes
+from .impacts import LargestWeights
 from .resume import InputDigest, KeptRuns, RunFacts
 from .spool import Run, TermPostings, join, merge_runs, remove_run, sort_postings
-from .writer import Progress, Section, SegmentWriter
+from .writer import Progress, SectionContent, SegmentWriter
 
 MEMORY_BYTES = 512 << 20
 BYTES_A_TOKEN, BYTES_A_TERM = 48, 600  # of memory, while a run is sorted; in Python's own dictionaries
@@ -53,10 +54,11 @@ class SegmentBuilder:
         memory_bytes: about so much is used, beyond two bytes a record and what the dictionary takes.
         progress: is told how many records were read and how many postings were merged.
         kept: where runs are kept for an attempt that follows one that was killed; None: they go with this object.
+        salt: of the segment; None: a random one.
 
     Attributes:
-        largest: weight of any posting, of impacts, whose steps are a 255th of it; builders whose segments are to have the same steps are
-            given the same before `sections`.
+        n_postings: once the sections are written.
+        n_raised: of impacts, then: weights below half a step, which are stored as one.
     """
 
     def __init__(
@@ -69,15 +71,17 @@ class SegmentBuilder:
         memory_bytes: int = MEMORY_BYTES,
         progress: Progress | None = None,
         kept: KeptRuns | None = None,
+        salt: int | None = None,
     ):
         self._engine, self._directory, self._kind = engine, directory, kind
         self._analyzer = analyzer or Analyzer()
         self._memory_bytes, self._progress = memory_bytes, progress or (lambda _what, _done, _total: None)
         self._kept = kept
-        self.salt = secrets.randbits(32) if kept is None else kept.salt
+        self.salt = kept.salt if kept is not None else secrets.randbits(32) if salt is None else salt
         self._runs: list[Run] = []
         self._lengths: list[np.ndarray] = []
-        self._first_of_run, self._n_postings, self.largest = 0, 0, 0.0
+        self._first_of_run = self._expected = self.n_postings = self.n_raised = 0
+        self._rest: TermPostings | None = None
         self._begin_run()
 
     def _begin_run(self) -> None:
@@ -90,8 +94,8 @@ class SegmentBuilder:
         """That were added."""
         return self._first_of_run + len(self._counts)
 
-    def resumed(self, items: Iterator[T], identity: Callable[[T], bytes]) -> Iterator[T]:
-        """Of the input, what must be added: all but what runs of an attempt before hold, which are taken as they are.
+    def resumed(self, items: Iterator[T], identity: Callable[[T], bytes]) -> Iterator[T | None]:
+        """Of the input, what must be added: all but what runs of an attempt before hold, which are taken as they are: None for each.
 
         Args:
             items: each is the argument of one call of an `add_...`; those of a run are held in memory until they are known to be its own.
@@ -110,6 +114,7 @@ class SegmentBuilder:
                 break
             self._take(run, facts)
             self._progress("records of the attempt before", self.n_records, 0)
+            yield None
         for item in items:
             self._input.add(identity(item))
             yield item
@@ -119,8 +124,7 @@ class SegmentBuilder:
         if facts.lengths is not None:
             self._lengths.append(facts.lengths)
         self._first_of_run += facts.n_records
-        self._n_postings += run.n_postings
-        self.largest = max(self.largest, facts.largest)
+        self._expected += run.n_postings
 
     def add_text(self, text: str) -> None:
         """The next record, cut by the analyzer. Raises InvalidInputError."""
@@ -151,7 +155,6 @@ class SegmentBuilder:
             raise errors.InvalidInputError("vector", got="a term that it has twice", expected="each once, as text or as a number")
         self._tokens.extend(numbers)
         self._weights.frombytes(rounded[kept].tobytes())
-        self.largest = max(self.largest, float(rounded.max(initial=0)))
         self._end_record(int(kept.sum()))
 
     def add_rows(self, terms: np.ndarray, weights: np.ndarray, counts: np.ndarray) -> None:
@@ -168,7 +171,6 @@ class SegmentBuilder:
         self._tokens.frombytes(numbers[place].tobytes())
         self._weights.frombytes(rounded[kept].tobytes())
         self._counts.frombytes(np.bincount(record[kept], minlength=len(counts)).astype(np.uint32).tobytes())
-        self.largest = max(self.largest, float(rounded.max(initial=0)))
         self._look_at_size()
 
     def _end_record(self, count: int) -> None:
@@ -199,7 +201,7 @@ class SegmentBuilder:
             self._lengths.append(np.bincount(records, minlength=len(counts)).astype(np.uint32))
         found = sort_postings(names, ids, records + np.uint32(self._first_of_run), weights)
         self._first_of_run += len(counts)
-        self._n_postings += len(found.records)
+        self._expected += len(found.records)
         self._begin_run()
         return found
 
@@ -211,27 +213,48 @@ class SegmentBuilder:
             self._runs.append(Run.write(self._engine, path, found)[0])
         else:
             lengths = self._lengths[-1] if self._kind == COUNT else None
-            facts = RunFacts(len(self._runs), first, seen.n_items, seen.digest, n_records, len(found.names), self.largest, lengths)
+            facts = RunFacts(len(self._runs), first, seen.n_items, seen.digest, n_records, len(found.names), lengths)
             self._runs.append(self._kept.keep(facts, found))
         self._progress("bytes of the spool", sum(run.size_bytes for run in self._runs), 0)
 
-    def sections(self) -> Iterator[Section]:
-        """Name and content of each section, as uint8 arrays one after the other. Each content must be used up before the next section is
-        asked for; all of them once. Raises what reads and writes of the spool raise, and InvalidInputError for too many records, terms or
-        lengths."""
-        whole = None if self._runs else join([self._sorted()])
-        if self._counts:
+    def sort_rest(self) -> None:
+        """Sorts what is in memory, after the last record."""
+        if not self._runs:
+            self._rest = self._rest or join([self._sorted()])
+        elif self._counts:
             self._end_run()
-        budget = max(1 << 16, self._memory_bytes // _BYTES_A_MERGED_POSTING)
-        merged = merge_runs(self._engine, self._runs, budget) if whole is None else iter([whole])
+
+    def largest_weights(self) -> LargestWeights:
+        """Of all records; reads the spool once more. After `sort_rest`."""
+        found = LargestWeights(np.zeros(0, np.uint64), np.zeros(0, np.float32))
+        for part in self._merged():
+            found = found.joined(LargestWeights.in_postings(part))
+        return found
+
+    def _merged(self) -> Iterator[TermPostings]:
+        if self._rest is not None:
+            return iter([self._rest])
+        return merge_runs(self._engine, self._runs, max(1 << 16, self._memory_bytes // _BYTES_A_MERGED_POSTING))
+
+    def sections(self, largest: LargestWeights | None = None) -> Iterator[SectionContent]:
+        """Name and content of each section, as uint8 arrays one after the other. Each content must be used up before the next section is
+        asked for; all of them once.
+
+        Args:
+            largest: of impacts: weights that the steps of each list have to reach; None: those of the records themselves.
+
+        Raises what reads and writes of the spool raise, and InvalidInputError for too many records, terms or lengths.
+        """
+        self.sort_rest()
         lengths = np.concatenate([np.zeros(0, np.int64), *self._lengths]) if self._kind == COUNT else None
         writer = SegmentWriter(
-            self._engine, self._directory, salt=self.salt, kind=self._kind, n_records=self.n_records, n_postings=self._n_postings,
-            largest=self.largest, memory_bytes=self._memory_bytes, progress=self._progress,
+            self._engine, self._directory, salt=self.salt, kind=self._kind, n_records=self.n_records, n_postings=self._expected,
+            largest=largest, memory_bytes=self._memory_bytes, progress=self._progress,
         )  # fmt: skip
         try:
-            yield from writer.sections(merged, lengths)
+            yield from writer.sections(self._merged(), lengths)
         finally:
+            self.n_postings, self.n_raised = writer.n_postings, writer.n_raised
             writer.close()
             self.close()
 

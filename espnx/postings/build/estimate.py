@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from ... import errors
 from ...sizes import format_size
 from ..analyzer import Analyzer
 from .builder import BYTES_A_TOKEN, MEMORY_BYTES
-from .records import CsrArrays
+from .records import CsrArrays, Records
 
 SAMPLE_RECORDS = 1000
 #: Of a posting in a run: its record and its value. In what forward records are sorted from: its term, too.
 _RUN_BYTES, _FORWARD_BYTES = 8, 12
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,9 @@ class SpoolEstimate:
 def estimate_spool(
     n_records: int | None = None,
     *,
-    texts: Iterable[str] | None = None,
-    terms: Iterable[Sequence[str] | Sequence[int]] | None = None,
-    vectors: Iterable[Mapping[str, float] | Mapping[int, float]] | CsrArrays | None = None,
+    texts: Iterable[Any] | None = None,
+    terms: Iterable[Any] | None = None,
+    vectors: Iterable[Any] | CsrArrays | None = None,
     analyzer: Analyzer | None = None,
     memory_bytes: int = MEMORY_BYTES,
 ) -> SpoolEstimate:
@@ -61,17 +65,41 @@ def estimate_spool(
         raise errors.InvalidInputError("estimate of a spool", got="nothing", expected="texts, terms or vectors")
     if isinstance(given, CsrArrays):
         return _estimate(len(given.indptr) - 1, len(given.data), len(given.data), is_vectors=True, memory_bytes=memory_bytes)
-    if n_records is None and not hasattr(given, "__len__"):
+    n_records = operator.length_hint(given, -1) if n_records is None else n_records
+    if n_records < 0:
         raise errors.InvalidInputError("estimate of a spool", got="an input of unknown length", expected="n_records")
-    total = len(given) if n_records is None else n_records
-    tokens = postings = seen = 0
-    cut = analyzer or Analyzer()
-    for record in _sample(given):
-        found = cut.words(record) if texts is not None else list(record)
-        tokens, seen = tokens + len(found), seen + 1
-        postings += len(set(found))
-    each = total / max(1, seen)
-    return _estimate(total, round(tokens * each), round(postings * each), is_vectors=vectors is not None, memory_bytes=memory_bytes)
+    sample = list(_sample(given))
+    records = Records(*(None if each is None else sample for each in (texts, terms, vectors)))
+    counting = _Counting(analyzer or Analyzer())
+    seen = sum(1 for _ in records.add_to(counting))
+    each = n_records / max(1, seen)
+    return _estimate(
+        n_records, round(counting.n_tokens * each), round(counting.n_postings * each), is_vectors=vectors is not None,
+        memory_bytes=memory_bytes,
+    )  # fmt: skip
+
+
+class _Counting:
+    """Counts what records have, and keeps nothing; to `Records` it is a builder."""
+
+    def __init__(self, analyzer: Analyzer):
+        self._analyzer, self.n_tokens, self.n_postings = analyzer, 0, 0
+
+    def resumed(self, items: Iterator[T], _identity: Callable[[T], bytes]) -> Iterator[T | None]:
+        return items
+
+    def add_text(self, text: str) -> None:
+        self.add_terms(self._analyzer.words(text))
+
+    def add_terms(self, terms: Sequence[str | int]) -> None:
+        self.n_tokens += len(terms)
+        self.n_postings += len(set(terms))
+
+    def add_vector(self, vector: Mapping[Any, float]) -> None:
+        self.add_terms(list(vector))
+
+    def add_rows(self, terms: np.ndarray, _weights: np.ndarray, _counts: np.ndarray) -> None:
+        self.n_tokens, self.n_postings = self.n_tokens + len(terms), self.n_postings + len(terms)
 
 
 def _estimate(n_records: int, n_tokens: int, n_postings: int, *, is_vectors: bool, memory_bytes: int) -> SpoolEstimate:

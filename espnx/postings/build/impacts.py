@@ -5,58 +5,96 @@ A file of its own: what is lossy about vectors is here, and nothing of how lists
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from ..stored.dictionary import RANKS
+from ..stored.dictionary import EXPONENT_LEAST, EXPONENT_MOST, STEPS
 from ..stored.layout import LIST_ALIGN_BYTES
 from .spool import TermPostings
 
-STEPS = 255
 #: Lists of so many postings have a first layer, of this share of them, and of no fewer than the least.
 LAYERED_FROM, FIRST_SHARE, FIRST_LEAST = 8192, 4, 4096
 #: A first layer's size has 16 bits, in units of 64 bytes; a posting takes at most nine bytes, and pieces a few more.
 FIRST_MOST = 0xFFFF * LIST_ALIGN_BYTES // 10
 
 
-def quantise(part: TermPostings, scale: float) -> TermPostings:
-    """Float weights as steps of `scale`, 1 to 255; what is nearer to none is dropped, and with it a term that has nothing else."""
-    steps = np.rint(part.values.view(np.float32).astype(np.float64) / scale).astype(np.uint32)
-    kept = steps > 0
-    begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(part.counts)])
-    counts = np.diff(np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)])[begins])
-    used = counts > 0
-    names = [name for name, is_used in zip(part.names, used.tolist(), strict=True) if is_used]
-    return TermPostings(names, part.hashes[used], counts[used], part.records[kept], np.minimum(steps[kept], STEPS))
+@dataclass(frozen=True, eq=False)
+class LargestWeights:
+    """Of terms, by their hashes: those that share one have the same steps, so that whoever knows hashes alone decides alike.
+
+    Attributes:
+        hashes: uint64 [n], ascending, each once.
+        weights: float32 [n].
+    """
+
+    hashes: np.ndarray
+    weights: np.ndarray
+
+    @classmethod
+    def of(cls, hashes: np.ndarray, weights: np.ndarray) -> LargestWeights:
+        """Of hashes in any order, some of them several times."""
+        order = np.argsort(hashes, kind="stable")
+        known, first = np.unique(hashes[order], return_index=True)
+        return cls(known, np.maximum.reduceat(weights[order], first) if len(known) else weights)
+
+    @classmethod
+    def in_postings(cls, part: TermPostings) -> LargestWeights:
+        """Of lists whose values are the bits of float32."""
+        return cls.of(part.hashes, _largest(part, part.values.view(np.float32)))
+
+    def joined(self, other: LargestWeights) -> LargestWeights:
+        """Of both."""
+        return self.of(np.concatenate([self.hashes, other.hashes]), np.concatenate([self.weights, other.weights]))
+
+    def exponents(self, hashes: np.ndarray) -> np.ndarray:
+        """int8: the least powers of 2 of which 255 are as much as the largest weight, of these hashes."""
+        mantissa, exponent = np.frexp(self.weights[np.searchsorted(self.hashes, hashes)].astype(np.float64))
+        found = np.where(mantissa <= STEPS / 256, exponent - 8, exponent - 7)
+        return np.clip(found, EXPONENT_LEAST, EXPONENT_MOST).astype(np.int8)
 
 
-def into_layers(part: TermPostings, weights: np.ndarray, scale: float) -> tuple[TermPostings, np.ndarray, np.ndarray]:
+def quantise(part: TermPostings, exponents: np.ndarray) -> tuple[TermPostings, int]:
+    """Float weights as 1 to 255 steps, of each list 2 to the power of its exponent: at most half a step off, but for those below half a
+    step, which are one: what a record has is never stored as nothing.
+
+    Steps are powers of 2, so lists of coarser steps hold what they can of finer ones: however often lists are merged, a weight is less than
+    one step off, of the coarsest that it had.
+
+    Returns the postings, and how many weights were below half a step.
+    """
+    steps = part.values.view(np.float32) / np.repeat(np.ldexp(1.0, exponents.astype(np.int32)), part.counts)
+    values = np.clip(np.rint(steps), 1, STEPS).astype(np.uint32)
+    return TermPostings(part.names, part.hashes, part.counts, part.records, values), int(np.count_nonzero(steps < 0.5))
+
+
+def into_layers(part: TermPostings, weights: np.ndarray) -> tuple[TermPostings, np.ndarray, np.ndarray]:
     """Puts the heaviest postings of long lists first.
 
     Args:
         weights: float32 or uint32, of each posting: what orders them.
-        scale: of the steps that the dictionary counts in, relative to `weights`.
 
     Returns:
         The postings, those of each list in layers, each ascending by record; int64 [n]: postings of the first of two layers, 0 where there
-        is one; uint8 [n, 4]: the largest weight of each list and those of the ranks of `espnx.postings.stored.dictionary.RANKS`, in steps,
-        rounded up.
+        is one; the largest weight of each list.
     """
     n = len(part.names)
-    begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(part.counts)])
-    term = np.repeat(np.arange(n), part.counts)
-    order = np.lexsort((-weights.astype(np.float64), term))  # stable: of equal weights the lower record first
-    largest = np.zeros((n, 1 + len(RANKS)), np.uint8)
-    for column, rank in enumerate((1, *RANKS)):
-        there = part.counts >= rank
-        found = weights[order[begins[:-1][there] + rank - 1]].astype(np.float64) / scale
-        largest[there, column] = np.clip(np.ceil(found - 1e-6), 1, STEPS)
-    first = np.zeros(n, np.int64)
+    largest, first = _largest(part, weights), np.zeros(n, np.int64)
     long = part.counts >= LAYERED_FROM
     first[long] = np.clip(part.counts[long] // FIRST_SHARE, FIRST_LEAST, FIRST_MOST)
     if not long.any():
         return part, first, largest
+    begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(part.counts)])
+    term = np.repeat(np.arange(n), part.counts)
+    order = np.lexsort((-weights.astype(np.float64), term))  # stable: of equal weights the lower record first
     layer = np.ones(len(order), np.int64)
     place = np.arange(len(order)) - begins[term]  # of a posting among those of its term, the heaviest first
     layer[order[place < first[term]]] = 0
     again = np.argsort(term * 2 + layer, kind="stable")
     return TermPostings(part.names, part.hashes, part.counts, part.records[again], part.values[again]), first, largest
+
+
+def _largest(part: TermPostings, weights: np.ndarray) -> np.ndarray:
+    """Of each list; none is empty."""
+    begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(part.counts)])[:-1]
+    return np.maximum.reduceat(weights, begins) if len(begins) else weights[:0]

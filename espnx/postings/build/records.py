@@ -1,19 +1,31 @@
-"""What a caller gives to be indexed: texts, terms, or sparse vectors as mappings or as arrays."""
+"""What a caller gives to be indexed: texts, terms, or sparse vectors as mappings or as arrays; each with an id, or none of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from itertools import chain, islice, pairwise
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from ... import errors
-from .builder import SegmentBuilder
+from ...storage.documents.ids import DocumentId, document_id
 
 _ROWS_AT_ONCE, _TERMS_MAX = 1024, 2**31
 _Rows = tuple[np.ndarray, np.ndarray, np.ndarray]
+T = TypeVar("T")
+
+
+class RecordBuilder(Protocol):
+    """A `SegmentBuilder`, or what hands records over to several."""
+
+    def resumed(self, items: Iterator[T], identity: Callable[[T], bytes], /) -> Iterator[T | None]: ...
+    def add_text(self, text: str, /) -> None: ...
+    def add_terms(self, terms: Sequence[str | int], /) -> None: ...
+    def add_vector(self, vector: Mapping[Any, float], /) -> None: ...
+    def add_rows(self, terms: np.ndarray, weights: np.ndarray, counts: np.ndarray, /) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,31 +58,165 @@ class CsrArrays:
             yield dict(zip(self.indices[begin:end].tolist(), self.data[begin:end].tolist(), strict=True))
 
 
-def add_records(
-    builder: SegmentBuilder,
-    *,
-    texts: Iterable[str] | None = None,
-    terms: Iterable[Sequence[str] | Sequence[int]] | None = None,
-    vectors: Iterable[Mapping[Any, float]] | None = None,
-) -> None:
-    """Hands all of them over, one at a time, but for those that an attempt before has kept. Raises InvalidInputError."""
-    if isinstance(texts, (str, bytes)) or isinstance(terms, (str, bytes)):
-        raise errors.InvalidInputError("records", got="one text", expected="a list of them", fix="put it into a list, of texts")
-    for text in () if texts is None else builder.resumed(iter(texts), _identity_of_text):
-        builder.add_text(text)
-    for each in () if terms is None else builder.resumed(iter(terms), _identity_of_terms):
-        builder.add_terms(each)
-    if isinstance(vectors, CsrArrays):
-        for rows in builder.resumed(_row_blocks(vectors), _identity_of_rows):
-            builder.add_rows(*rows)
-        return
-    for vector in () if vectors is None else builder.resumed(iter(vectors), _identity_of_vector):
-        builder.add_vector(vector)
+class Records:
+    """Records as a caller gives them, told apart from their ids.
+
+    Args:
+        texts: a mapping of ids to texts; or of each a str, an (id, text) pair, a mapping with ``text`` and perhaps ``id`` (or ``_id``) and
+            ``title``, which is put before the text, or an object with ``id`` and ``text``.
+        terms: of each a list of terms, or an (id, terms) pair; or what ``bm25s.tokenize`` gives.
+        vectors: of each a mapping of terms to weights, or an (id, mapping) pair; or `CsrArrays`.
+        ids: of the records, in their order, where they do not bring them.
+
+    Attributes:
+        source: ``texts``, ``terms``, ``vectors`` or ``rows``: by what the items are told apart.
+        has_ids: whether the first one has an id; the others must be as it is.
+
+    Raises InvalidInputError: not one of the three, or what is no collection of records.
+    """
+
+    def __init__(self, texts: Any = None, terms: Any = None, vectors: Any = None, ids: Any = None):
+        given = {name: value for name, value in (("texts", texts), ("terms", terms), ("vectors", vectors)) if value is not None}
+        if len(given) != 1:
+            got = " and ".join(given) or "nothing"
+            raise errors.InvalidInputError("postings", got=got, expected="one of texts, terms and vectors")
+        ((name, value),) = given.items()
+        if is_tokenized(value):
+            name, value = "terms", words_of(value)
+        if isinstance(value, (str, bytes)):
+            raise errors.InvalidInputError("records", got=f"one text as {name}", expected="a list of them", fix="put it into a list")
+        if not isinstance(value, Iterable) or (isinstance(value, Mapping) and name != "texts"):
+            raise errors.InvalidInputError(name, got=type(value).__name__, expected="a collection of records", fix="put one into a list")
+        value = value.items() if isinstance(value, Mapping) else value
+        self.source = "rows" if isinstance(value, CsrArrays) else name
+        self._items: Iterator[Any] = _row_blocks(value) if isinstance(value, CsrArrays) else iter(value)
+        self._ids = None if ids is None else _ids(ids)
+        self.has_ids = ids is not None
+        if ids is None and self.source != "rows":
+            first = list(islice(self._items, 1))
+            self.has_ids = any(self._taken(item, 0)[0] is not None for item in first)
+            self._items = chain(first, self._items)
+
+    def add_to(self, builder: RecordBuilder) -> Iterator[tuple[DocumentId | None, str]]:
+        """Hands all of them over, one at a time, but for those that an attempt before has kept; of each its id and its text, in their
+        order, no later than it is needed. Raises InvalidInputError."""
+        rows = deque[tuple[DocumentId | None, str]]()
+        add, identity = {
+            "texts": (builder.add_text, _identity_of_text), "terms": (builder.add_terms, _identity_of_terms),
+            "vectors": (builder.add_vector, _identity_of_vector), "rows": (lambda block: builder.add_rows(*block), _identity_of_rows),
+        }[self.source]  # fmt: skip
+        contents: Iterator[Any] = builder.resumed(self._contents(rows), identity)  # type: ignore[arg-type]
+        for content in contents:
+            if content is not None:
+                add(content)  # type: ignore[operator]
+            while rows:
+                yield rows.popleft()
+        yield from rows
+        if self._ids is not None and next(self._ids, None) is not None:
+            raise errors.InvalidInputError("ids", got="more than there are records", expected="one for each")
+
+    def _contents(self, rows: deque[tuple[DocumentId | None, str]]) -> Iterator[Any]:
+        number = 0
+        for item in self._items:
+            if self.source == "rows":
+                rows.extend((self._next_id(number + place), "") for place in range(len(item[2])))
+                number += len(item[2])
+                yield item
+                continue
+            identifier, content = self._taken(item, number)
+            if self._ids is not None:
+                if identifier is not None:
+                    raise errors.InvalidInputError(f"record {number}", got="an id of its own", expected="none beside ids=")
+                identifier = self._next_id(number)
+            if (identifier is None) == self.has_ids:
+                got, expected = ("no id", "one, as") if self.has_ids else (f"the id {identifier!r}", "none, as")
+                raise errors.InvalidInputError(f"record {number}", got=got, expected=f"{expected} those before")
+            rows.append((identifier, content if self.source == "texts" else ""))
+            number += 1
+            yield content
+
+    def _next_id(self, number: int) -> DocumentId | None:
+        if self._ids is None:
+            return None
+        found = next(self._ids, None)
+        if found is None:
+            raise errors.InvalidInputError("ids", got=f"{number}", expected="one for each record")
+        return found
+
+    def _taken(self, item: Any, number: int) -> tuple[DocumentId | None, Any]:
+        """(id or None, what is indexed)."""
+        identifier, content = {"texts": _text_of, "terms": _terms_of, "vectors": _vector_of}[self.source](item, number)
+        return None if identifier is None else document_id(identifier, f"id of record {number}"), content
 
 
-def source_name(texts: object, terms: object, vectors: object) -> str:
-    """By what the items of an input are told apart, of those above."""
-    return "texts" if texts is not None else "terms" if terms is not None else "rows" if isinstance(vectors, CsrArrays) else "vectors"
+def _ids(given: Any) -> Iterator[DocumentId]:
+    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        raise errors.InvalidInputError("ids", got=type(given).__name__, expected="a collection of them")
+    return (document_id(value, f"id of record {number}") for number, value in enumerate(given))
+
+
+def text_of(item: Any) -> str:
+    """Of a record of texts, what is indexed."""
+    found: str = _text_of(item, 0)[1]
+    return found
+
+
+def _text_of(item: Any, number: int) -> tuple[Any, Any]:
+    identifier, text = None, item
+    if isinstance(item, Mapping):
+        identifier, text = item.get("id", item.get("_id")), item.get("text")
+        if item.get("title") and isinstance(text, str):
+            text = f"{item['title']} {text}"
+    elif isinstance(item, tuple) and len(item) == 2:
+        identifier, text = item
+    elif hasattr(item, "id") and hasattr(item, "text"):
+        identifier, text = item.id, item.text
+    if isinstance(text, str):
+        return identifier, text
+    fix = None
+    if isinstance(item, Mapping) and "text" not in item:
+        fix = "weights of terms go into vectors=; a document has a text"
+    elif isinstance(item, (list, tuple)):
+        fix = "records that are cut into terms already go into terms="
+    raise errors.InvalidInputError(
+        f"text of record {number}", got=type(text if text is not None else item).__name__,
+        expected="a str, an (id, text) pair, or a mapping with id and text", fix=fix,
+    )  # fmt: skip
+
+
+def _terms_of(item: Any, number: int) -> tuple[Any, Any]:
+    is_pair = isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], (list, tuple, np.ndarray))
+    identifier, terms = item if is_pair else (None, item)
+    if isinstance(terms, (str, bytes, Mapping)) or not isinstance(terms, Iterable):
+        raise errors.InvalidInputError(
+            f"terms of record {number}", got=type(terms).__name__, expected="a list of them, or an (id, terms) pair",
+            fix="texts go into texts=" if isinstance(terms, str) else None,
+        )  # fmt: skip
+    return identifier, terms.tolist() if isinstance(terms, np.ndarray) else list(terms)
+
+
+def _vector_of(item: Any, number: int) -> tuple[Any, Any]:
+    identifier, vector = item if isinstance(item, tuple) and len(item) == 2 else (None, item)
+    if not isinstance(vector, Mapping):
+        raise errors.InvalidInputError(
+            f"vector of record {number}", got=type(vector).__name__, expected="a mapping of terms to weights, or an (id, mapping) pair"
+        )
+    return identifier, vector
+
+
+def is_tokenized(value: object) -> bool:
+    """Whether it is what ``bm25s.tokenize`` gives: numbers of words, and the words."""
+    return isinstance(value, tuple) and getattr(value, "_fields", ()) == ("ids", "vocab")
+
+
+def words_of(tokenized: Any) -> Iterator[list[str]]:
+    """The words of each text that ``bm25s.tokenize`` has cut. Raises InvalidInputError for numbers of no word."""
+    words = {number: word for word, number in tokenized.vocab.items()}
+    for numbers in tokenized.ids:
+        found = [words.get(int(number)) for number in numbers]
+        if None in found:
+            raise errors.InvalidInputError("words of bm25s", got="a number that is no word's", expected="those of its vocabulary")
+        yield [word for word in found if word is not None]
 
 
 def _row_blocks(vectors: CsrArrays) -> Iterator[_Rows]:

@@ -24,7 +24,7 @@ from ...storage.work import WORK, WorkFolder
 from .spool import Run, TermPostings
 
 #: Of the files of kept runs: those of another version are of no use.
-RUNS_VERSION = 1
+RUNS_VERSION = 2
 _BEGUN, _SALT, _FACTS, _POSTINGS, _LENGTHS = "begun", "salt", "facts.json", "postings", "lengths"
 
 
@@ -66,7 +66,6 @@ class RunFacts:
         first_record: its first one.
         n_items, digest: of the input that it holds.
         n_records, n_terms: of the run.
-        largest: weight in this run and those before it.
         lengths: uint32 [n_records], of counts.
         crc32c: of its file.
     """
@@ -77,7 +76,6 @@ class RunFacts:
     digest: str
     n_records: int
     n_terms: int
-    largest: float
     lengths: np.ndarray | None
     crc32c: int = 0
 

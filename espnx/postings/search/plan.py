@@ -13,7 +13,7 @@ from ... import errors
 from ...checks import check_finite, plain
 from ...storage.native import load_native
 from ..bm25 import BM25
-from ..stored.layout import COUNT, FLOAT
+from ..stored.layout import COUNT
 from ..stored.segment import Segment
 from ..stored.terms import hashes_of, name_of, term_bytes
 
@@ -49,7 +49,8 @@ class Collection:
         for i, segment in enumerate(self.segments):
             held, (gone, gone_df) = segment.dictionary, removed_terms[i] if removed_terms else (_NONE, _NONE)
             layer = None if held.first_layer is None else held.first_layer.data
-            self.dictionaries.add(held.hashes.data, held.first.data, held.df.data, layer, gone.data, gone_df.data, held.kind, held.scale)
+            steps = None if held.exponents is None else held.exponents.data
+            self.dictionaries.add(held.hashes.data, held.first.data, held.df.data, layer, steps, gone.data, gone_df.data, held.kind)
 
     @property
     def average_length(self) -> float:
@@ -71,7 +72,7 @@ class TermWeight:
 
     Attributes:
         term: as bytes.
-        weight: idf of BM25 (float32's value), or the query's weight times the scale of impacts.
+        weight: idf of BM25 (float32's value); of vectors 1.
         absent: what a record without it gets (bm25l, bm25+).
     """
 
@@ -184,10 +185,9 @@ class QueryPlan:
         return self._names[i][0]
 
     def _token_weight(self, number: int, places: np.ndarray) -> np.ndarray:
-        """float64: what a count's part, an impact or a float of a segment is multiplied by, of the terms at these places."""
-        held = self.collection.segments[number].dictionary
-        scale = held.scale if held.kind not in (COUNT, FLOAT) else 1.0
-        found: np.ndarray = self._weights[self._tokens[places]] * self._token_weights[places] * scale
+        """float64: what a count's part, an impact or a float of a segment is multiplied by, of the terms at these places: it has them."""
+        held, tokens = self.collection.segments[number].dictionary, self._tokens[places]
+        found: np.ndarray = self._weights[tokens] * self._token_weights[places] * held.steps(self._numbers[number, tokens])
         return found
 
     def _most(self, rows: np.ndarray) -> np.ndarray:
@@ -197,15 +197,16 @@ class QueryPlan:
             here = rows[:, 0] == number
             largest = segment.dictionary.largest
             if largest is not None:
-                found[here] = self._token_weights[rows[here, 11]] * segment.dictionary.scale * largest[rows[here, 1], 0]
+                found[here] = self._token_weights[rows[here, 11]] * largest[rows[here, 1]]
         return found
 
     def weighted(self, query: int, number: int) -> Iterator[tuple[int, bytes, float, float]]:
-        """Of the terms of a query that any record has: number in a segment (-1: none), bytes, weight, and what records without it get."""
+        """Of the terms of a query that any record has: number in a segment (-1: none), bytes, weight (of values, not of
+        steps), and what records without it get."""
         for place in range(self._first[query], self._first[query + 1]):
             token = int(self._tokens[place])
             if (self._numbers[:, token] >= 0).any():
-                weight = float(self._token_weight(number, np.array([place]))[0])
+                weight = float(self._weights[token] * self._token_weights[place])
                 absent = float(self._absent[token]) * float(self._token_weights[place])
                 yield int(self._numbers[number, token]), self._terms[token], weight, absent
 

@@ -2,30 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import overload
 
 import numpy as np
 import torch
 
-from ...checks import check_finite, check_whole
+from ...checks import check_finite, check_whole, plain
 from ...storage import NativeEngine
+from ...storage.documents.ids import DocumentId
 from ...storage.native import load_native
 from ..bm25 import BM25
 from ..stored.segment import Segment
 from .plan import Collection, QueryPlan, QueryTerms, TermWeight
 
 K_MAX = 1 << 24
+#: (id, text or None) of numbers of records.
+LookUp = Callable[[list[int]], Sequence[tuple[DocumentId, str | None]]]
+
+
+@dataclass(frozen=True)
+class PostingsHit:
+    """A record that was found.
+
+    Attributes:
+        id: as it was built with; its number, where postings have no ids.
+        score: of the query.
+        number: of the record.
+        text: None where texts are not kept.
+    """
+
+    id: DocumentId
+    score: float
+    number: int
+    text: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
-    """What a search of q queries found.
+class Found(Sequence[list[PostingsHit]]):
+    """What a search of q queries found. As a sequence: of each query its hits, best first.
 
     Attributes:
-        numbers: int64 [q, k]: records, best first, of equal scores the lower number first; -1 where no more have a term of the query.
+        numbers: int64 [q, k]: records, best first, of equal scores the lower number first; -1 where no more have a term of the query. k is
+            what was asked for, at most the number of records.
         scores: float32 [q, k]; minus infinity there.
         requests, bytes_asked, bytes_moved: int64 [q]: of the reads; moved: what crossed the queue, whole blocks.
+        look_up: from numbers of records to their ids and texts; None: there are neither. Hits are looked up when they are asked for, as
+            long as the postings are open.
     """
 
     numbers: np.ndarray
@@ -33,6 +57,24 @@ class Found:
     requests: np.ndarray
     bytes_asked: np.ndarray
     bytes_moved: np.ndarray
+    look_up: LookUp | None = field(default=None, kw_only=True)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @overload
+    def __getitem__(self, query: int) -> list[PostingsHit]: ...
+    @overload
+    def __getitem__(self, query: slice) -> list[list[PostingsHit]]: ...
+
+    def __getitem__(self, query: int | slice) -> list[PostingsHit] | list[list[PostingsHit]]:
+        """The hits of a query. Raises IndexError, and what looking ids and texts up raises."""
+        if isinstance(query, slice):
+            return [self[place] for place in range(*query.indices(len(self)))]
+        there = self.numbers[query] >= 0
+        numbers, scores = self.numbers[query][there].tolist(), self.scores[query][there].tolist()
+        rows = [(number, None) for number in numbers] if self.look_up is None else self.look_up(numbers)
+        return [PostingsHit(row[0], score, number, row[1]) for row, score, number in zip(rows, scores, numbers, strict=True)]
 
     def __repr__(self) -> str:
         q, k = self.numbers.shape
@@ -70,7 +112,7 @@ class PostingsSearch:
         Args:
             queries: terms of each: a sequence, in which one that comes twice counts twice, or a mapping to weights. Scores are summed in
                 float32 in their order. Of BM25, weights multiply; unknown terms are left out.
-            k: 1 or more.
+            k: 1 or more; at most as many as there are records are given.
             bm25: how counts become scores; None: `BM25()`. Not of impacts.
             allowed: for each segment uint8 [ceil(n / 8)]: bit i % 8 of byte i / 8 says whether record i may be found; None: all may.
             threads: at most so many scan; None: as many as torch uses, one for a query alone.
@@ -85,19 +127,24 @@ class PostingsSearch:
 
     def run(self, plan: QueryPlan, k: int, *, threads: int | None, deadline_s: float, heaviest: int | None = None, whole: int = 0) -> Found:
         """What `search` does with a plan. `heaviest`, `whole`: see `QueryPlan.request`."""
-        check_whole("k", k, 1, K_MAX)
+        k, deadline_s, threads = self.k_of(k), plain(deadline_s), plain(threads)
         check_finite("deadline_s", deadline_s)
         if threads is not None:
             check_whole("threads", threads, 1, 1024)
         own = max(1, min(torch.get_num_threads(), plan.n_queries))
-        common = {"k": k, "threads": threads or own, "deadline_s": float(deadline_s)}
+        common = {"k": max(1, k), "threads": threads or own, "deadline_s": float(deadline_s)}
         for _ in range(len(self.collection.segments) + 1):
             found = load_native().search_postings(self.engine.native, plan.request(common, heaviest, whole))
             if not found[3].numel():
                 break
             plan.leave_out(found[3].numpy())  # of another term with the same hash: the totals change, too
         costs = found[2].numpy()
-        return Found(found[0].numpy(), found[1].numpy(), costs[:, 0], costs[:, 1], costs[:, 2])
+        return Found(found[0].numpy()[:, :k], found[1].numpy()[:, :k], costs[:, 0], costs[:, 1], costs[:, 2])
+
+    def k_of(self, k: int) -> int:
+        """How many records a query can be given that asks for `k`. Raises InvalidInputError."""
+        check_whole("k", k := plain(k), 1, K_MAX)
+        return min(k, len(self))
 
     def begin(
         self,
@@ -109,11 +156,10 @@ class PostingsSearch:
         deadline_s: float = 30.0,
     ) -> PostingsState:
         """Starts the reads of one query, whose result is asked for later. Arguments and errors are `search`'s."""
-        check_whole("k", k, 1, K_MAX)
-        return PostingsState(self, query, k, bm25 or BM25(), allowed, deadline_s)
+        return PostingsState(self, query, max(1, self.k_of(k)), bm25 or BM25(), allowed, plain(deadline_s))
 
     def weigh(self, terms: Sequence[bytes], bm25: BM25) -> list[TermWeight | None]:
-        """What each term counts; None for one that no record has. Of impacts the weight is the scale of one step."""
+        """What each term counts; None for one that no record has."""
         plan = QueryPlan(self.collection, [], bm25, None)
         plan.look_up(list(terms))
         return [plan.weight_of(i) for i in range(len(terms))]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ... import errors
-from ...checks import check_whole
+from ...checks import check_whole, plain
 from ...storage import NativeEngine, Plan
 from ...storage.native import load_native
 from ..bm25 import BM25
@@ -44,9 +44,10 @@ def search_two_step(
     """
     if search.collection.kind == COUNT:
         raise errors.InvalidInputError("two-step search", got="counts", expected="impacts", fix="BM25 reads whole lists: use search")
-    check_whole("k", k, 1)
+    query_terms, candidates, whole_terms = plain(query_terms), plain(candidates), plain(whole_terms)
+    k = search.k_of(k)
     check_whole("query_terms", query_terms, 1)
-    check_whole("candidates", candidates, k)
+    check_whole("candidates", candidates, max(1, k))
     check_whole("whole_terms", whole_terms, 0)
     plan = QueryPlan(search.collection, queries, BM25(), allowed)
     first = search.run(plan, candidates, threads=threads, deadline_s=deadline_s, heaviest=query_terms, whole=whole_terms)

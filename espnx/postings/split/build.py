@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import heapq
 import os
 import secrets
@@ -14,22 +16,24 @@ import numpy as np
 from ... import errors
 from ...checks import check_path, check_whole
 from ...storage import NativeEngine
-from ...storage.files import make_given_directory
-from ...storage.lock import DirectoryLock
+from ...storage.files import Section, make_given_directory
+from ...storage.replacing import check_target, writing_to
 from ...storage.work import remove_work
 from ..analyzer import Analyzer
 from ..bm25 import BM25
 from ..build.builder import MEMORY_BYTES, SegmentBuilder
-from ..build.records import CsrArrays, add_records
+from ..build.impacts import LargestWeights
+from ..build.records import CsrArrays, Records
 from ..build.spool import TermPostings
-from ..build.writer import Progress, SegmentWriter
-from ..compaction import kept_postings
-from ..files import PostingsReport, check_new, clear_leftovers, open_segment, remove_files, report_of, write_sections
-from ..format import KINDS, PARTS_MAX, PLACEMENTS, Facts, SegmentFacts, SplitFacts, write_facts
+from ..build.writer import Progress, SectionContent, SegmentWriter
+from ..compaction import Rounding, kept_postings
+from ..files import KIND, PostingsReport, SegmentFile, begin_version, open_segment, remove_files, report_of, warn_of_rounding
+from ..format import KINDS, PARTS_MAX, PLACEMENTS, Facts, SegmentFacts, SplitFacts
 from ..stored.segment import Segment
+from .publishing import check_replaceable, finish_replacement, publish_parts
 
 T = TypeVar("T")
-_WHOLE, _PART = "s0", "s1"  # names of segments: of all lists, before terms are placed; of what stays
+_WHOLE = "s0"  # name of the segment of all lists, before terms are placed: no version has it
 _BYTES_A_MERGED_POSTING = 64
 
 
@@ -44,12 +48,15 @@ def build_split(
     analyzer: Analyzer | None = None,
     bm25: BM25 | None = None,
     memory_bytes: int = MEMORY_BYTES,
+    replace: bool = False,
     progress: Progress | None = None,
 ) -> list[PostingsReport]:
-    """Builds postings in several new directories, for `SplitPostings`. Record i is the i-th text, as in one index.
+    """Builds postings in several directories, for `SplitPostings`. Record i is the i-th text, as in one index.
 
     Args:
-        paths: directories; each is made if it is not there, and must hold nothing but what an interrupted build has left.
+        paths: directories; each is made if it is not there, and must hold nothing but what an interrupted build has left, or a part of a
+            collection that `replace` allows to be replaced.
+        replace: collections that are there, of each all parts; they stay as they are until the new one is whole. Anything else is refused.
         texts, terms, vectors, exact, analyzer, bm25, memory_bytes, progress: see `espnx.Postings.build`.
         placement: ``passages``: record i lies in directory i modulo their number, with all of its postings; a search takes the best of
             each. ``terms``: each list lies whole in one directory, so that all have about as many bytes of lists, and every directory has
@@ -61,9 +68,12 @@ def build_split(
     Raises what `espnx.Postings.build` raises. Manifests come last: until they are all there, the collection cannot be opened. A build that
     was interrupted begins anew.
     """
-    given = [name for name, value in (("texts", texts), ("terms", terms), ("vectors", vectors)) if value is not None]
-    if len(given) != 1:
-        raise errors.InvalidInputError("postings", got=" and ".join(given) or "nothing", expected="one of texts, terms and vectors")
+    records = Records(texts, terms, vectors)
+    if records.has_ids:
+        raise errors.InvalidInputError(
+            "records of a collection over several directories", got="ids", expected="records alone",
+            fix="leave the ids out: what is found is named by number, in the order in which the records came",
+        )  # fmt: skip
     if placement not in PLACEMENTS:
         raise errors.InvalidInputError("placement", got=repr(placement), expected=" or ".join(map(repr, PLACEMENTS)))
     check_whole("memory_bytes", memory_bytes, 1 << 20)
@@ -71,17 +81,21 @@ def build_split(
     kind = "bm25" if vectors is None else "float" if exact else "impact"
     facts = Facts(kind, analyzer or Analyzer(), bm25 or BM25())
     with ExitStack() as held:
+        engine = held.enter_context(NativeEngine("auto"))
         for directory in directories:
             make_given_directory(directory)
-            held.enter_context(DirectoryLock(directory))
-            check_new(directory)
-        for directory in directories:  # all may be used: only now anything is removed
-            clear_leftovers(directory)
+        check_replaceable(engine, [directory for directory in directories if check_target(directory, KIND, replace=replace)])
+        there = [held.enter_context(writing_to(directory, KIND, replace=replace)) for directory in directories]
+        if any(there):
+            finish_replacement(engine, directories)
+            check_replaceable(engine, [directory for directory, is_there in zip(directories, there, strict=True) if is_there])
+        # All may be used: only now anything is removed.
+        pairs = zip(directories, there, strict=True)
+        number = max(begin_version(engine, directory, is_replacement=is_there)[1] for directory, is_there in pairs)
+        for directory in directories:
             remove_work(directory)  # of a build of one index
-        engine = held.enter_context(NativeEngine("auto"))
-        work = _Work(engine, directories, facts, memory_bytes, progress)
-        source = {"texts": texts, "terms": terms, "vectors": vectors}
-        return work.by_passage(source) if placement == "passages" else work.by_term(source)
+        work = _Work(engine, directories, number, facts, memory_bytes, progress)
+        return work.by_passage(records) if placement == "passages" else work.by_term(records)
 
 
 def _directories(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
@@ -97,43 +111,53 @@ def _directories(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
 class _Work:
     """A build under way."""
 
-    def __init__(self, engine: NativeEngine, directories: list[str], facts: Facts, memory_bytes: int, progress: Progress | None):
+    def __init__(
+        self, engine: NativeEngine, directories: list[str], number: int, facts: Facts, memory_bytes: int, progress: Progress | None
+    ):  # fmt: skip
         self._engine, self._directories, self._facts = engine, directories, facts
+        self._number, self._part = number, f"s{number}"  # of the version; name of the segments that stay
         self._memory_bytes, self._progress = memory_bytes, progress
 
-    def by_passage(self, source: Mapping[str, Any]) -> list[PostingsReport]:
+    def by_passage(self, records: Records) -> list[PostingsReport]:
         """Records in turn; all builders are open at once, each with its share of the memory."""
         share = max(1 << 20, self._memory_bytes // len(self._directories))
         turns = _Turns([self._builder(directory, share) for directory in self._directories])
         try:
-            add_records(turns, **source)  # type: ignore[arg-type]
-            turns.align()
-            sizes = [
-                write_sections(self._engine, directory, _PART, builder.sections())
+            _use_up(records.add_to(turns))
+            largest = turns.largest_weights() if self._facts.kind == "impact" else None
+            written = [
+                SegmentFacts(self._part, 0, builder.n_records, self._write(directory, self._part, builder.sections(largest)))
                 for directory, builder in zip(self._directories, turns.builders, strict=True)
             ]
-            return self._publish("passages", sizes, [builder.n_records for builder in turns.builders], turns.n_records)
+            return self._publish("passages", written, [builder.n_raised for builder in turns.builders], turns.n_records)
         finally:
             turns.close()
 
-    def by_term(self, source: Mapping[str, Any]) -> list[PostingsReport]:
+    def by_term(self, records: Records) -> list[PostingsReport]:
         """All lists in the first directory, then those of each directory from there."""
         first = self._directories[0]
         builder = self._builder(first, self._memory_bytes)
         try:
-            add_records(builder, **source)
-            sizes = write_sections(self._engine, first, _WHOLE, builder.sections())
+            _use_up(records.add_to(builder))
+            facts = SegmentFacts(_WHOLE, 0, builder.n_records, self._write(first, _WHOLE, builder.sections()))
         finally:
             builder.close()
-        facts = SegmentFacts(_WHOLE, 0, builder.n_records, sizes)
         whole = open_segment(self._engine, first, self._facts, facts)
         try:
             homes = _even_homes(whole, len(self._directories))
-            written = [self._write_terms(whole, builder.largest, homes == part, part) for part in range(len(self._directories))]
+            written = [
+                SegmentFacts(self._part, 0, builder.n_records, self._write_terms(whole, homes == part, part))
+                for part in range(len(self._directories))
+            ]
         finally:
             whole.close()
-        remove_files(first, (facts.file_name(section) for section in sizes))
-        return self._publish("terms", written, [builder.n_records] * len(written), builder.n_records)
+        remove_files(first, [facts.file_name])
+        raised = [builder.n_raised] + [0] * (len(written) - 1)  # nobody knows of which lists: what is written again is as it was
+        return self._publish("terms", written, raised, builder.n_records)
+
+    def _write(self, directory: str, name: str, contents: Iterable[SectionContent]) -> dict[str, Section]:
+        with SegmentFile(self._engine, directory, name) as file:
+            return file.finish(contents)
 
     def _builder(self, directory: str, memory_bytes: int) -> SegmentBuilder:
         return SegmentBuilder(
@@ -141,17 +165,17 @@ class _Work:
             progress=self._progress,
         )  # fmt: skip
 
-    def _write_terms(self, whole: Segment, largest: float, wanted: np.ndarray, part: int) -> dict[str, int]:
-        """The sections of one directory, with the lists of the terms that are wanted: bytes of each."""
+    def _write_terms(self, whole: Segment, wanted: np.ndarray, part: int) -> dict[str, Section]:
+        """The sections of one directory, with the lists of the terms that are wanted."""
         directory, held = self._directories[part], whole.dictionary
         lengths = None if whole.lengths is None else whole.length_table[whole.lengths.codes]
         writer = SegmentWriter(
             self._engine, directory, salt=secrets.randbits(32), kind=held.kind, n_records=len(whole),
-            n_postings=int(held.df[wanted].sum(dtype=np.int64)), largest=largest, memory_bytes=self._memory_bytes,
+            n_postings=int(held.df[wanted].sum(dtype=np.int64)), memory_bytes=self._memory_bytes,
             progress=self._progress or (lambda _what, _done, _total: None),
         )  # fmt: skip
         try:
-            return write_sections(self._engine, directory, _PART, writer.sections(self._chosen(whole, wanted), lengths))
+            return self._write(directory, self._part, writer.sections(self._chosen(whole, wanted), lengths))
         finally:
             writer.close()
 
@@ -165,22 +189,30 @@ class _Work:
             yield _only(kept_postings(self._engine, whole, first, end, None, 0), wanted[first:end])
             first = end
 
-    def _publish(self, placement: str, sizes: list[dict[str, int]], n_records: list[int], total: int) -> list[PostingsReport]:
+    def _publish(self, placement: str, written: list[SegmentFacts], n_raised: list[int], total: int) -> list[PostingsReport]:
         collection, reports = secrets.token_hex(16), []
-        written = [SegmentFacts(_PART, 0, n, each) for n, each in zip(n_records, sizes, strict=True)]
-        for directory, segment in zip(self._directories, written, strict=True):
+        for directory, segment, raised in zip(self._directories, written, n_raised, strict=True):
             self._engine.sync_directory(directory)
-            reports.append(report_of(self._engine, directory, self._facts, segment))
-        for part, (directory, segment) in enumerate(zip(self._directories, written, strict=True)):
-            split = SplitFacts(collection, part, len(written), placement, total)
-            write_facts(self._engine, directory, Facts(
-                self._facts.kind, self._facts.analyzer, self._facts.bm25, (segment,), split=split
-            ))  # fmt: skip
+            facts = dataclasses.replace(self._facts, segments=(segment,))
+            reports.append(report_of(self._engine, directory, facts, segment, Rounding(0, raised)))
+        splits = [SplitFacts(collection, part, len(written), placement, total) for part in range(len(written))]
+        parts = [
+            dataclasses.replace(self._facts, segments=(segment,), generation=self._number, split=split)
+            for segment, split in zip(written, splits, strict=True)
+        ]
+        publish_parts(self._engine, self._directories, parts)
+        rounding = Rounding(sum(report.n_postings for report in reports), sum(n_raised))
+        warn_of_rounding(self._directories[0], rounding, stacklevel=4)
         return reports
 
 
+def _use_up(records: Iterator[object]) -> None:
+    for _ in records:
+        pass
+
+
 class _Turns:
-    """Builders that take records in turn; to `add_records` it is one."""
+    """Builders that take records in turn; to `Records` it is one."""
 
     def __init__(self, builders: list[SegmentBuilder]):
         self.builders, self.n_records = builders, 0
@@ -189,7 +221,7 @@ class _Turns:
         self.n_records += 1
         return self.builders[(self.n_records - 1) % len(self.builders)]
 
-    def resumed(self, items: Iterator[T], _identity: Callable[[T], bytes]) -> Iterator[T]:
+    def resumed(self, items: Iterator[T], _identity: Callable[[T], bytes]) -> Iterator[T | None]:
         return items  # nothing is kept of a build that was interrupted
 
     def add_text(self, text: str) -> None:
@@ -209,11 +241,11 @@ class _Turns:
             builder.add_rows(terms[here], weights[here], counts[turn == part])
         self.n_records += len(counts)
 
-    def align(self) -> None:
-        """The steps of impacts are those of all records."""
-        largest = max(builder.largest for builder in self.builders)
+    def largest_weights(self) -> LargestWeights:
+        """Of the records of all."""
         for builder in self.builders:
-            builder.largest = largest
+            builder.sort_rest()
+        return functools.reduce(LargestWeights.joined, (builder.largest_weights() for builder in self.builders))
 
     def close(self) -> None:
         for builder in self.builders:

@@ -15,10 +15,11 @@ from ...device.postings import Rule
 from ...storage import FileHandle, NativeEngine
 from ..bm25 import BM25, VARIANTS
 from ..files import open_segment
-from ..format import PARTS_MAX, Facts, SplitFacts, read_facts
+from ..format import PARTS_MAX, Facts, SplitFacts
 from ..search.plan import Collection
 from ..stored.layout import COUNT, LISTS
 from ..stored.segment import Segment
+from .publishing import read_current
 
 
 class PartLists:
@@ -75,7 +76,7 @@ def read_parts(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[PartLists]
     check_whole("directories of a collection", len(paths), 1, PARTS_MAX)
     directories = [check_path("directory of postings", path) for path in paths]
     with NativeEngine("auto") as engine:
-        found = [read_facts(engine, directory) for directory in directories]
+        found = read_current(engine, directories)
     splits = list[SplitFacts]()
     for directory, facts in zip(directories, found, strict=True):
         if facts.split is None or len(facts.segments) != 1:

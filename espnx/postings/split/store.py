@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ...checks import check_whole
+from ...checks import check_whole, plain
+from ...device.crew import Crew, Job
 from ...device.interface import DeviceStats
 from ...device.postings import PostingsDevice, ScanTicket
 from ...device.registry import Devices, devices_in
@@ -82,7 +83,8 @@ class SplitPostings:
                 self._devices.append(devices[part.directory].open_postings(part, engine=engine))
                 opened.callback(self._devices[-1].close)
             self._collection = collection_of(self._parts, self.split)
-            self._pool = ThreadPoolExecutor(len(self._devices), thread_name_prefix="espnx-postings")
+            # A thread for each command under way: a clock that waits for them all waits for none that is in line for a thread.
+            self._pool = ThreadPoolExecutor(len(self._devices) * _QUERIES_AHEAD, thread_name_prefix="espnx-postings")
             opened.callback(self._pool.shutdown)
             self._opened = opened.pop_all()
 
@@ -129,12 +131,13 @@ class SplitPostings:
 
         Raises as `espnx.Postings.search`; what a device raises names its directory. No result is given then.
         """
-        check_whole("k", k, 1, K_MAX)
+        check_whole("k", k := plain(k), 1, K_MAX)
+        k, deadline_s = min(k, len(self)), plain(deadline_s)
         rule = rule_of(self.facts.bm25, variant=variant, k1=k1, b=b, delta=delta)
         plan = QueryPlan(self._collection, terms_of(queries, self.facts.analyzer), rule, None)
         allowed = mask_of(include, exclude, len(self))
         for _ in range(len(self._devices) + 1):
-            asked = asked_of(plan, self._parts, k, self.split, allowed)
+            asked = asked_of(plan, self._parts, max(1, k), self.split, allowed)
             found, others = self._run(asked, k, allowed, deadline_s)
             if not len(others):
                 break
@@ -157,30 +160,31 @@ class SplitPostings:
             else:
                 parts = {part: (asked.order(query, part), ticket.command.lists, reply) for part, (ticket, reply) in replies.items()}
                 best = best_of_partial(parts, asked.constants[query], k, allowed)
-            numbers[query, : len(best)], scores[query, : len(best)] = best["number"], best["score"]
+            numbers[query, : len(best)], scores[query, : len(best)] = best["number"][:k], best["score"][:k]
         return SplitFound(numbers, scores, *costs, *link), np.array(others, np.int64)
 
     def _replies(self, asked: Asked, deadline_s: float) -> Iterator[tuple[int, dict[int, tuple[ScanTicket, np.ndarray]]]]:
         """Of each query, what every device that has a list of it gave back. Reads of several queries run ahead."""
-        under_way = deque[tuple[int, dict[int, tuple[ScanTicket, Future[np.ndarray]]]]]()
+        under_way = deque[tuple[int, dict[int, tuple[ScanTicket, Job[np.ndarray]]]]]()
         following = 0
-        try:
-            for query in range(asked.n_queries):
-                while following < min(asked.n_queries, query + _QUERIES_AHEAD):
-                    under_way.append((following, {}))
-                    for part, command in asked.commands(following).items():
-                        ticket = self._devices[part].scan(
-                            command.lists, command.weights, command.k, allowed=command.allowed, deadline_s=deadline_s
-                        )
-                        under_way[-1][1][part] = ticket, self._pool.submit(ticket.finish)
-                    following += 1
-                replies = {part: (ticket, reply.result()) for part, (ticket, reply) in under_way[0][1].items()}
-                under_way.popleft()
-                yield query, replies
-        finally:
-            for _, tickets in under_way:
-                for ticket, _ in tickets.values():
-                    ticket.cancel()
+        with Crew(self._devices) as crew:
+            try:
+                for query in range(asked.n_queries):
+                    while following < min(asked.n_queries, query + _QUERIES_AHEAD):
+                        under_way.append((following, {}))
+                        for part, command in asked.commands(following).items():
+                            ticket = self._devices[part].scan(
+                                command.lists, command.weights, command.k, allowed=command.allowed, deadline_s=deadline_s
+                            )
+                            under_way[-1][1][part] = ticket, crew.submit(self._pool, ticket.finish)
+                        following += 1
+                    replies = {part: (ticket, reply.result()) for part, (ticket, reply) in under_way[0][1].items()}
+                    under_way.popleft()
+                    yield query, replies
+            finally:
+                for _, tickets in under_way:
+                    for ticket, _ in tickets.values():
+                        ticket.cancel()
 
     def verify(self) -> list[VerifyReport]:
         """Reads all that there is on every device, and checks it. Raises as `espnx.Postings.verify`; the error names the directory."""

@@ -10,10 +10,11 @@ import numpy as np
 
 from ... import errors
 from ...storage.files import crc32c
-from .layout import COUNT, DICTIONARY, GROUP, GROUP_TERMS, LIST_ALIGN_BYTES, RECORDS_MAX, Sealed, seal
+from .layout import COUNT, DICTIONARY, GROUP, GROUP_TERMS, IMPACT, LIST_ALIGN_BYTES, RECORDS_MAX, Sealed, seal
 
-#: Ranks of the impacts that stand in the dictionary: what the k-th best of a list is worth is a threshold before it is read.
-RANKS = (10, 100, 1000)
+#: What a step of an impact may be worth: 2 to the power of these. All of them, and 255 of each, are numbers of float32.
+EXPONENT_LEAST, EXPONENT_MOST = -126, 120
+STEPS = 255
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,14 +25,13 @@ class Dictionary:
         salt: of the segment, in each of its lists.
         kind: what its postings carry: `espnx.postings.stored.layout.COUNT`, `IMPACT` or `FLOAT`.
         n_records, n_postings, sum_lengths: of the segment.
-        scale: of impacts: what one step is worth.
         hashes: uint64 [n].
         first: uint32 [n + 1], in units of 64 bytes: where each list begins in ``lists``, and the end.
         df: uint32 [n]: records that have the term.
         groups: uint64 [n / 64 + 1]: where each 64 terms begin in ``terms``, and the end.
         first_layer: uint16 [n], in units of 64 bytes: of impacts, the size of a list's first layer; 0: it has one.
-        largest: uint8 [n, 4]: of impacts, the largest of a list and the 10th, 100th and 1000th largest, 0 where there are fewer. A step of
-            a 255th of the segment's largest weight, rounded up.
+        largest: float32 [n]: of impacts and floats, the largest weight in a list.
+        exponents: int8 [n]: of impacts, a step in a list is worth 2 to the power of it; None: values are what they are.
     """
 
     salt: int
@@ -39,13 +39,13 @@ class Dictionary:
     n_records: int
     n_postings: int
     sum_lengths: int
-    scale: float
     hashes: np.ndarray
     first: np.ndarray
     df: np.ndarray
     groups: np.ndarray
     first_layer: np.ndarray | None = None
     largest: np.ndarray | None = None
+    exponents: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -56,7 +56,7 @@ class Dictionary:
 
     @property
     def memory_bytes(self) -> int:
-        held = (self.hashes, self.first, self.df, self.groups, self.first_layer, self.largest)
+        held = (self.hashes, self.first, self.df, self.groups, self.first_layer, self.largest, self.exponents)
         return sum(each.nbytes for each in held if each is not None)
 
     def place(self, terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -68,12 +68,15 @@ class Dictionary:
         """uint8: as it is stored."""
         fields: dict[str, Any] = {
             "salt": self.salt, "kind": self.kind, "n_terms": len(self), "n_records": self.n_records, "n_postings": self.n_postings,
-            "sum_lengths": self.sum_lengths, "lists_bytes": self.lists_bytes, "scale": self.scale,
+            "sum_lengths": self.sum_lengths, "lists_bytes": self.lists_bytes,
         }  # fmt: skip
         arrays = [self.hashes, self.first, self.df, self.groups]
-        if self.first_layer is not None and self.largest is not None:
-            arrays += [self.first_layer, self.largest]
+        arrays += [each for each in (self.first_layer, self.largest, self.exponents) if each is not None]
         return seal(DICTIONARY, fields, arrays)
+
+    def steps(self, terms: np.ndarray) -> np.ndarray:
+        """float64: what one step of the values of these terms' lists is worth."""
+        return np.ones(len(terms)) if self.exponents is None else np.ldexp(1.0, self.exponents[terms].astype(np.int32))
 
     @classmethod
     def parse(cls, data: np.ndarray, path: str) -> Dictionary:
@@ -82,12 +85,13 @@ class Dictionary:
         header = sealed.header
         n, n_records = int(header["n_terms"]), int(header["n_records"])
         kind = int(header["kind"])
-        if kind > 2 or n_records > RECORDS_MAX or not 0 <= float(header["scale"]) < np.inf:
-            sealed.refuse(f"kind {kind}, {n_records} records, scale {header['scale']}", "what a dictionary may have")
+        if kind > 2 or n_records > RECORDS_MAX:
+            sealed.refuse(f"kind {kind}, {n_records} records", "what a dictionary may have")
         found = cls(
-            int(header["salt"]), kind, n_records, int(header["n_postings"]), int(header["sum_lengths"]), float(header["scale"]),
+            int(header["salt"]), kind, n_records, int(header["n_postings"]), int(header["sum_lengths"]),
             sealed.take("<u8", n), sealed.take("<u4", n + 1), sealed.take("<u4", n), sealed.take("<u8", -(-n // GROUP_TERMS) + 1),
-            None if kind == COUNT else sealed.take("<u2", n), None if kind == COUNT else sealed.take("u1", 4 * n).reshape(n, 4),
+            None if kind == COUNT else sealed.take("<u2", n), None if kind == COUNT else sealed.take("<f4", n),
+            sealed.take("i1", n) if kind == IMPACT else None,
         )  # fmt: skip
         sealed.end()
         # By a checksum that fits this is what somebody wrote; what follows keeps a wrong writer from leading reads astray.
@@ -96,6 +100,11 @@ class Dictionary:
         fits = bool((found.df <= n_records).all() and (found.df > 0).all()) and found.lists_bytes == int(header["lists_bytes"])
         if not rising or not fits or int(found.first[0]) != 0 or int(found.groups[0]) != 0:
             sealed.refuse("terms out of order, or with lists that overlap", "terms in the order of their hashes, each with a list")
+        if found.largest is not None and not bool(((found.largest > 0) & np.isfinite(found.largest)).all()):
+            sealed.refuse("largest weights that are none", "numbers above 0")
+        held = found.exponents
+        if held is not None and not bool(((held >= EXPONENT_LEAST) & (held <= EXPONENT_MOST)).all()):
+            sealed.refuse("exponents beyond float32", f"{EXPONENT_LEAST} to {EXPONENT_MOST}")
         return found
 
 

@@ -11,7 +11,7 @@ import torch
 from ...storage import FileHandle, NativeEngine
 from ...storage.files import StreamWriter, read_range
 from ...storage.native import load_native
-from .layout import ROWS, Sealed, seal
+from .layout import PLACES, Sealed, seal
 
 FIXED_BYTES = 16  # of a record: its header
 GROUP_RECORDS = 64
@@ -61,12 +61,12 @@ class ForwardRows:
     def section(self, salt: int) -> np.ndarray:
         """uint8: as it is stored."""
         fields = {"salt": salt, "n_records": len(self.counts), "lists_bytes": self.size_bytes}
-        return seal(ROWS, fields, [self.counts, self.groups])
+        return seal(PLACES, fields, [self.counts, self.groups])
 
     @classmethod
     def parse(cls, data: np.ndarray, path: str, salt: int, n_records: int, n_postings: int, row_bytes: int) -> ForwardRows:
         """Raises FormatError, ChecksumError, TruncatedFileError."""
-        sealed = Sealed(ROWS, data, path)
+        sealed = Sealed(PLACES, data, path)
         if int(sealed.header["salt"]) != salt or int(sealed.header["n_records"]) != n_records:
             sealed.refuse(f"{int(sealed.header['n_records'])} records", f"{n_records}, of this segment")
         counts, groups = sealed.take("<u2", n_records), sealed.take("<i8", -(-n_records // GROUP_RECORDS))

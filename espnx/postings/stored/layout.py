@@ -11,10 +11,10 @@ import numpy as np
 from ... import errors
 from ...storage.files import crc32c
 
-DICTIONARY, LENGTHS, TERMS, LISTS, FORWARD, ROWS = "dict", "lengths", "terms", "lists", "forward", "rows"
+DICTIONARY, LENGTHS, TERMS, LISTS, FORWARD, PLACES = "dict", "lengths", "terms", "lists", "forward", "places"
 REMOVED = "removed"  # of no segment: see espnx.postings.deletions
 #: Sections that searches keep in memory; the others stay on storage.
-RESIDENT = (DICTIONARY, LENGTHS, ROWS)
+RESIDENT = (DICTIONARY, LENGTHS, PLACES)
 
 #: What a posting carries, in the order of ``csrc/cpu/postings/list.hpp``.
 COUNT, IMPACT, FLOAT = 0, 1, 2
@@ -28,7 +28,7 @@ GROUP_TERMS = 64
 HEADER = np.dtype(
     [
         ("magic", "S8"), ("crc32c", "<u4"), ("salt", "<u4"), ("kind", "<u4"), ("n_terms", "<u4"), ("n_records", "<u8"),
-        ("n_postings", "<u8"), ("sum_lengths", "<u8"), ("lists_bytes", "<u8"), ("scale", "<f8"),
+        ("n_postings", "<u8"), ("sum_lengths", "<u8"), ("lists_bytes", "<u8"), ("spare", "<u8"),
     ]
 )  # fmt: skip
 HEADER_BYTES = HEADER.itemsize  # 64
@@ -51,7 +51,7 @@ def seal(section: str, fields: Mapping[str, Any], arrays: list[np.ndarray]) -> n
 
 
 def magic_of(section: str) -> bytes:
-    return b"ESP" + section[:4].encode().ljust(4, b"_") + b"1"
+    return b"ESP" + section[:4].encode().ljust(4, b"_") + b"2"
 
 
 class Sealed:

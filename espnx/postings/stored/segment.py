@@ -14,7 +14,7 @@ from ...storage import FileHandle, NativeEngine, Plan
 from ...storage.files import Region, read_range
 from .dictionary import Dictionary, parse_group
 from .forward import ForwardRows, term_bytes
-from .layout import COUNT, DICTIONARY, FLOAT, FORWARD, GROUP_TERMS, LENGTHS, LISTS, ROWS, TERMS
+from .layout import COUNT, DICTIONARY, FLOAT, FORWARD, GROUP_TERMS, LENGTHS, LISTS, PLACES, TERMS
 from .lengths import Lengths
 
 _NAMES_KEPT = 1 << 16  # of terms that were asked for by number
@@ -29,11 +29,9 @@ class OpenRegion:
     size_bytes: int
 
     @classmethod
-    def open(cls, engine: NativeEngine, region: Region) -> OpenRegion:
-        """Raises what `Engine.open` raises, and TruncatedFileError for a file that ends before the section does."""
-        file = engine.open(region.path)
+    def within(cls, file: FileHandle, region: Region) -> OpenRegion:
+        """Raises TruncatedFileError for a file that ends before the section does."""
         if region.offset_bytes + region.size_bytes > file.size_bytes:
-            engine.close_file(file)
             raise errors.TruncatedFileError(
                 "a section of postings", path=region.path, offset_bytes=region.offset_bytes, got=f"a file of {file.size_bytes} bytes",
                 expected=f"at least {region.offset_bytes + region.size_bytes}", fix="restore the index from a copy, or build it again",
@@ -76,7 +74,7 @@ class Segment:
         first_number: int = 0,
     ):
         self._engine, self.first_number = engine, first_number
-        self._files: list[FileHandle] = []
+        self._files: dict[str, FileHandle] = {}
         self._names: dict[int, bytes] = {}
         try:
             self._load(regions, resident or {})
@@ -101,7 +99,7 @@ class Segment:
         self.rows = None
         if held.kind != COUNT:
             row_bytes = self.forward_term_bytes + (4 if held.kind == FLOAT else 1)
-            self.rows = ForwardRows.parse(*section(ROWS), held.salt, held.n_records, held.n_postings, row_bytes)
+            self.rows = ForwardRows.parse(*section(PLACES), held.salt, held.n_records, held.n_postings, row_bytes)
             self.forward = self._open(regions, FORWARD)
             expected_bytes.append((FORWARD, self.forward, self.rows.size_bytes))
         for name, region, expected in expected_bytes:
@@ -115,9 +113,10 @@ class Segment:
     def _open(self, regions: Mapping[str, Region], name: str) -> OpenRegion:
         if name not in regions:
             raise errors.InvalidInputError("sections of postings", got=", ".join(regions) or "none", expected=f"{name} among them")
-        found = OpenRegion.open(self._engine, regions[name])
-        self._files.append(found.file)
-        return found
+        region = regions[name]
+        if region.path not in self._files:
+            self._files[region.path] = self._engine.open(region.path)
+        return OpenRegion.within(self._files[region.path], region)
 
     def __len__(self) -> int:
         return self.dictionary.n_records
@@ -125,7 +124,7 @@ class Segment:
     @property
     def files(self) -> Sequence[FileHandle]:
         """That are open for it, until `close`."""
-        return self._files
+        return list(self._files.values())
 
     @property
     def memory_bytes(self) -> int:
@@ -199,6 +198,6 @@ class Segment:
 
     def close(self) -> None:
         """Closes its files."""
-        for file in self._files:
+        for file in self._files.values():
             self._engine.close_file(file)
-        self._files = []
+        self._files = {}

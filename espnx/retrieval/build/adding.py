@@ -16,13 +16,13 @@ import torch
 from ... import errors
 from ...device.record_layout import RecordSchema
 from ...ops.maxsim import Codebook
+from ...storage.documents.ids import DocumentId
 from ..encoder import Encoder, remembered_encoder
 from ..first_stage.interface import FirstStage
 from ..store.part_file import FileWriter
 from ..store.record import check_document, pack
 from ..store.rows import Target, fills, format_until_coded
 from ..store.store import Version
-from ..store.texts import DocumentId
 from ..versions.draft import Draft
 from ..versions.part_writer import PartContents, finish_part
 from ..versions.segments import NO_LIMIT, Layout, pieces

@@ -30,6 +30,7 @@ from ...storage.files import check_given_directory, crc32c, make_directory, read
 from ...storage.lock import LOCK_NAME, DirectoryLock
 from ...storage.native import free_bytes, given_engine
 from ...storage.parse import Fields
+from ...storage.replacing import check_target
 from ..encoder import Encoder, EncoderLike, encoder_of
 from ..first_stage.interface import FirstStage
 from ..first_stage.registry import described, parse_stage
@@ -56,6 +57,7 @@ from .reports import BuildReport
 from .resuming import confirm
 from .spool import DISCARD, Spool, SpoolWriter, cut, digests, spool_salt, trim
 from .state import Arranged, BuildSettings, BuildState, SpoolFile, in_words, write_state
+from .trained import KIND as TRAINED_KIND
 from .trained import Trained
 from .training import Recipe, check_trained, options_of, train_recipe
 
@@ -112,13 +114,13 @@ class Builder:
         }
         return BuildSettings(in_words(spooled), in_words({"kind": self.kind, **options}), list(directories))
 
-    def train(self, documents: Iterable[Any], restart: bool) -> Trained:
-        """The first two passes alone, and of the second only the training; what they wrote is removed."""
-        published = under_way.published(self.engine, self.path, replace=False)
-        self.state, changed = under_way.begin(self.engine, self.path, self._settings(), published, restart)
+    def train(self, documents: Iterable[Any], restart: bool, replace: bool) -> Trained:
+        """The first two passes alone, and of the second only the training, which is published; what they wrote is removed."""
+        is_replacement = check_target(self.path, TRAINED_KIND, replace=replace)
+        self.state, changed = under_way.begin(self.engine, self.path, self._settings(), None, restart)
         if changed:
             self._restarted(changed)
-        self._spool(documents, published)
+        self._spool(documents, None)
         spool = self._open_spool()
         try:
             if not len(spool):
@@ -126,7 +128,8 @@ class Builder:
             trained = train_recipe(self.recipe, spool, self.budget)
         finally:
             spool.close()
-        under_way.discard(self.engine, self.path, published)
+        under_way.discard(self.engine, self.path, None)
+        trained.write(self.engine, self.path, is_replacement=is_replacement)
         return trained
 
     def _open_spool(self) -> Spool:
@@ -482,7 +485,7 @@ def build(
     chosen = BuildOptions(**given) if trained is None else options_of(trained, given)
     check_documents(documents)
     check_callable("progress", progress)
-    makes = encoder_of(encoder)
+    makes = encoder_of(encoder, built_with=trained.encoder if trained else None)
     checked = _checked_dims(makes, dims, trained)
     stage = None if trained is None else trained.first_stage
     recipe = Recipe.of(chosen, checked, makes.name if makes else None, codebook=codebook, stage=stage)
@@ -511,6 +514,7 @@ def train(
     dims: tuple[int, int] | None = None,
     engine: NativeEngine | None = None,
     restart: bool = False,
+    replace: bool = False,
     progress: Progress = lambda phase, done, total: None,
 ) -> Trained:
     """Trains first stage, projection and codebooks on a sample of documents, once for any number of stores.
@@ -520,6 +524,7 @@ def train(
         format, coarse, pca, pooling, first_stages, language, sparse_encoder, first_stage_code, nlist, centroids, memory: see
         `BuildOptions`; None: its default.
         documents, encoder, dims, engine, restart, progress: as of `build`; documents are spooled below `path` meanwhile.
+        replace: what was trained there before, which stays as it is until this is whole.
 
     Raises:
         InvalidInputError: a sample without documents. The others are those of `build`; an interrupted call is gone on with, as a build is.
@@ -534,9 +539,7 @@ def train(
     makes = encoder_of(encoder)
     recipe = Recipe.of(chosen, _checked_dims(makes, dims, None), makes.name if makes else None, codebook=None)
     with _locked(path, engine) as (where, owned):
-        trained = Builder(where, makes, chosen, owned, recipe, progress, kind="train").train(documents, restart)
-        trained.save(where, engine=owned)
-        return trained
+        return Builder(where, makes, chosen, owned, recipe, progress, kind="train").train(documents, restart, replace)
 
 
 def _checked_dims(encoder: Encoder | None, dims: tuple[int, int] | None, trained: Trained | None) -> tuple[int, int]:

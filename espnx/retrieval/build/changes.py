@@ -9,11 +9,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import numpy as np
-
 from ... import errors
 from ...checks import check_callable, check_path
 from ...storage import NativeEngine
+from ...storage.documents.ids import DocumentId, document_ids, require_known
 from ...storage.lock import DirectoryLock
 from ...storage.native import given_engine
 from ..encoder import AUTO, Encoder, EncoderLike, check_same_encoder, encoder_of, remembered_encoder
@@ -23,7 +22,6 @@ from ..sparse_encoder import SparseEncoderLike, sparse_encoder_of
 from ..store.manifest import Manifest, read_store_manifest
 from ..store.places import BUILDING, claim
 from ..store.store import Version
-from ..store.texts import DocumentId, document_ids
 from ..versions import generations
 from ..versions.draft import Draft
 from .adding import Addition
@@ -89,8 +87,8 @@ def add(
     Args:
         documents: as of `build`; with none, no version is published. Their ids must be new, unless `replace` is set; the id of a deleted
             document may be used again.
-        encoder: the one the store was built with, or a description of it as `espnx.load_encoder` takes it; ``auto``: the one that the store
-            remembers, loaded when a document brings no vectors (one out of a folder has to be named).
+        encoder: the one the store was built with, or a description of it as `espnx.load_encoder` takes it (loaded in the dtype of that
+            one); ``auto``: the one that the store remembers, loaded when a document brings no vectors (one from a folder has to be named).
         sparse_encoder: the one that a first stage of ``splade`` was built with; None: as the store remembers, which a folder's is not.
         replace: a document whose id the store holds takes the other's place, in one step: no version has both, or neither.
         memory: what the process may use, as in `build`.
@@ -105,9 +103,10 @@ def add(
     check_documents(documents)
     check_callable("progress", progress)
     remembers = isinstance(encoder, str) and encoder == AUTO
-    given, sparse = None if remembers else encoder_of(encoder), sparse_encoder_of(sparse_encoder)
+    sparse = sparse_encoder_of(sparse_encoder)
     with _writing(path, engine) as version:
         name = version.manifest.encoder.name
+        given = None if remembers else encoder_of(encoder, built_with=name)
         if given is not None:
             check_same_encoder(given, name)
         if sparse is not None:
@@ -181,13 +180,8 @@ def delete(path: str | os.PathLike[str], ids: Iterable[DocumentId], *, missing_o
     wanted = list(dict.fromkeys(document_ids(ids)))
     with _writing(path, engine) as version:
         numbers = version.texts.numbers(wanted)
-        if (numbers < 0).any() and not missing_ok:
-            missing = wanted[int(np.flatnonzero(numbers < 0)[0])]
-            is_digits = isinstance(missing, str) and missing.removeprefix("-").isdecimal()
-            raise errors.InvalidInputError(
-                "no such document", got=repr(missing), expected="ids that the store holds",
-                fix=f"if its id is a number, give it as one: {missing} (--int)" if is_digits else None,
-            )  # fmt: skip
+        if not missing_ok:
+            require_known(wanted, numbers, "document", "store holds")
         found = numbers[numbers >= 0]
         if len(found):
             draft = Draft(version)
@@ -207,7 +201,7 @@ def compact(
             "published": then it is compacted, and only the last flush failed.
     """
     check_callable("progress", progress)
-    with _writing(path, engine) as version:
+    with errors.while_compacting(), _writing(path, engine) as version:
         return _compacted(version, MemoryBudget(memory), progress)
 
 
@@ -233,7 +227,7 @@ def add_first_stage(
     """
     check_callable("progress", progress)
     options = BuildOptions(**given_options(first_stages=kind, language=language, sparse_encoder=sparse_encoder))
-    with _writing(path, engine) as version:
+    with errors.while_compacting(), _writing(path, engine) as version:
         built, held = version.manifest.encoder, kinds_of(version.manifest.first_stage)
         stage = None if kind in held else new_stage(options.first_stages, options, built.d_cls, built.dim)
         if stage is None or stage.vector_dim:

@@ -14,8 +14,8 @@ import torch
 
 from ... import errors
 from ...ops.maxsim import Codebook, token_format, token_row_bytes
+from ...storage.documents.ids import DocumentId, document_id
 from ..encoder import Encoded, Encoder
-from ..store.texts import DocumentId, document_id
 
 DIGEST_BYTES = 16
 

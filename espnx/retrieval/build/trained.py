@@ -25,18 +25,22 @@ from ...checks import check_path
 from ...device.record_layout import FORMAT_NUMBERS, RecordSchema
 from ...ops.maxsim import Codebook
 from ...storage import NativeEngine
-from ...storage.files import crc32c, make_given_directory, read_file, write_file
+from ...storage.files import crc32c, read_file, write_file
 from ...storage.manifest import NAME as MANIFEST_NAME
 from ...storage.manifest import read_manifest, write_manifest
 from ...storage.native import given_engine
 from ...storage.parse import Fields, check_plain_file
+from ...storage.replacing import StoreKind, VersionedFiles, versioned, writing_to
 from ..first_stage.interface import FirstStage
 from ..first_stage.registry import described, parse_stage
 from ..store.projection import Projection
 from ..store.store import STAGE_PREFIX, codebook_of, projection_of, stage_model
+from . import under_way
 from .options import COARSE_FORMATS
 
 MAGIC, VERSION, TENSORS = "espnx-trained", 1, "trained.safetensors"
+_FILES = VersionedFiles((TENSORS,))
+KIND = StoreKind(MAGIC, VERSION, "what was trained", lambda path: {each for each in under_way.others(path) if not _FILES.is_own(each)})
 _SIZE_MAX, _DIM_MAX = 1 << 36, 1 << 16
 _FIX = "restore it from a copy, or train again"
 
@@ -94,20 +98,24 @@ class Trained:
             "first_stage": described(self.first_stage),
         }
 
-    def save(self, path: str | os.PathLike[str], *, engine: NativeEngine | None = None) -> None:
-        """Writes it to a directory, which is made if need be and must hold nothing else.
+    def save(self, path: str | os.PathLike[str], *, replace: bool = False, engine: NativeEngine | None = None) -> None:
+        """Writes it to a directory, which is made if need be and must hold nothing else but, with `replace`, what was trained before.
 
-        Raises InvalidInputError for one that does; DiskFullError, WriteError.
+        Raises InvalidInputError for one that does; StoreBusyError, DiskFullError, WriteError.
         """
         where = check_path("path of what was trained", path)
-        make_given_directory(where)
-        if others := sorted(set(os.listdir(where)) - {"LOCK"}):
-            raise errors.InvalidInputError(f"{where} is not empty", got=", ".join(others[:3]), fix="give a new or empty directory")
-        with given_engine(engine) as owned:
-            size, crc = write_file(owned, os.path.join(where, TENSORS), save_safetensors(self.model))
-            owned.sync_directory(where)
-            tensors = {"size_bytes": size, "crc32c": crc}
-            write_manifest(owned, where, MAGIC, VERSION, {"id": self.id, **self._settings(), "tensors": tensors})
+        with given_engine(engine) as owned, writing_to(where, KIND, replace=replace) as is_replacement:
+            self.write(owned, where, is_replacement=is_replacement)
+
+    def write(self, engine: NativeEngine, where: str, *, is_replacement: bool) -> None:
+        """The same, to a directory that this process alone writes to. Raises DiskFullError, WriteError."""
+        generation = _FILES.begin(engine, where, KIND, is_replacement=is_replacement)
+        file = os.path.join(where, versioned(TENSORS, generation))
+        size, crc = write_file(engine, file, save_safetensors(self.model))
+        engine.sync_directory(where)
+        fields = {"generation": generation, "id": self.id, **self._settings(), "tensors": {"size_bytes": size, "crc32c": crc}}
+        write_manifest(engine, where, MAGIC, VERSION, fields)
+        _FILES.keep(where, generation)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, engine: NativeEngine | None = None) -> Trained:
@@ -115,8 +123,9 @@ class Trained:
         where = check_path("path of what was trained", path)
         with given_engine(engine) as owned:
             fields = Fields(read_manifest(owned, where, MAGIC, VERSION), os.path.join(where, MANIFEST_NAME), fix=_FIX)
-            model = _read_tensors(owned, os.path.join(where, TENSORS), fields.inner("tensors"))
-        return cls._parse(fields, model, os.path.join(where, TENSORS))
+            file = os.path.join(where, versioned(TENSORS, fields.whole("generation", 1)))
+            model = _read_tensors(owned, file, fields.inner("tensors"))
+        return cls._parse(fields, model, file)
 
     @classmethod
     def _parse(cls, fields: Fields, model: dict[str, np.ndarray], file: str) -> Trained:

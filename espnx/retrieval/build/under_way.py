@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Sequence
 
 from ... import errors
 from ...storage import NativeEngine, ownership
 from ...storage.files import make_directory
+from ...storage.lock import LOCK_NAME
 from ...storage.manifest import NAME as MANIFEST_NAME
-from ..store.manifest import Manifest, read_store_manifest
+from ...storage.replacing import StoreKind, check_target
+from ..store.manifest import MAGIC, Manifest, read_store_manifest
+from ..store.part_file import VERSION
 from ..store.places import (
     BUILDING,
     BUILDING_FILES,
@@ -28,50 +30,39 @@ from .state import BuildSettings, BuildState, read_state, write_state
 
 
 def published(engine: NativeEngine, path: str, replace: bool) -> Manifest | None:
-    """The manifest of the store that is there, or None. Raises InvalidInputError if there is one and it may not be replaced."""
+    """The manifest of the store that is there, or None: there is none, or a damaged one of an index, which is to be replaced. Raises as
+    `check_target`; SharedDataError."""
     try:
+        if not check_target(path, KIND, replace=replace):
+            return None
         manifest = read_store_manifest(engine, path)
         check_paths(manifest, path)
-    except errors.StoreNotFoundError:
-        others = _others(engine, path)
-        if others:
-            raise _no_store(path, others) from None
-        return None
+        check_own(path, manifest, replacing=True)
     except errors.FormatError:
-        if not replace:
-            raise
-        if others := sorted(_foreign(path)):  # the manifest is perhaps a stranger's too
-            raise _no_store(path, others) from None
-        return None
-    if not replace:
-        raise errors.InvalidInputError(
-            f"{path} already holds a store of {manifest.count:,} documents",
-            fix="build elsewhere, add to it (espnx.add, espnx index add), or replace it (replace=True, --replace)",
-        )
-    check_own(path, manifest, replacing=True)
-    if others := sorted(_foreign(path)):
-        raise _no_store(path, others)
+        manifest = None
+    if foreign := sorted(_foreign(path)):
+        raise errors.InvalidInputError(f"{path} is not empty and no store", got=", ".join(foreign[:3]), fix="give a new or empty directory")
     return manifest
 
 
-def _no_store(path: str, entries: Sequence[str]) -> errors.InvalidInputError:
-    return errors.InvalidInputError(f"{path} is not empty and no store", got=", ".join(entries[:3]), fix="give a new or empty directory")
-
-
-def _others(engine: NativeEngine, path: str) -> list[str]:
-    """What lies in a directory without a store that no interrupted build has left there, ascending."""
-    entries = set(os.listdir(path)) - {"LOCK"}
+def others(path: str) -> set[str]:
+    """What lies in a directory without a store that no interrupted build has left there."""
+    entries = set(os.listdir(path)) - {LOCK_NAME}
     if BUILDING not in entries:
-        return sorted(entries)
-    others = entries - {BUILDING, f"{MANIFEST_NAME}.new", *names_in(path)}
+        return entries
+    found = entries - {BUILDING, f"{MANIFEST_NAME}.new", *names_in(path)}
     try:
-        state = read_state(engine, os.path.join(path, BUILDING))
+        with NativeEngine("posix", threads=1, pool_bytes=0) as engine:
+            state = read_state(engine, os.path.join(path, BUILDING))
     except errors.StorageError:
         state = None  # damaged: whoever goes on with it is told so
     if state is not None:  # data directories may lie in the store's own
         own = [os.path.abspath(directory) for directory in state.settings.directories]
-        others -= {entry for entry in others if any(_is_in(directory, os.path.join(path, entry)) for directory in own)}
-    return sorted(others | _foreign(path))
+        found -= {entry for entry in found if any(_is_in(directory, os.path.join(path, entry)) for directory in own)}
+    return found | _foreign(path)
+
+
+KIND = StoreKind(MAGIC, VERSION, "a store", others, add="espnx.add, espnx index add")
 
 
 def _foreign(path: str) -> set[str]:

@@ -10,6 +10,7 @@ import numpy as np
 from ..encoder import Encoded
 from . import fusion
 from .interface import Allowed, Candidates, LoadedStage, StageReads, StageSearch
+from .ties import FirstOf, cut
 
 
 class FusedStage:
@@ -18,13 +19,14 @@ class FusedStage:
     Args:
         stages: by kind; an effort that a caller names is the first one's, the others take their own.
         fuse: how ranks become one, of `fusion.METHODS`.
+        first_of: of equal ones, where the union is cut, see `ties`.
     """
 
     #: Where each stage measured its own, none is known of the union.
     hit_rates: Mapping[float, float] = {}
 
-    def __init__(self, stages: Mapping[str, LoadedStage], fuse: str):
-        self.stages, self._fuse = dict(stages), fuse
+    def __init__(self, stages: Mapping[str, LoadedStage], fuse: str, first_of: FirstOf):
+        self.stages, self._fuse, self._first_of = dict(stages), fuse, first_of
 
     @property
     def auto_effort(self) -> int:
@@ -34,6 +36,10 @@ class FusedStage:
     def default_candidates(self) -> int:
         """As many as the one of them can find cheaply that finds them at the highest price."""
         return min(stage.default_candidates for stage in self.stages.values())
+
+    @property
+    def finds_equals(self) -> bool:
+        return all(stage.finds_equals for stage in self.stages.values())
 
     @property
     def needs_vectors(self) -> bool:
@@ -50,7 +56,7 @@ class FusedStage:
         for place, (kind, stage) in enumerate(self.stages.items()):
             own = [query[place] for query in queries]
             searches[kind] = stage.start(own, candidates, effort if place == 0 else None, allowed, at_least, deadline_s)
-        return FusedSearch(searches, candidates, self._fuse)
+        return FusedSearch(searches, candidates, self._fuse, self._first_of)
 
     def search_bytes(self, candidates: int, effort: int | None, allowed: Allowed | None, at_least: int) -> int:
         efforts = [effort, *[None] * (len(self.stages) - 1)]
@@ -67,22 +73,25 @@ class FusedSearch:
         found: of each query what each stage found, by kind; empty before `complete`.
     """
 
-    def __init__(self, searches: Mapping[str, StageSearch], candidates: int, fuse: str):
-        self._searches, self._candidates, self._fuse = searches, candidates, fuse
+    def __init__(self, searches: Mapping[str, StageSearch], candidates: int, fuse: str, first_of: FirstOf):
+        self._searches, self._candidates, self._fuse, self._first_of = searches, candidates, fuse, first_of
         self.found: list[Mapping[str, Candidates]] = []
 
     def advance(self, share: float) -> list[Candidates]:
-        return self._fused([search.advance(share) for search in self._searches.values()])
+        return [
+            (fused.numbers[: self._candidates], fused.scores[: self._candidates].astype(np.float32))
+            for fused in self._fused([search.advance(share) for search in self._searches.values()])
+        ]
 
     def complete(self) -> list[Candidates]:
         each = [search.complete() for search in self._searches.values()]
         self.found = [dict(zip(self._searches, of_query, strict=True)) for of_query in zip(*each, strict=True)]
-        return self._fused(each)
+        best = [cut((fused.numbers, fused.scores), self._candidates, self._first_of) for fused in self._fused(each)]
+        return [(numbers, scores.astype(np.float32)) for numbers, scores in best]
 
     @property
     def reads(self) -> StageReads:
         return sum((search.reads for search in self._searches.values()), StageReads())
 
-    def _fused(self, each: list[list[Candidates]]) -> list[Candidates]:
-        together = (fusion.fuse(of_query, self._fuse) for of_query in zip(*each, strict=True))
-        return [(fused.numbers[: self._candidates], fused.scores[: self._candidates].astype(np.float32)) for fused in together]
+    def _fused(self, each: list[list[Candidates]]) -> list[fusion.Fused]:
+        return [fusion.fuse(of_query, self._fuse) for of_query in zip(*each, strict=True)]

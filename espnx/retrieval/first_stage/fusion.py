@@ -16,6 +16,8 @@ from ...errors import InvalidInputError
 from .interface import Candidates
 
 METHODS = ("rrf", "weighted")
+#: Of searches: as ``rrf``, MaxSim's own ranking of what it has scored being one more list.
+WITH_MAXSIM = "rrf+maxsim"
 #: Of Cormack, Clarke and Buettcher (SIGIR 2009): how little the first ranks are above the next ones.
 RRF_K = 60
 
@@ -27,7 +29,7 @@ class Fused:
     Attributes:
         numbers: int64 [m], each once.
         scores: float64 [m], falling; of equal ones the lower number comes first.
-        ranks: int32 [m, stages], from 1; -1 where a stage did not have the candidate.
+        ranks: int32 [m, stages], from 1, see `ranks_of`; -1 where a stage did not have the candidate.
         stage_scores: float32 [m, stages]; NaN there.
     """
 
@@ -45,7 +47,7 @@ def fuse(stages: Sequence[Candidates], method: str = "rrf", *, weights: Sequence
 
     Args:
         stages: of each its candidates: numbers int64 [m], each once, best first, and scores float32 [m]. A stage may have none.
-        method: ``"rrf"``: the sum of ``weight / (rrf_k + rank)``, ranks from 1. Scores do not count.
+        method: ``"rrf"``: the sum of ``weight / (rrf_k + rank)``, ranks from 1, the same for those that score the same (`ranks_of`).
             ``"weighted"``: the sum of ``weight * (score - least) / (greatest - least)``, of each stage's own candidates; where all of
             them score the same, that is 1. What a stage did not find has 0 of it. Order does not count.
         weights: of each stage; None: 1 each.
@@ -70,16 +72,20 @@ def fuse(stages: Sequence[Candidates], method: str = "rrf", *, weights: Sequence
     parts = np.zeros((len(numbers), len(lists)))
     for stage, (found, similarities) in enumerate(lists):
         rows = np.searchsorted(numbers, found)
-        ranks[rows, stage] = np.arange(1, len(found) + 1)
+        ranks[rows, stage] = ranks_of(similarities)
         scores[rows, stage] = similarities
-        parts[rows, stage] = chosen[stage] * (_least_to_greatest(similarities) if method == "weighted" else _reciprocal(len(found), rrf_k))
+        say = _least_to_greatest(similarities) if method == "weighted" else 1.0 / (rrf_k + ranks[rows, stage])
+        parts[rows, stage] = chosen[stage] * say
     sums = _sums(parts)
     order = np.lexsort((numbers, -sums))
     return Fused(numbers[order], sums[order], ranks[order], scores[order])
 
 
-def _reciprocal(count: int, rrf_k: float) -> np.ndarray:
-    return 1.0 / (rrf_k + np.arange(1, count + 1))
+def ranks_of(scores: np.ndarray) -> np.ndarray:
+    """int64 [m], from 1, of scores that fall: candidates that score the same share a rank, and as many ranks after it are nobody's
+    (1, 2, 2, 4)."""
+    begins = np.flatnonzero(np.r_[True, scores[1:] != scores[:-1]])[: len(scores)]
+    return np.repeat(begins + 1, np.diff(np.append(begins, len(scores))))
 
 
 def _least_to_greatest(scores: np.ndarray) -> np.ndarray:

@@ -235,6 +235,7 @@ class LoadedStage(Protocol):
         default_candidates: of a search whose caller names no number: where each costs a read of its own, they are few.
         hit_rates: share of a search's candidates that are known after a share of its work, measured; empty where unknown.
         needs_vectors: whether `prepare` looks at a query's vectors; where it does not, a text need not be encoded for it.
+        finds_equals: whether a search for enough candidates finds every record that scores as one of them does.
     """
 
     @property
@@ -248,6 +249,9 @@ class LoadedStage(Protocol):
 
     @property
     def needs_vectors(self) -> bool: ...
+
+    @property
+    def finds_equals(self) -> bool: ...
 
     def prepare(self, query: Encoded, text: str | None = None) -> Any:
         """A query as `start` takes it, opaque to whoever searches. `text`: where the query was given as one."""

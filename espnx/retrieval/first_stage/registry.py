@@ -77,8 +77,10 @@ def described(stage: FirstStage) -> dict[str, Any]:
 
 
 def in_words(description: Mapping[str, Any]) -> str:
-    """What `described` says, on one line: the kind, and what can be said in a word."""
+    """What `described` says, on one line: the kind, and what can be said in a word; a kind with an `in_words` of its own says it so."""
     if "stages" in description:
         return "; ".join(in_words(each) for each in description["stages"])
+    if own := getattr(_class_of(str(description["kind"])), "in_words", None):
+        return str(own(description))
     words = (f"{name} {value}" for name, value in description.items() if name != "kind" and isinstance(value, (str, int, float)))
     return ", ".join([str(description["kind"]), *words])

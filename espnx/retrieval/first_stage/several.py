@@ -22,6 +22,7 @@ from ..sparse_encoder import SparseEncoder
 from .fused import FusedStage
 from .interface import Allowed, Documents, Entries, FirstStage, LoadedStage, StageSearch, StoredEntries
 from .registry import described, parse_stage, with_sparse_encoder
+from .ties import FirstOf, SettledStage
 
 _STAGES_MAX = 8
 
@@ -207,14 +208,15 @@ class LoadedSeveral:
         self.stages = dict(stages)
         self._default = next(iter(self.stages.values()))
 
-    def chosen(self, kinds: Sequence[str], fuse: str) -> LoadedStage:
-        """One stage, or several that are fused. Raises InvalidInputError for a kind that is not there."""
+    def chosen(self, kinds: Sequence[str], fuse: str, first_of: FirstOf) -> LoadedStage:
+        """One stage, or several that are fused; `first_of`: see `ties`. Raises InvalidInputError for a kind that is not there."""
         for kind in kinds:
             if kind not in self.stages:
                 raise errors.InvalidInputError(
                     "first_stage", got=repr(kind), expected=" or ".join(self.stages), fix="build the index with it (first_stages=...)"
                 )
-        return self.stages[kinds[0]] if len(kinds) == 1 else FusedStage({kind: self.stages[kind] for kind in kinds}, fuse)
+        each = {kind: SettledStage(self.stages[kind], first_of) for kind in kinds}
+        return each[kinds[0]] if len(kinds) == 1 else FusedStage(each, fuse, first_of)
 
     @property
     def auto_effort(self) -> int:
@@ -227,6 +229,10 @@ class LoadedSeveral:
     @property
     def hit_rates(self) -> Mapping[float, float]:
         return self._default.hit_rates
+
+    @property
+    def finds_equals(self) -> bool:
+        return self._default.finds_equals
 
     @property
     def needs_vectors(self) -> bool:

@@ -21,6 +21,7 @@ import numpy as np
 from ...device.interface import DeviceStats
 from ...device.record_score import score
 from ..first_stage.interface import Allowed, Candidates, StageReads
+from ..first_stage.ties import settled
 from ..store.tier import Tier
 from .chosen_stage import ChosenStage
 from .gate import SearchGate
@@ -198,14 +199,18 @@ class QueryBatch:
         plan = self._plan
         if self._resident is not None:
             candidates = [self._by_resident(q, found) for q, found in enumerate(candidates)]
-            if is_last:
-                self._final = candidates
+        if is_last:
+            candidates = self._final = [self._settled(q, found) for q, found in enumerate(candidates)]
         all_coarse = self._coarse is not None
         wanted = [
             numbers if all_coarse and depth else numbers[:depth] for (numbers, _), depth in zip(candidates, self._depths, strict=True)
         ]
         self._wanted = [len(numbers) for numbers in wanted]
         return (self._full if self._coarse is None else self._coarse).ask(wanted, is_urgent=is_last and not plan.is_pipelined)
+
+    def _settled(self, q: int, candidates: Candidates) -> Candidates:
+        """So that those which are scored exactly do not depend on how records lie."""
+        return settled(candidates, self._depths[q], self._version.store.texts.first_of)
 
     def _by_resident(self, q: int, candidates: Candidates) -> Candidates:
         """Candidates by the score of their coarse rows in RAM."""
@@ -256,7 +261,7 @@ class QueryBatch:
                 ordered.append(self._final[q])
                 continue
             maxsim = scores[np.searchsorted(known, numbers)]
-            ordered.append(_ordered(numbers, maxsim + self.queries[q].similarity_weight * similarities))
+            ordered.append(self._settled(q, _ordered(numbers, maxsim + self.queries[q].similarity_weight * similarities)))
         self._final = ordered
         self.stats += coarse.stats
         self._full.ask([numbers[:depth] for (numbers, _), depth in zip(ordered, self._depths, strict=True)], is_urgent=True)

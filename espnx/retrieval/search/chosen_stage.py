@@ -9,6 +9,7 @@ from ... import errors
 from ..first_stage.fused import FusedSearch, FusedStage
 from ..first_stage.interface import Candidates, FirstStage, LoadedStage, StageSearch
 from ..first_stage.several import LoadedSeveral, SeveralStages
+from ..first_stage.ties import FirstOf, SettledStage
 from .prefetch import PrefetchPolicy
 
 
@@ -28,14 +29,15 @@ class ChosenStage:
     prefetch: PrefetchPolicy
 
     @classmethod
-    def of(cls, stage: FirstStage, loaded: LoadedStage, kinds: Sequence[str], fuse: str) -> ChosenStage:
-        """`kinds`: as a search names them; none: the store's first. Raises InvalidInputError for one that the store has not."""
+    def of(cls, stage: FirstStage, loaded: LoadedStage, kinds: Sequence[str], fuse: str, first_of: FirstOf) -> ChosenStage:
+        """`kinds`: as a search names them; none: the store's first. `first_of`: see `ties`. Raises InvalidInputError for one that the store
+        has not."""
         each = stage.stages if isinstance(stage, SeveralStages) else (stage,)
         named = tuple(kinds) or (each[0].kind,)
         if isinstance(loaded, LoadedSeveral):
-            chosen = loaded.chosen(named, fuse)
+            chosen = loaded.chosen(named, fuse, first_of)
         elif named == (stage.kind,):
-            chosen = loaded
+            chosen = SettledStage(loaded, first_of)
         else:
             raise errors.InvalidInputError(
                 "first_stage", got=" and ".join(named), expected=stage.kind, fix="build the index with it (first_stages=...)"

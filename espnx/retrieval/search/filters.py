@@ -7,9 +7,9 @@ from functools import cached_property
 
 import numpy as np
 
+from ...storage.documents.ids import DocumentId, document_ids
 from ..first_stage.interface import Allowed
 from ..store.store import EmbeddingStore
-from ..store.texts import DocumentId, document_ids
 
 
 class Filters:

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from ... import errors
+from ...storage.documents.ids import DocumentId, id_order
+from ..first_stage.fusion import fuse
 from ..first_stage.interface import Candidates
 from ..store.store import EmbeddingStore
-from ..store.texts import DocumentId, id_order
 from ..store.tier import Tier
 from .options import SearchOptions
 from .result import Hit, StageRank, TokenMatch
@@ -73,6 +74,8 @@ def hits_of(
         if not np.isfinite(scores).all():
             got = f"a score of {scores[~np.isfinite(scores)][0]}"
             raise errors.InvalidInputError("query vectors", got=got, expected="scores that float32 can hold", fix="smaller vectors")
+    if options.fuses_maxsim:
+        by_stage, candidates = _with_maxsim(candidates, by_stage)
     chosen, values, exact, known = rank(candidates, options.k, store.texts.get)
     missing = [number for number in chosen.tolist() if number not in known]
     known |= zip(missing, store.texts.get(missing), strict=True)
@@ -85,12 +88,23 @@ def hits_of(
             score=value,
             text=known[number][1],
             number=number,
-            reranked=i < exact,
+            reranked="maxsim" in said if options.fuses_maxsim else i < exact,
             matches=found,
-            found_by=_found_by(number, by_stage),
+            found_by=said,
         )
         for i, (number, value, found) in enumerate(zip(chosen.tolist(), values.tolist(), matches, strict=True))
+        for said in [_found_by(number, by_stage)]
     ]
+
+
+def _with_maxsim(
+    candidates: ScoredCandidates, by_stage: Mapping[str, Candidates]
+) -> tuple[Mapping[str, Candidates], ScoredCandidates]:  # fmt: skip
+    """(what each stage found, and MaxSim; the union of it all, by the fused ranks alone)"""
+    order = np.argsort(-candidates.exact, kind="stable")
+    lists = {**by_stage, "maxsim": (candidates.numbers[: len(order)][order], candidates.exact[order])}
+    fused = fuse(list(lists.values()))
+    return lists, ScoredCandidates(fused.numbers, fused.scores, np.empty(0, np.float32), candidates.hit_rate)
 
 
 def _found_by(number: int, by_stage: Mapping[str, Candidates]) -> dict[str, StageRank]:
@@ -99,7 +113,8 @@ def _found_by(number: int, by_stage: Mapping[str, Candidates]) -> dict[str, Stag
     for kind, (numbers, similarities) in by_stage.items():
         place = np.flatnonzero(numbers == number)
         if len(place):
-            said[kind] = StageRank(int(place[0]) + 1, float(similarities[place[0]]))
+            score = similarities[place[0]]
+            said[kind] = StageRank(1 + int(np.count_nonzero(similarities > score)), float(score))
     return said
 
 

@@ -19,18 +19,19 @@ from ...checks import check_path, check_whole, plain
 from ...device.interface import RecordDevice
 from ...device.near_storage import NearStorageDevice
 from ...device.registry import Devices, open_records
+from ...forks import check_own
 from ...sizes import format_size, parse_size
 from ...storage import Engine, NativeEngine, open_engine
+from ...storage.documents.ids import DocumentId, document_id, document_ids
 from ...storage.native import host_engine
 from ...tables import render_table
 from ..build.documents import check_count
-from ..encoder import AUTO, Encoded, Encoder, EncoderLike, encoder_of, remembered_encoder
+from ..encoder import AUTO, Encoded, Encoder, EncoderLike, check_same_encoder, encoder_of, remembered_encoder
 from ..evaluate import DEFAULT_METRICS, Qrels, check_judged, evaluate
 from ..first_stage.interface import LoadedStage
 from ..sparse_encoder import SparseEncoderLike, sparse_encoder_of
 from ..store.manifest import data_directories, read_store_manifest
 from ..store.store import EmbeddingStore
-from ..store.texts import DocumentId, document_id, document_ids
 from ..store.tier import Tier
 from .batch import search_in_batches
 from .gate import SearchGate
@@ -60,8 +61,9 @@ class Index:
     Args:
         path: the store's directory.
         encoder: for queries given as text: an encoder, or a description of one as `espnx.load_encoder` takes it; must be the one the store
-            was built with. ``auto``: the one that the store remembers, loaded when the first text comes; one out of a folder has to be
-            named, as a store does not know where that lies. None: queries are vectors.
+            was built with. One that is described computes in the dtype that the documents were encoded in; one that was loaded may compute
+            in the other. ``auto``: the one that the store remembers, loaded when the first text comes; one out of a folder has to be named,
+            as a store does not know where that lies. None: queries are vectors.
         engine: path of the record reads (``auto``, ``uring``, ``posix``, ``memory``; ``gds`` or ``gds-compat`` with a CUDA device), a file
             of settings (``nvme.toml``, see docs/engine.md), or an engine, which stays the caller's.
         compute: where records are scored: ``cpu``, ``cuda`` (the thread's current GPU, once for all), or ``cuda:1``.
@@ -121,18 +123,18 @@ class Index:
             cost,
             sparse_encoder_of(sparse_encoder),
         )
-        self._closed = False
+        self._closed, self._process = False, os.getpid()
         self._changing, self._swapping = threading.Lock(), threading.Lock()  # of versions: one change at a time; which one is current
         self._gate = SearchGate(_SEARCHES_PER_CORE * len(os.sched_getaffinity(0)))
         self._retired: WeakSet[OpenVersion] = WeakSet()
         self._remembers = isinstance(encoder, str) and encoder == AUTO
-        self._encoder = None if self._remembers else encoder_of(encoder, str(self.compute))
+        self._encoder: Encoder | None = None
         with ExitStack() as opened:
             self._native, self._device = self._open_device(engine, device, opened)
             self._newest = self._open_version()
             opened.callback(lambda: self._newest.close())  # the newest by then  # noqa: PLW0108
-            if self._encoder is not None:
-                self._newest.check_encoder(self._encoder)
+            if encoder is not None and not self._remembers:
+                self.use_encoder(encoder)
             self._opened = opened.pop_all()
 
     def _open_device(
@@ -169,7 +171,7 @@ class Index:
 
     def use_encoder(self, encoder: EncoderLike) -> None:
         """Encodes queries given as text with it. Raises InvalidInputError unless the store was built with the same (or with none)."""
-        found = encoder_of(encoder, str(self.compute))
+        found = encoder_of(encoder, str(self.compute), built_with=self.store.manifest.encoder.name)
         if found is None:
             raise errors.InvalidInputError("encoder", got="None", expected="an encoder, or a description of one")
         self._newest.check_encoder(found)
@@ -191,8 +193,9 @@ class Index:
                 return False
             version = self._open_version()
             try:
-                if self._encoder is not None:
-                    version.check_encoder(self._encoder)
+                built_with = version.store.manifest.encoder.name
+                if self._encoder is not None and built_with != live.encoder.name:  # nobody chose it for these documents, nor its dtype
+                    check_same_encoder(self._encoder, built_with)
             except BaseException:
                 version.close()
                 raise
@@ -348,7 +351,9 @@ class Index:
             candidates: how many the first stage hands on; at least k are. None: 1,000, and 100 where each costs a read (``graph``).
             first_stage: which of the index's first stages finds them (`build`, `first_stages`), or several, whose rankings are fused: each
                 brings so many candidates, and the best of the union are kept. None: the one that was named first at build.
-            fuse: ``rrf`` (reciprocal ranks) or ``weighted`` (scaled scores), see `espnx.retrieval.first_stage.fusion`.
+            fuse: ``rrf`` (reciprocal ranks) or ``weighted`` (scaled scores), see `espnx.retrieval.first_stage.fusion`. ``rrf+maxsim``:
+                MaxSim's own ranking of the candidates is one more list, and the fused ranks order the hits, those that no more than a first
+                stage has found among them.
             rerank: how many of them are read and scored exactly, the best first; None for all. The others follow in first-stage order.
             cascade: score the coarse records of all candidates, then so many full ones exactly; the others follow in coarse order.
                 Needs a store built with a coarse tier. Lossy as `rerank` is, and much less so.
@@ -406,6 +411,7 @@ class Index:
                 return list(search_in_batches(version, stage, self._gate, vectors, options, encode_s, is_alone=is_alone))
 
     def _check_open(self) -> None:
+        check_own(self._process, "the index")
         if self._closed:
             raise errors.EngineClosedError("the index is closed", fix="open it again")
 
@@ -480,7 +486,9 @@ class Index:
         )
 
     def close(self) -> None:
-        """Searches under way are finished first; later ones raise EngineClosedError."""
+        """Searches under way are finished first; later ones raise EngineClosedError. In a child after fork() nothing is done."""
+        if os.getpid() != self._process:
+            return
         self._closed = True
         with self._changing, self._gate.none():
             for version in list(self._retired):

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from ...storage.documents.ids import DocumentId
 from ..store.store import EmbeddingStore
-from ..store.texts import DocumentId
 
 _AT_ONCE = 500  # texts held while ids are listed
 

@@ -19,7 +19,7 @@ from ...device.interface import RecordDevice
 from ...storage import NativeEngine
 from ...storage.engine import because
 from ...storage.manifest import open_current
-from ..encoder import Encoded, Encoder, check_same_encoder
+from ..encoder import Encoded, Encoder, check_query_encoder
 from ..first_stage.interface import LoadedStage
 from ..first_stage.registry import with_sparse_encoder
 from ..sparse_encoder import SparseEncoder
@@ -108,8 +108,8 @@ class OpenVersion:
         return {"metadata": self.store.resident_bytes, "coarse": coarse, "hot": self.hot.resident_bytes if self.hot else 0}
 
     def check_encoder(self, encoder: Encoder) -> None:
-        """Raises InvalidInputError unless the store was built with it (or with none)."""
-        check_same_encoder(encoder, self.store.manifest.encoder.name)
+        """Raises InvalidInputError unless the store was built with it, in whatever dtype, or with none."""
+        check_query_encoder(encoder, self.store.manifest.encoder.name)
 
     def coarse_tier(self, what: str) -> Tier:
         """Raises InvalidInputError where there is none, naming who wants it."""
@@ -130,10 +130,10 @@ class OpenVersion:
 
     def stage(self, options: SearchOptions) -> ChosenStage:
         """That a search wants. Raises InvalidInputError for one that the store has not."""
-        key = options.stages, options.fuse
+        key = options.stages, "rrf" if options.fuses_maxsim else options.fuse
         with self._lock:
             if key not in self._chosen:
-                self._chosen[key] = ChosenStage.of(self.store.first_stage, self.first_stage, *key)
+                self._chosen[key] = ChosenStage.of(self.store.first_stage, self.first_stage, *key, self.store.texts.first_of)
             return self._chosen[key]
 
     def without_vectors(self, queries: Sequence[str | Encoded]) -> list[Encoded]:

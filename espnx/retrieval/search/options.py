@@ -10,8 +10,8 @@ from typing import TypedDict
 
 from ... import errors
 from ...checks import check_whole, plain
-from ..first_stage.fusion import METHODS
-from ..store.texts import DocumentId
+from ...storage.documents.ids import DocumentId
+from ..first_stage.fusion import METHODS, WITH_MAXSIM
 from .prefetch import Steps
 
 
@@ -71,8 +71,12 @@ class SearchOptions:
             raise errors.InvalidInputError("nprobe", got=repr(nprobe), expected="at least 1, or 'auto'")
         if not isinstance(deadline_s, int | float) or isinstance(deadline_s, bool) or not math.isfinite(deadline_s) or deadline_s <= 0:
             raise errors.InvalidInputError("deadline_s", got=repr(deadline_s), expected="a positive number of seconds")
-        if self.fuse not in METHODS:
-            raise errors.InvalidInputError("fuse", got=repr(self.fuse), expected=" or ".join(METHODS))
+        if self.fuse not in (*METHODS, WITH_MAXSIM):
+            raise errors.InvalidInputError("fuse", got=repr(self.fuse), expected=" or ".join((*METHODS, WITH_MAXSIM)))
+        if self.fuses_maxsim and not self.depth:
+            raise errors.InvalidInputError(
+                f"fuse={WITH_MAXSIM!r}", got="rerank=0", expected="documents that MaxSim ranks", fix="leave rerank out, or fuse='rrf'"
+            )
         object.__setattr__(self, "first_stage", _checked_stages(self.first_stage))
         object.__setattr__(self, "candidates", None if self.candidates is None else max(self.k, self.candidates))
         object.__setattr__(self, "prefetch_step", _checked_steps(self.prefetch_step))
@@ -86,6 +90,11 @@ class SearchOptions:
     def wanted(self) -> int:
         """Candidates, where their number is known."""
         return self.k if self.candidates is None else self.candidates
+
+    @property
+    def fuses_maxsim(self) -> bool:
+        """Whether MaxSim's ranking is fused with those of the first stages, instead of coming before them."""
+        return self.fuse == WITH_MAXSIM
 
     @property
     def is_cascade(self) -> bool:

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ..store.texts import DocumentId
+from ...storage.documents.ids import DocumentId
 
 _INDENT = " " * 15
 _MATCHES_SHOWN = 8
@@ -45,11 +45,12 @@ class Hit:
     Attributes:
         id: the document's own id.
         score: ``cls_weight * CLS + MaxSim`` (of a document without tokens 0); for a document that was not re-ranked, the first stage's
-            similarity alone (in a cascade the score of its coarse record).
+            similarity alone (in a cascade the score of its coarse record). With ``fuse="rrf+maxsim"`` the fused one.
         text: as it was indexed.
         number: the record's number in the store. It changes when the store is compacted; `id` does not.
-        reranked: whether `score` is exact. All re-ranked hits come before all others.
-        found_by: by first stage: the rank that it gave the document, from 1, and its score; without those that did not find it.
+        reranked: whether MaxSim has scored it exactly. All re-ranked hits come before all others, but with ``fuse="rrf+maxsim"``.
+        found_by: by first stage: the rank that it gave the document, from 1, the same for equal scores, and its score; without those that
+            did not find it. With ``fuse="rrf+maxsim"`` also ``maxsim``.
         matches: one per query token, where the search was asked to explain; empty for a document or a query without tokens.
     """
 

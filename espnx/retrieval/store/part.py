@@ -19,13 +19,13 @@ from safetensors.numpy import load as load_safetensors
 
 from ... import errors
 from ...storage import NativeEngine
+from ...storage.documents.ids import DocumentId
+from ...storage.documents.rows import PartTexts
 from ...storage.engine import FileHandle
-from ...storage.files import BLOCK_BYTES, Region
+from ...storage.files import BLOCK_BYTES, Region, Section
 from ...storage.parse import Fields
 from ..first_stage.interface import SECTION_NAME
-from .part_file import MAIN, REBUILD, FileFacts, Section, check_section, open_file, read_section, section_windows
-from .part_texts import PartTexts
-from .texts import DocumentId
+from .part_file import MAIN, REBUILD, FileFacts, check_section, open_file, read_section, section_windows
 
 GROUP_RECORDS = 64  # as in csrc/device/records.hpp
 PART_NAME = "part.bin"
@@ -260,6 +260,11 @@ class Part:
         """int64 [m]: the record number of each id, -1 where there is none alive."""
         with self.opened() as (file, sections):
             return self._texts.numbers(file, sections, ids, alive)
+
+    def first_by_hash(self, numbers: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `PartTexts.first_by_hash`."""
+        with self.opened() as (file, sections):
+            return self._texts.first_by_hash(file, sections, numbers, count)
 
     def verify(self) -> None:
         """Reads every section and compares its checksum. Raises ChecksumError."""

@@ -16,7 +16,7 @@ import numpy as np
 from ... import errors
 from ...storage import NativeEngine, Plan
 from ...storage.engine import FileHandle
-from ...storage.files import StreamWriter, aligned_empty, crc32c, read_range
+from ...storage.files import Section, StreamWriter, aligned_empty, crc32c, read_range
 
 VERSION = 5
 HEADER_BYTES = 4096
@@ -39,15 +39,6 @@ class FileFacts:
     first_record: int
     records: int
     size_bytes: int
-
-
-@dataclass(frozen=True)
-class Section:
-    """Bytes of a data file, and their checksum."""
-
-    offset_bytes: int
-    size_bytes: int
-    crc32c: int
 
 
 def file_header(facts: FileFacts, sections: Mapping[str, Section]) -> bytes:

@@ -22,6 +22,7 @@ from ...device.registry import open_records
 from ...ops.maxsim import Codebook, token_format
 from ...sizes import format_size
 from ...storage import NativeEngine
+from ...storage.documents.ids import DocumentId, id_order
 from ...storage.engine import FileHandle, paths_of, reasons_of
 from ...storage.files import crc32c, read_file
 from ...storage.manifest import NAME as MANIFEST_NAME
@@ -35,7 +36,6 @@ from .part_file import REBUILD
 from .part_file import VERSION as VERSION
 from .places import check_paths, shared_homes
 from .projection import Projection
-from .texts import DocumentId
 from .tier import Tier
 
 #: Of the names under which a base keeps what the first stage was trained to.
@@ -50,6 +50,9 @@ def store_salt(store_id: str, generation: int) -> int:
 def stage_model(stage: FirstStage) -> dict[str, np.ndarray]:
     """What the first stage was trained to, as a base keeps it."""
     return {f"{STAGE_PREFIX}{name}": array for name, array in stage.arrays().items()}
+
+
+_BY_ID_MAX = 4096
 
 
 class StoreTexts:
@@ -80,6 +83,23 @@ class StoreTexts:
                 break
             result[missing] = part.numbers([ids[place] for place in missing.tolist()], self._is_alive)
         return result
+
+    def first_of(self, numbers: np.ndarray, count: int) -> np.ndarray:
+        """Of record numbers, int64 [m], each once, the `count` that come first: by id, and where they are more than `_BY_ID_MAX`, whose
+        ids would take long to read, by the ids' hashes. So neither depends on how records lie."""
+        if len(numbers) <= _BY_ID_MAX:
+            ids = [identifier for identifier, _ in self.get(numbers.tolist())]
+            order = sorted(range(len(ids)), key=lambda place: id_order(ids[place]))
+            return numbers[order[:count]]
+        hashes, found = [np.empty(0, np.uint64)], [np.empty(0, np.int64)]
+        for part in self._parts:
+            here = numbers[(numbers >= part.first_number) & (numbers < part.first_number + part.count)]
+            if len(here):
+                of_part = part.first_by_hash(here, count)
+                hashes.append(of_part[0])
+                found.append(of_part[1])
+        together = np.concatenate(found)
+        return together[np.lexsort((together, np.concatenate(hashes)))[:count]]
 
     def any_id(self) -> DocumentId | None:
         """The id of some document, for messages; None where there is none."""

@@ -1,53 +1,24 @@
-"""Ids of documents, and the database (SQLite) in which a build under way keeps ids and texts in the order in which they came."""
+"""The database (SQLite) in which a build under way keeps ids and texts in the order in which they came."""
 
 from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from ... import errors
+from ...storage.documents.ids import DocumentId
 from ...storage.files import crc32c
 from ...storage.native import free_bytes
 from ...storage.parse import check_plain_file
 
-DocumentId = int | str
 _TABLE = "CREATE TABLE docs (number INTEGER PRIMARY KEY, id UNIQUE NOT NULL, text TEXT NOT NULL, crc32c INTEGER NOT NULL)"
 _ROWS_AT_ONCE = 500  # SQLite takes so many parameters, whatever its version
 _REBUILD = "check the device; build again, discarding what is there (restart=True, --restart)"
-
-
-def document_id(value: Any, what: str = "document id") -> DocumentId:
-    """An id as a store keeps it: NumPy's and PyTorch's scalars become Python's own. Raises InvalidInputError for what cannot be one."""
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        value = value.item()
-    if isinstance(value, int) and not isinstance(value, bool):
-        if -(2**63) <= value < 2**63:
-            return int(value)
-        raise errors.InvalidInputError(what, got=f"an int of {value.bit_length()} bits", expected="a str or a 64-bit int")
-    if not isinstance(value, str):
-        raise errors.InvalidInputError(what, got=f"{value!r} ({type(value).__name__})", expected="a str or a 64-bit int")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise errors.InvalidInputError(what, got=f"{value!r}, a lone surrogate", expected="text that UTF-8 can hold") from None
-    return str.__str__(value)
-
-
-def id_order(identifier: DocumentId) -> tuple[bool, DocumentId]:
-    """Sorts ids: numbers first, by value, then texts, by code points."""
-    return isinstance(identifier, str), identifier
-
-
-def document_ids(ids: Any, what: str = "ids") -> list[DocumentId]:
-    """A collection of ids (an array or a tensor is one) as a list. Raises InvalidInputError for one id, and for what cannot be one."""
-    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable) or getattr(ids, "ndim", None) == 0:
-        raise errors.InvalidInputError(what, got=repr(ids), expected="a collection of document ids", fix=f"pass [{ids!r}]")
-    return [document_id(value, f"{what}: a document id") for value in (ids.tolist() if hasattr(ids, "tolist") else ids)]
 
 
 def _checksum(number: int, identifier: DocumentId, text: str, salt: int) -> int:

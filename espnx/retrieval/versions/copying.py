@@ -13,12 +13,12 @@ import numpy as np
 from ... import errors
 from ...device.record_layout import HEADER_BYTES, RecordLayout
 from ...storage import Plan
+from ...storage.documents.ids import DocumentId
 from ...storage.engine import FileHandle
 from ..first_stage.interface import Entries
 from ..store.part import Part
 from ..store.rows import Fill
 from ..store.store import StoreTexts, Version, placement_of
-from ..store.texts import DocumentId
 
 FILES_OPEN = 16
 _ROWS_AT_ONCE = 512

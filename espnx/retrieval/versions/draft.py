@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from ...storage.documents.ids import DocumentId
 from ...storage.files import make_directory, write_file
+from ...storage.levels import groups_to_merge
 from ..store.manifest import DeletedEntry, Manifest
 from ..store.part import GROUP_RECORDS, PART_NAME, PartEntry
 from ..store.store import StoreTexts, Version, store_salt
-from ..store.texts import DocumentId
 from . import generations
-from .merging import groups_to_merge, write_merged
+from .merging import write_merged
 from .part_writer import PartPlace
 from .publish import publish
 

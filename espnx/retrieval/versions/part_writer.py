@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from safetensors.numpy import save as save_safetensors
 
+from ...storage.documents.ids import DocumentId
+from ...storage.documents.rows import write_texts
 from ...storage.files import BLOCK_BYTES
 from ..store.part import PartEntry, Segment, stage_section
 from ..store.part_file import MAIN, FileWriter
-from ..store.part_texts import write_texts
-from ..store.texts import DocumentId
 from .segments import Layout
 
 
@@ -58,7 +58,7 @@ def finish_part(
     """
     count = layouts["full"].count
     try:
-        write_texts(file, contents.rows, count, place.first_number, place.salt)
+        write_texts(file, contents.rows, place.first_number, place.salt)
         for name, chunks in contents.sections.items():
             file.section(stage_section(name), chunks, align_bytes=BLOCK_BYTES if name in contents.in_place else 8)
         meta = {"n_tokens": layouts["full"].all_tokens()}

@@ -15,7 +15,7 @@ from espnx.benchmarks.kv import resume as kv_resume
 from espnx.benchmarks.kv import smollm2, sweeps
 from espnx.benchmarks.kv.models import KVShape, Task, load_model, write_weights
 from espnx.benchmarks.kv.resume import IN_RAM, KEPT, QUESTION_TOKENS, RECOMPUTED, ResumeWork, text_tokens, with_break_even
-from espnx.integrations.transformers import fingerprint
+from espnx.integrations.transformers.identity import fingerprint
 from espnx.kv.striping import StripedDevices
 from tests.benchmarks.common import row
 from tests.benchmarks.kv.test_case import HereWorker, bench

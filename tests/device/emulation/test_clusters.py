@@ -90,7 +90,7 @@ def test_encode(tmp_path: Path) -> None:
 
 
 def test_what_a_device_of_another_package_lacks(tmp_path: Path) -> None:
-    device = espnx.device.open("tests.device.example_package.null_device:NullDevice", tmp_path)
+    device = espnx.device.open("espnx.device.example.ram_device:RamDevice", tmp_path)
     with pytest.raises(errors.InvalidInputError, match="clusters of vectors on device"):
         device.open_clusters(tmp_path)
     with pytest.raises(errors.InvalidInputError, match="graphs on device"):

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 import espnx
 from espnx.device.registry import open_device
+from espnx.integrations.transformers.enable import enable_kv_cache
 from tests.integrations.transformers.tiny import enabled, generate, make, plain, prompt
 
 PROMPT = [40, 23]
@@ -48,6 +49,26 @@ def test_logits_of_a_model_in_fp16(folder: Path, options: dict[str, str], count:
     assert float(apart) <= 1.25 * float(own)
     for each in devices:
         each.close()
+
+
+@pytest.mark.parametrize("hand_over", ["scores", "lse"])
+@pytest.mark.parametrize("spill_interval", [None, 1, 16])
+def test_bits_of_a_model_on_more_devices(folder: Path, spill_interval: int | None, hand_over: str) -> None:
+    """Where writes have ended before each pass, so that the same rows are read back; with `scores` also where they have not."""
+    model = enable_kv_cache(make("llama", dtype=torch.float16, num_key_value_heads=4))
+    ids, found = torch.randint(3, 97, (2, 55), generator=torch.Generator().manual_seed(1)), list[torch.Tensor]()
+    for count in (1, 2, 4, 16):
+        devices = open_device("smartssd", [folder / f"{count}-{i}" for i in range(count)], stretch=0, hand_over=hand_over)
+        with espnx.KVCache(model.config, device=devices, x_rows=0, threads=1, spill_interval=spill_interval) as cache, torch.no_grad():
+            passes = list[torch.Tensor]()
+            for part in ids.split([40, 3, 3, 3, 3, 3], dim=1):
+                passes.append(model(part, past_key_values=cache).logits)
+                if hand_over == "lse":
+                    cache.store.striped.flush()
+            found.append(torch.cat(passes, dim=1))
+        for each in devices:
+            each.close()
+    assert all(torch.equal(each, found[0]) for each in found[1:])
 
 
 def test_tokens_of_a_model_in_fp32_with_rows_in_fp16(folder: Path) -> None:

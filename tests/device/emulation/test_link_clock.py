@@ -26,16 +26,14 @@ if TYPE_CHECKING:
 FOREVER = 60.0
 
 
-def clock(*latencies_s: float, stretch: float = 0.0) -> LinkClock:
+def clock(*latencies_s: float, lanes: int = 64, stretch: float = 0.0) -> LinkClock:
     """With links 0, 1, ..."""
-    return load_native().LinkClock([(f"link {number}", each) for number, each in enumerate(latencies_s)], stretch)
+    return load_native().LinkClock([(f"link {number}", each) for number, each in enumerate(latencies_s)], lanes, stretch)
 
 
-def send(
-    on: LinkClock, path: Sequence[tuple[int, float]], size_bytes: int, after: Sequence[LinkTicket] = (), chunk_bytes: int = 256 << 10
-) -> LinkTicket:
+def send(on: LinkClock, path: Sequence[tuple[int, float]], size_bytes: int, after: Sequence[LinkTicket] = (), lane: int = 0) -> LinkTicket:
     """Bytes over (link, bytes/s) each."""
-    return on.transfer([(link, float(size_bytes), per_s) for link, per_s in path], size_bytes, chunk_bytes, list(after))
+    return on.transfer([(link, float(size_bytes), per_s) for link, per_s in path], lane, size_bytes, 0.0, list(after))
 
 
 def end(on: LinkClock, ticket: LinkTicket, asked_s: float | None = None) -> float:
@@ -44,7 +42,7 @@ def end(on: LinkClock, ticket: LinkTicket, asked_s: float | None = None) -> floa
     return found
 
 
-def drawn(rng: random.Random, n_links: int, n_works: int) -> list[Work]:
+def drawn(rng: random.Random, n_links: int, n_works: int, n_lanes: int) -> list[Work]:
     works: list[Work] = []
     issued_s = 0.0
     per_s = [rng.choice([1e6, 5e6, rng.uniform(1e5, 1e7)]) for _ in range(n_links)]
@@ -53,11 +51,22 @@ def drawn(rng: random.Random, n_links: int, n_works: int) -> list[Work]:
         links = rng.sample(range(n_links), rng.randint(1, min(n_links, 5)))
         size_bytes = rng.choice([0, 1, 4096, 65536, rng.randrange(1, 200_000)])
         path = [
-            (link, size_bytes * rng.choice([1.0, 1.0, 0.25, 3.0]) if size_bytes else rng.choice([0.0, 5e4]), per_s[link]) for link in links
+            (link, size_bytes * rng.choice([1.0, 1.0, 0.25, 3.0, 0.0]) if size_bytes else rng.choice([0.0, 5e4]), per_s[link])
+            for link in links
         ]
         after = tuple(rng.sample(range(number), min(number, rng.choice([0, 0, 1, 3]))))
-        works.append(Work(issued_s, path, size_bytes, rng.choice([4096, 10_000, 1 << 20]), after))
+        works.append(Work(issued_s, path, size_bytes, rng.randrange(n_lanes), rng.choice([0.0, 0.0, 1e-3, rng.random() / 50]), after))
     return works
+
+
+def sent(on: LinkClock, works: Sequence[Work]) -> list[LinkTicket]:
+    """Each at its time."""
+    tickets: list[LinkTicket] = []
+    for work in works:
+        on.advance(work.issued_s)
+        before = [tickets[each] for each in work.after]
+        tickets.append(on.transfer(work.path, work.lane, work.size_bytes, work.before_s, before))
+    return tickets
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -66,31 +75,25 @@ def test_every_end_is_the_oracles(seed: int) -> None:
     rng = random.Random(seed)
     n_links = rng.choice([1, 2, 6, 40])
     latencies_s = [rng.choice([0.0, 0.0, 1e-3, rng.random() / 50]) for _ in range(n_links)]
-    works = drawn(rng, n_links, rng.choice([5, 60, 300]))
+    works = drawn(rng, n_links, rng.choice([5, 30, 60]), rng.choice([1, 3, 20]))
     expected_s, busy_s = ends(latencies_s, works)
 
     on = clock(*latencies_s)
-    tickets: list[LinkTicket] = []
-    for work in works:
-        on.advance(work.issued_s)
-        tickets.append(on.transfer(work.path, work.size_bytes, work.chunk_bytes, [tickets[each] for each in work.after]))
+    tickets = sent(on, works)
     order = list(range(len(works)))
     rng.shuffle(order)
-    assert {number: end(on, tickets[number]) for number in order} == pytest.approx(dict(enumerate(expected_s)), rel=1e-12)
+    assert {number: end(on, tickets[number]) for number in order} == pytest.approx(dict(enumerate(expected_s)), rel=1e-9)
     assert on.now() == pytest.approx(max(expected_s))
     assert [use[2] for use in on.traffic()] == pytest.approx(busy_s, rel=1e-9)
 
 
-def test_thousands_of_transfers() -> None:
+def test_hundreds_of_transfers() -> None:
     rng = random.Random(7)
-    works = drawn(rng, 64, 2000)
+    works = drawn(rng, 64, 400, 40)
     on = clock(*[0.0] * 64)
-    tickets: list[LinkTicket] = []
-    for work in works:
-        on.advance(work.issued_s)
-        tickets.append(on.transfer(work.path, work.size_bytes, work.chunk_bytes, [tickets[each] for each in work.after]))
+    tickets = sent(on, works)
     expected_s, _ = ends([0.0] * 64, works)
-    assert [end(on, ticket) for ticket in tickets] == pytest.approx(expected_s, rel=1e-12)
+    assert [end(on, ticket) for ticket in tickets] == pytest.approx(expected_s, rel=1e-9)
 
 
 def test_first_come_first_served() -> None:
@@ -102,52 +105,76 @@ def test_first_come_first_served() -> None:
     assert end(on, first) == 3.0
 
 
-def test_a_link_is_taken_in_the_order_of_arrival() -> None:
-    """The second is called later and comes to the shared link earlier: it does not wait for the first."""
-    on = clock(0.0, 0.0, 0.0)
-    slow = send(on, [(0, 10.0), (2, 100.0)], 100)
-    quick = send(on, [(1, 100.0), (2, 100.0)], 100)
-    assert (end(on, quick), end(on, slow)) == (2.0, 11.0)
-
-
-def test_transfers_share_a_link_chunk_by_chunk() -> None:
-    """Two that come from links of their own are done at the same time, of which each alone would take half."""
-    on = clock(0.0, 0.0, 0.0)
-    both = [send(on, [(own, 100.0), (2, 100.0)], 1000, chunk_bytes=10) for own in (0, 1)]
-    assert [end(on, each) for each in both] == pytest.approx([20.0, 20.1])
-
-
-def test_chunks_pass_links_at_the_same_time() -> None:
-    """In a line of links the slowest counts, and the others only for a chunk."""
-    on = clock(0.0, 0.0, 0.0)
-    assert end(on, send(on, [(0, 1000.0), (1, 100.0), (2, 500.0)], 1000, chunk_bytes=100)) == pytest.approx(0.1 + 10.0 + 0.2)
-
-
-def test_the_last_chunk_is_as_short_as_it_is() -> None:
+def test_who_comes_to_a_link_finds_what_is_left_of_it() -> None:
+    """The first is held back elsewhere: the second has the rest, and does not wait for it."""
     on = clock(0.0, 0.0)
-    assert end(on, send(on, [(0, 100.0), (1, 500.0)], 250, chunk_bytes=100)) == pytest.approx(2.5 + 0.1)
+    slow = send(on, [(0, 10.0), (1, 100.0)], 100)
+    quick = send(on, [(1, 100.0)], 90, lane=1)
+    assert (end(on, quick), end(on, slow)) == pytest.approx((1.0, 10.0))
+
+
+def test_lanes_share_a_link_evenly() -> None:
+    """Two are done at the same time, of which each alone would take half; when one has gone, the other has all of it."""
+    on = clock(0.0, 0.0, 0.0)
+    both = [send(on, [(own, 100.0), (2, 100.0)], 1000, lane=own) for own in (0, 1)]
+    assert [end(on, each) for each in both] == pytest.approx([20.0, 20.0])
+    long, short = send(on, [(2, 100.0)], 1000), send(on, [(2, 100.0)], 100, lane=1)
+    assert [end(on, short) - 20, end(on, long) - 20] == pytest.approx([2.0, 11.0])
+
+
+def test_what_one_cannot_take_the_others_share() -> None:
+    """Max-min: 20 for the one that is held back, 40 each for the two others; and the whole of a link that nobody shares."""
+    on = clock(0.0, 0.0, 0.0)
+    works = [send(on, [(0, 20.0), (1, 100.0)], 200), *(send(on, [(1, 100.0)], 400, lane=lane) for lane in (1, 2))]
+    alone = send(on, [(2, 50.0)], 500, lane=3)
+    assert [end(on, each) for each in (*works, alone)] == pytest.approx([10.0] * 4)
+
+
+@pytest.mark.parametrize("size_bytes", [1, 4096, 65_536, 1 << 20, 1 << 30, 1 << 50])
+def test_links_are_cut_through(size_bytes: int) -> None:
+    """In a line of links the slowest counts, and of the others nothing but their latency."""
+    on = clock(1e-6, 2e-6, 3e-6, 1e-6)
+    ended_s = end(on, send(on, [(0, 3e9), (1, 2e9), (2, 8e9), (3, 31e9)], size_bytes))
+    assert ended_s == pytest.approx(7e-6 + size_bytes / 2e9, rel=1e-12)
 
 
 def test_latency_counts_once_and_takes_no_bandwidth() -> None:
     on = clock(5.0)
-    assert [end(on, send(on, [(0, 100.0)], 200, chunk_bytes=50)), on.traffic()[0][2]] == [7.0, 2.0]
+    assert [end(on, send(on, [(0, 100.0)], 200)), on.traffic()[0][2]] == [7.0, 2.0]
     both = [send(on, [(0, 100.0)], 100) for _ in range(2)]
     assert [end(on, each) for each in both] == [13.0, 14.0]
 
 
+def test_what_passes_before_takes_no_bandwidth() -> None:
+    """Of two that begin together it passes at the same time."""
+    on = clock(0.0)
+    both = [on.transfer([(0, 100.0, 100.0)], 0, 100, 5.0, []) for _ in range(2)]
+    between = send(on, [(0, 100.0)], 300, lane=1)
+    assert [end(on, each) for each in (between, *both)] == [3.0, 6.0, 7.0]
+
+
 def test_work_of_another_unit_than_bytes() -> None:
-    """FLOPs beside bytes, each leg with its own amount; nothing of a size is work in one piece."""
+    """FLOPs beside bytes, each leg with its own amount; nothing of a size is work all the same."""
     on = clock(0.0, 0.0)
-    ticket = on.transfer([(0, 100.0, 10.0), (1, 5000.0, 100.0)], 100, 10, [])
-    assert end(on, ticket) == pytest.approx(1.0 + 50.0)
+    assert end(on, on.transfer([(0, 100.0, 10.0), (1, 5000.0, 100.0)], 0, 100, 0.0, [])) == pytest.approx(50.0)
     assert [use[1] for use in on.traffic()] == [100.0, 5000.0]
-    assert end(on, on.transfer([(0, 30.0, 10.0)], 0, 10, [])) == pytest.approx(54.0)
+    assert end(on, on.transfer([(0, 30.0, 10.0)], 0, 0, 0.0, [])) == pytest.approx(53.0)
+    assert end(on, on.transfer([(0, 0.0, 10.0)], 0, 0, 0.0, [])) == pytest.approx(53.0)
+
+
+def test_traffic_is_what_has_passed() -> None:
+    on = clock(0.0)
+    ticket = send(on, [(0, 10.0)], 100)
+    on.advance(2.5)
+    assert on.traffic() == [("link 0", 25.0, 2.5, 0)]
+    end(on, ticket)
+    assert on.traffic() == [("link 0", 100.0, 10.0, 1)]
 
 
 def test_one_after_another() -> None:
     """It begins when all before it have ended, without anybody looking; what has ended long ago counts as now."""
     on = clock(0.0, 0.0)
-    slow, quick = send(on, [(0, 10.0)], 100), send(on, [(1, 10.0)], 10)
+    slow, quick = send(on, [(0, 10.0)], 100), send(on, [(1, 10.0)], 10, lane=1)
     last = send(on, [(1, 10.0)], 10, after=[slow, quick])
     assert end(on, last) == 11.0
     on.advance(100.0)
@@ -204,16 +231,17 @@ def test_closed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "size_bytes", "chunk_bytes"),
+    ("path", "lane", "size_bytes", "before_s"),
     [
-        ([], 1, 1), ([(1, 1.0, 1.0)], 1, 1), ([(-1, 1.0, 1.0)], 1, 1), ([(0, -1.0, 1.0)], 1, 1), ([(0, 1.0, 0.0)], 1, 1),
-        ([(0, float("nan"), 1.0)], 1, 1), ([(0, 1.0, float("inf"))], 1, 1), ([(0, 1.0, 1.0)], -1, 1), ([(0, 1.0, 1.0)], 1, 0),
-        ([(0, 1.0, 1.0)], 2**62, 1),
+        ([], 0, 1, 0.0), ([(1, 1.0, 1.0)], 0, 1, 0.0), ([(-1, 1.0, 1.0)], 0, 1, 0.0), ([(0, -1.0, 1.0)], 0, 1, 0.0),
+        ([(0, 1.0, 0.0)], 0, 1, 0.0), ([(0, float("nan"), 1.0)], 0, 1, 0.0), ([(0, 1.0, float("inf"))], 0, 1, 0.0),
+        ([(0, 1.0, 1.0)], 0, -1, 0.0), ([(0, 1.0, 1.0)], -1, 1, 0.0), ([(0, 1.0, 1.0)], 64, 1, 0.0), ([(0, 1.0, 1.0)], 0, 1, -1.0),
+        ([(0, 1.0, 1.0)], 0, 1, float("nan")),
     ],
 )  # fmt: skip
-def test_transfers_that_are_none(path: list[tuple[int, float, float]], size_bytes: int, chunk_bytes: int) -> None:
+def test_transfers_that_are_none(path: list[tuple[int, float, float]], lane: int, size_bytes: int, before_s: float) -> None:
     with pytest.raises(errors.InvalidInputError):
-        clock(0.0).transfer(path, size_bytes, chunk_bytes, [])
+        clock(0.0).transfer(path, lane, size_bytes, before_s, [])
 
 
 def test_clocks_that_are_none() -> None:
@@ -243,7 +271,7 @@ def test_time_that_somebody_waited() -> None:
     """Moments that two wait count once, what nobody waits for not at all; a wait may have begun before its call. Where one is late, it does
     not matter that another waits."""
     on = clock(0.0, 0.0)
-    long, short = send(on, [(0, 1.0)], 10), send(on, [(1, 1.0)], 4)
+    long, short = send(on, [(0, 1.0)], 10), send(on, [(1, 1.0)], 4, lane=1)
     on.advance(1.0)
     end(on, short)  # 1 to 4
     on.advance(6.0)
@@ -345,7 +373,7 @@ def test_any_thread_may_call(stretch: float) -> None:
         rng = random.Random(seed)
         own: list[LinkTicket] = []
         for _ in range(200):
-            own.append(send(on, [(rng.randrange(2), 1e6), (2, 1e6)], rng.randrange(10_000), after=own[-1:], chunk_bytes=1000))
+            own.append(send(on, [(rng.randrange(2), 1e6), (2, 1e6)], rng.randrange(10_000), after=own[-1:], lane=seed))
             if rng.random() < 0.3:
                 end(on, rng.choice(own))
         times = [end(on, each) for each in own]

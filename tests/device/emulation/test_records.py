@@ -87,8 +87,8 @@ def test_time_is_bytes_over_rate(store: Path) -> None:
             else:
                 assert out == sizes.sum()
                 bound_s = sizes.sum() / (50 * MB)
-            # The first chunk fills the links before the narrowest, the last leaves those behind it.
-            assert bound_s <= taken <= bound_s * 1.03 + 2 * GROUP_BYTES / (50 * MB)
+            # Beside an accelerator a group is read whole before it is scored, and scored before scores are sent.
+            assert bound_s * (1 - 1e-9) <= taken <= bound_s + (2 * GROUP_BYTES / (50 * MB) if near else 1e-9)
 
 
 def test_scores_come_group_by_group(store: Path) -> None:

@@ -132,7 +132,7 @@ def test_visits(folder: Path, way: str) -> None:
             assert len(shown) == sum(each.use.n_rows for each in seen)
             for each in seen:
                 for row in range(each.use.n_rows):
-                    assert torch.equal(shown[each.use.sequence, each.use.first_position + row].double(), each.kept.k[0, row])
+                    assert torch.equal(shown[each.use.sequence, each.use.first_position + row], each.kept.k[0, row])
 
 
 def test_nothing(folder: Path) -> None:

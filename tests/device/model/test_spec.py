@@ -188,6 +188,8 @@ WRONG = {
     "a list for a title": (LEAST.replace("a drive", "[a]", 1), r"title.*expected text"),
     "a key twice": (LEAST + "title: again\n", r"a key stands twice: title, line 8"),
     "a deep key twice": (LEAST.replace("value: 4", "value: 4, value: 5"), r"a key stands twice: links\.device\.value"),
+    "a version in quotes": (LEAST.replace("schema_version: 1", 'schema_version: "1"'), r"another version: schema_version, line 1.*got '1'"),
+    "a number in quotes": (LEAST.replace("3.0", '"3.0"'), r"no number: flash\.read_bandwidth\.value, line 5.*got '3.0"),
     "another version": (LEAST.replace("schema_version: 1", "schema_version: 2"), r"another version: schema_version, line 1.*got '2'"),
     "no version": (LEAST.partition("\n")[2], r"another version.*got nothing"),
     "a tag": (LEAST.replace("a drive", "!!python/object/apply:os.getpid []"), r"reference or a tag"),

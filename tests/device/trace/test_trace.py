@@ -145,7 +145,7 @@ def test_a_recorded_device_is_a_device(check: Any, folder: Path) -> None:
         check(recorded(devices, writer)[0].open_rows)
     trace = read_trace(folder / "trace")
     assert {each.failed for each in trace.commands} <= {
-        "", "InvalidInputError", "TransferCancelledError", "EngineClosedError", "NotConformingError",
+        "", "InvalidInputError", "TransferCancelledError", "EngineClosedError", "NotConformingError", "StateError",
     }  # fmt: skip
 
 
@@ -170,17 +170,32 @@ def test_an_error_is_written(tmp_path: Path) -> None:
     assert (command.verb, command.failed) == ("flush", "EngineClosedError")
 
 
-HEAD = '{"espnx_trace":1,"program":"p","devices":[{"name":"ssd","kind":"plain","path":"/x"}]}\n'
-LINE: dict[str, Any] = {"n": 0, "device": 0, "verb": "flush", "part": 0, "at_s": 0.0, "took_s": 0.0, "host_s": 0.0}
+HEAD = '{"espnx_trace":2,"program":"p","devices":[{"name":"ssd","kind":"plain","path":"/x"}]}\n'
+OLD_HEAD = HEAD.replace("2", "1", 1)
+LINE: dict[str, Any] = {"n": 0, "device": 0, "verb": "flush", "part": 0, "at_s": 0.0, "took_s": 0.0, "host_s": 0.0, "after": -1}
+
+
+def lines(*given: dict[str, Any], end: int | None = None) -> str:
+    """Of commands, and of the end."""
+    return HEAD + "".join(json.dumps(each) + "\n" for each in (*given, {"end": len(given) if end is None else end}))
+
+
+LATER = {**LINE, "n": 1, "at_s": 1.0, "after": 0}
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("", "no trace"), ("{}\n", "no trace"), ('{"espnx_trace":7}\n', "version of a trace"), (HEAD[:-1], "without an end"),
-        (HEAD + "no json\n", "line 2"), (HEAD + "[]\n", "an object"), (HEAD + json.dumps(LINE | {"device": 1}) + "\n", "device"),
-        (HEAD + json.dumps(LINE | {"at_s": -1.0}) + "\n", "at_s"), (HEAD + json.dumps(LINE | {"took_s": "x"}) + "\n", "took_s"),
-        (HEAD + 2 * (json.dumps(LINE) + "\n"), "no other line"), (HEAD + json.dumps(LINE)[:-3], "without an end"),
+        (HEAD + "no json\n", "line 2"), (HEAD + "[]\n", "an object"), (lines(LINE | {"device": 1}), "device"),
+        (lines(LINE | {"at_s": -1.0}), "at_s"), (lines(LINE | {"took_s": "x"}), "took_s"),
+        (lines(LINE, LINE), "no other line"), (HEAD + json.dumps(LINE)[:-3], "without an end"),
+        (HEAD, "a trace without an end"), (lines(LINE)[: -len('{"end": 1}\n')], "a trace without an end"),
+        (lines(LINE, LATER, end=1), "2, as many as there are"), (lines(LATER, LINE), "after"),
+        (lines({**LATER, "after": -1}, LINE), "took_s"),
+        (lines(LINE, LATER) + json.dumps(LATER) + "\n", "the last line"), (lines(LINE | {"after": 1000000000}), "after"),
+        (lines(LINE | {"took_s": 2.0}, LATER | {"took_s": 2.0}), "after"),
+        (lines({key: value for key, value in LINE.items() if key != "after"}), "after"),
     ],
 )  # fmt: skip
 def test_what_is_no_trace(tmp_path: Path, text: str, says: str) -> None:
@@ -193,6 +208,7 @@ def test_what_is_no_trace(tmp_path: Path, text: str, says: str) -> None:
     "line",
     [
         {"verb": "burn"}, {"verb": "put"}, {"verb": "put", "segments": [{"number": 0}]}, {"verb": "release", "segment": 3},
+        {"verb": "join", "of": [], "segments": []},
         {"verb": "attend", "ticket": 9}, {"verb": "ahead", "ticket": 0, "views": [[0, 0, 0]]}, {"verb": "maxsim", "part": 3, "places": [1]},
         {
             "verb": "put",
@@ -207,13 +223,53 @@ def test_what_is_no_trace(tmp_path: Path, text: str, says: str) -> None:
 )  # fmt: skip
 def test_lines_that_cannot_be_asked(tmp_path: Path, line: dict[str, Any]) -> None:
     """A typed error, and nothing is asked for that memory cannot hold."""
-    (tmp_path / "trace").write_text(HEAD + json.dumps(LINE | line) + "\n")
+    (tmp_path / "trace").write_text(lines(LINE | line))
     with pytest.raises(errors.FormatError):
         replay(read_trace(tmp_path / "trace"), espnx.device.open("ssd", [tmp_path / "a"]))
 
 
+def test_shapes_that_are_none(generated: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """Of what was recorded, with one field forged."""
+    written = generated[0].read_text().splitlines()
+    at = next(number for number, line in enumerate(written) if '"verb":"attend"' in line)
+    put = next(number for number, line in enumerate(written) if '"verb":"put"' in line)
+    attend, rows = json.loads(written[at]), json.loads(written[put])
+    rows["segments"][0]["heads"] = [0, 2]
+    for number, forged in ((at, attend | {"queries": [1, 2]}), (at, attend | {"queries": []}), (put, rows)):
+        (tmp_path / "forged").write_text("\n".join([*written[:number], json.dumps(forged), *written[number + 1 :]]) + "\n")
+        with pytest.raises(errors.FormatError, match=r"queries|heads"):
+            replay(read_trace(tmp_path / "forged"), espnx.device.open("ssd", [tmp_path / "a", tmp_path / "b"]))
+
+
+def test_every_line_counts(generated: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """A trace that ends after any of its lines but the last is refused; one of the version before was not."""
+    written = generated[0].read_text().splitlines(keepends=True)
+    assert read_trace(generated[0]).is_whole
+    for count in range(1, len(written), 7):
+        (tmp_path / "cut").write_text("".join(written[:count]))
+        with pytest.raises(errors.FormatError, match="without an end"):
+            read_trace(tmp_path / "cut")
+    (tmp_path / "old").write_text("".join([written[0].replace('"espnx_trace":2', '"espnx_trace":1'), *written[1:-1]]))
+    old = read_trace(tmp_path / "old")
+    assert (old.is_whole, len(old.commands)) == (False, len(written) - 2)
+
+
+def test_lines_stand_in_the_order_of_ends(tmp_path: Path) -> None:
+    """One whose result is taken late is not late in the trace, and one that nobody takes is there, too."""
+    with TraceWriter(tmp_path / "trace", "a test", []) as writer:
+        first, second, third = (writer.begin(0, "flush") for _ in range(3))
+        writer.begin(0, "flush")
+        writer.stop(second)
+        writer.end(first)
+        writer.stop(third)
+        writer.write(second)
+    written = [json.loads(line) for line in (tmp_path / "trace").read_text().splitlines()]
+    assert [each["n"] for each in written[1:-1]] == [1, 0, 2]
+    assert (written[3]["failed"], written[-1]) == ("cancelled", {"end": 3})
+
+
 def test_other_devices_than_recorded(tmp_path: Path) -> None:
-    (tmp_path / "trace").write_text(HEAD)
+    (tmp_path / "trace").write_text(lines())
     with pytest.raises(errors.InvalidInputError, match="devices for a trace"):
         replay(read_trace(tmp_path / "trace"), [])
     with pytest.raises(errors.FileMissingError):
@@ -225,7 +281,7 @@ def test_other_devices_than_recorded(tmp_path: Path) -> None:
 
 def test_random_bytes_are_no_trace(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
-    whole = (HEAD + json.dumps(LINE) + "\n").encode()
+    whole = lines(LINE, LATER).encode()
     for _ in range(300):
         data = bytearray(whole)
         for at in rng.integers(0, len(data), 3):

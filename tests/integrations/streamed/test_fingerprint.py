@@ -16,7 +16,7 @@ from espnx import errors
 from espnx.integrations.streamed.load import load_streamed
 from espnx.integrations.transformers.cache import KVCache
 from espnx.integrations.transformers.enable import enable_kv_cache
-from espnx.integrations.transformers.fingerprint import fingerprint
+from espnx.integrations.transformers.identity.fingerprint import fingerprint
 from espnx.weights import sums
 from espnx.weights.safetensors_files import find_tensors
 from espnx.weights.stream import WeightFiles

@@ -84,6 +84,27 @@ def test_matrices_of_masks(folder: Path, dimensions: int, stored: bool) -> None:
         )
 
 
+@pytest.mark.parametrize("mask", [torch.ones(1, 1, 1, 10) > 0, torch.ones(1, 1, 1, 10, dtype=torch.long), torch.zeros(1, 1, 1, 10)])
+@pytest.mark.parametrize("stored", [True, False])
+def test_masks_of_ones_own_for_all_queries(folder: Path, mask: torch.Tensor, stored: bool) -> None:
+    """The framework lets every query see all that they show, and what comes after it: no padding mask."""
+    with KVCache(enabled("llama").config, folder) as cache:
+        with pytest.raises(errors.InvalidInputError, match=r"attention mask; got \[1, 1, 1, 10\].*padding mask"):
+            enabled("llama")(prompt([10])["input_ids"], attention_mask=mask, **({"past_key_values": cache} if stored else {}))
+        assert cache.get_seq_length() == 0
+
+
+def test_a_gpu_that_is_not_there(folder: Path) -> None:
+    """What was named is not replaced by the CPU."""
+    with (
+        KVCache(enabled("llama").config, folder, device="gpu", x_rows=0) as cache,
+        pytest.raises(errors.PathUnavailableError, match="'ssd'"),
+    ):
+        generate(enabled("llama"), prompt([10]), cache)
+    with KVCache(enabled("llama").config, folder, device="gpu", compute="cpu", x_rows=0) as cache:
+        assert torch.equal(generate(enabled("llama"), prompt([10]), cache, max_new_tokens=3), expected("llama", [10], max_new_tokens=3))
+
+
 def test_packed_sequences(folder: Path) -> None:
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
     with pytest.raises(errors.InvalidInputError, match="packed"):

@@ -14,9 +14,10 @@ from transformers.pytorch_utils import Conv1D
 import espnx
 from espnx import errors
 from espnx.integrations.transformers import schedule as scheduling
+from espnx.integrations.transformers.cache import KVCache
 from espnx.integrations.transformers.schedule import dense_seconds
 from espnx.kv.schedule import Decision
-from tests.integrations.transformers.tiny import enabled, expected, generate, prompt
+from tests.integrations.transformers.tiny import enabled, expected, generate, make, prompt
 
 _BASE: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -99,3 +100,45 @@ def test_the_dense_part_of_a_step() -> None:
     assert dense_seconds(model, 3) > 0
     assert not seen
     assert dense_seconds(nn.ReLU(), 3) < 1
+
+
+def adapted(kind: str, *, enabled_first: bool = False) -> Any:
+    """A model of PEFT, the same every time."""
+    peft = pytest.importorskip("peft")
+    model = make("llama")
+    if enabled_first:
+        espnx.enable_kv_cache(model)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        configs = {
+            "lora": lambda: peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False),
+            "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+            "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+        }
+        return peft.get_peft_model(model, configs[kind]()).eval()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:Position ids are not supported")
+@pytest.mark.parametrize("enabled_first", [True, False])
+@pytest.mark.parametrize("kind", ["lora", "prompt"])
+def test_adapters(folder: Path, kind: str, enabled_first: bool) -> None:
+    """Of a model that was enabled before it was adapted, and of one that is enabled through `PeftModel`."""
+    wanted = generate(adapted(kind), prompt([20, 9]), None, max_new_tokens=8)
+    model = adapted(kind, enabled_first=enabled_first)
+    if not enabled_first:
+        assert espnx.enable_kv_cache(model) is model
+    with KVCache(model.config, folder, x_rows=0) as cache:
+        assert torch.equal(generate(model, prompt([20, 9]), cache, max_new_tokens=8), wanted)
+        assert cache.get_seq_length() >= 27
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:Position ids are not supported")
+@pytest.mark.parametrize("enabled_first", [True, False])
+def test_prefix_tuning_brings_a_cache_of_its_own(folder: Path, enabled_first: bool) -> None:
+    """Which would take the place of ours; without ours it works."""
+    wanted = generate(adapted("prefix"), prompt([20, 9]), None, max_new_tokens=8)
+    model = adapted("prefix", enabled_first=enabled_first)
+    espnx.enable_kv_cache(model)
+    with KVCache(model.config, folder, x_rows=0) as cache, pytest.raises(errors.InvalidInputError, match=r"prefix tuning.*LoRA"):
+        generate(model, prompt([20, 9]), cache, max_new_tokens=8)
+    assert torch.equal(generate(model, prompt([20, 9]), None, max_new_tokens=8), wanted)

@@ -13,11 +13,11 @@ from espnx.integrations.transformers import attention
 from espnx.kv.scores import PLAIN
 from tests.integrations.transformers.tiny import enabled, expected, generate, prompt
 
-NULL = "tests.device.example_package.null_device:NullDevice"
+RAM = "espnx.device.example.ram_device:RamDevice"
 LENGTHS = [40, 23]
 
 
-@pytest.mark.parametrize("options", [{}, {"device": NULL}, {"spill_interval": 3}], ids=["ssd", "null", "spilled early"])
+@pytest.mark.parametrize("options", [{}, {"device": RAM}, {"spill_interval": 3}], ids=["ssd", "ram", "spilled early"])
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 def test_tokens(folder: Path, name: str, options: dict[str, Any]) -> None:
     inputs = prompt(LENGTHS)
@@ -26,7 +26,7 @@ def test_tokens(folder: Path, name: str, options: dict[str, Any]) -> None:
         stats = cache.stats()
     assert stats["bytes_asked"] > 0
     assert (stats["layers_on_ssd"], stats["layers_in_memory"], stats["x_rows"]) == (2, 2, 0)
-    on_host = 2 if (name, options.get("device")) == ("gemma2", NULL) else 0
+    on_host = 2 if (name, options.get("device")) == ("gemma2", RAM) else 0
     assert stats["layers_attended_on_host"] == on_host
     assert stats["devices_lack"] == ("attends_soft_cap" if on_host else "")
 
@@ -54,7 +54,7 @@ def test_a_whole_generation_on_a_device_of_the_tests(folder: Path) -> None:
     """Rows in memory, a reference that attends: named by module and class, and nothing else in the way. X rows go through it, too."""
     inputs = prompt(LENGTHS)
     for name, x_rows in (("llama", 0), ("llama", 2), ("opt", 1)):
-        with espnx.KVCache(enabled(name).config, folder, device=NULL, x_rows=x_rows) as cache:
+        with espnx.KVCache(enabled(name).config, folder, device=RAM, x_rows=x_rows) as cache:
             assert torch.equal(generate(enabled(name), inputs, cache, max_new_tokens=24), expected(name, LENGTHS, max_new_tokens=24))
             assert cache.stats()["bytes_asked"] > 0
     assert not list(folder.iterdir())

@@ -106,6 +106,28 @@ def test_an_argument_that_is_not_known() -> None:
         espnx_attention(torch.nn.Module(), q, q, q, None, sliding_window=2)
 
 
+@pytest.mark.parametrize(
+    ("family", "config", "options"),
+    [
+        ("Gemma2", "Config", _MIXED), ("Gemma3", "TextConfig", _MIXED), ("Gemma3n", "TextConfig", _GEMMA | _3N),
+        ("Qwen2", "Config", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2}),
+        ("GptOss", "Config", _MIXED | _MOE),
+        ("Cohere2", "Config", _MIXED), ("Mistral", "Config", {"sliding_window": 16}),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:no layer of this model")
+def test_a_chunk_of_padding_alone(folder: Path, family: str, config: str, options: dict[str, Any]) -> None:
+    """Prompts padded to a fixed length: in the first chunk nothing can be seen, and its mask still says how wide the window is."""
+    model = build(family, config, **options)
+    inputs = prompts(90)
+    inputs["attention_mask"][:, :50] = 0
+    wanted = reference(model, inputs=inputs, prefill_chunk_size=20)
+    espnx.enable_kv_cache(model)
+    assert torch.equal(generate(model, DynamicCache(config=model.config), inputs, prefill_chunk_size=20), wanted)
+    with espnx.KVCache(model.config, folder, x_rows=0) as cache:
+        assert torch.equal(generate(model, cache, inputs, prefill_chunk_size=20), wanted)
+
+
 def test_what_masks_mean() -> None:
     from transformers import masking_utils as made
 
@@ -121,16 +143,28 @@ def test_what_masks_mean() -> None:
         moved = mask.clone()  # to another device, say: what is known of it lies in its values
         assert torch.equal(meaning(moved).visible, padded.bool())
         assert meaning(moved).window == size
+    for function, size in ((made.causal_mask_function, None), (window, 3)):  # where nothing can be seen
+        said = meaning(padding_mask(**shape, mask_function=function, attention_mask=torch.zeros(2, 4)))
+        assert (said.window, said.is_causal) == (size, True)
+        assert said.visible is not None
+        assert not said.visible.any()
+    in_graphs = made.packed_sequence_compatibility_function(window, torch.arange(4).expand(2, -1), torch.zeros(2, 4, dtype=torch.long))
+    assert meaning(padding_mask(**shape, mask_function=in_graphs, allow_is_causal_skip=False)) == Mask(window=3)
     left = torch.zeros(2, dtype=torch.long)
     for unknown in (
         made.chunked_causal_mask_function(2, left), made.sliding_window_bidirectional_mask_function(2),
         made.or_masks(made.causal_mask_function, made.blockwise_overlay(padded)),
-        made.and_masks(made.causal_mask_function, made.packed_sequence_mask_function(padded)), lambda b, h, q, k: q >= k,
+        made.and_masks(made.causal_mask_function, made.packed_sequence_mask_function(padded)),
+        made.packed_sequence_compatibility_function(window, torch.tensor([[0, 1, 0, 1]] * 2), torch.tensor([[0, 0, 1, 1]] * 2)),
+        lambda b, h, q, k: q >= k,
     ):  # fmt: skip
         with pytest.raises(errors.InvalidInputError, match="mask"):
             padding_mask(**shape, mask_function=unknown)
     with pytest.raises(errors.InvalidInputError, match="changes further"):
         padding_mask(**shape, allow_is_causal_skip=False)
+    for own in (torch.ones(2, 1, 1, 4), padded[:, None, None], padded.bool()[:, None, None], padded, torch.ones(2, 1, 4, 4).bool()):
+        with pytest.raises(errors.InvalidInputError, match="attention mask"):
+            meaning(own)
 
 
 @pytest.mark.parametrize(("family", "options"), [("Gemma4", {}), ("Gemma4", {"attention_k_eq_v": True}), ("Gemma3n", _3N)])
@@ -162,7 +196,7 @@ def test_what_cannot_go_back(folder: Path, family: str, config: str, options: di
     other["input_ids"] = other["input_ids"].clone()
     other["input_ids"][:, 50:] = 5
     with espnx.KVCache(model.config, folder, x_rows=0) as cache:
-        generate(model, cache, one)
+        said = generate(model, cache, one)
         lengths = [*cache.lengths, cache.get_seq_length(1)]
         with pytest.raises(errors.InvalidInputError, match="Layer: "):
             cache.crop(-3)
@@ -170,8 +204,9 @@ def test_what_cannot_go_back(folder: Path, family: str, config: str, options: di
         stats = cache.stats()
         assert stats["layers_in_memory"] == stats["layers_on_ssd"] == 2
         assert stats["layers_in_memory_bytes"] > 0
-        again = generate(model, cache, {name: torch.cat([each, each[:, -20:]], dim=1) for name, each in one.items()}, max_new_tokens=1)
-        assert again.shape[1] == 81
+        mask = torch.nn.functional.pad(one["attention_mask"], (0, 12), value=1)
+        again = generate(model, cache, {"input_ids": said, "attention_mask": mask}, max_new_tokens=1)
+        assert again.shape[1] == 73
         assert cache.reuse_prefix(other["input_ids"], other["attention_mask"]) == 0
         assert torch.equal(generate(model, cache, other), generate(model, None, other))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from espnx import errors
 from espnx.cli.main import main
 from espnx.integrations.transformers.cache import KVCache
 from espnx.integrations.transformers.enable import enable_kv_cache
-from espnx.kv.kept.library import remove, verify
+from espnx.kv.kept.library import entries, remove, verify
 from espnx.kv.kept.state import _segments
 from tests.integrations.transformers.forks import LENGTHS, go_on, inputs, wanted
 from tests.integrations.transformers.tiny import enabled, generate, make
@@ -285,6 +286,21 @@ def test_a_link_in_place_of_a_file(storage: list[Path], folder: Path) -> None:
             call()
     assert (folder / "victim").read_text() == "mine"
     assert (folder / "elsewhere" / "MANIFEST.json").exists()
+
+
+@pytest.mark.parametrize("make_other", [lambda path: path.symlink_to(path), os.mkfifo, os.mkdir])
+def test_something_else_in_place_of_the_lock_file(storage: list[Path], make_other: Callable[[Path], None]) -> None:
+    """The error says so, and how to go on; a list waits for nobody."""
+    lock = storage[0] / "c" / "LOCK"
+    lock.unlink()
+    make_other(lock)
+    assert [entry.name for entry in entries(storage)] == ["c"]
+    for call in (lambda: verify(storage, "c"), lambda: remove(storage, "c"), lambda: KVCache(enabled("llama").config, storage, name="c")):
+        with pytest.raises(errors.FormatError, match="lock file is not a plain file") as raised:
+            call()
+        assert "remove it" in str(raised.value)
+    lock.rmdir() if lock.is_dir() else lock.unlink()
+    assert verify(storage, "c") > 0
 
 
 def test_a_copy_of_the_first_folder_alone(storage: list[Path], folder: Path) -> None:

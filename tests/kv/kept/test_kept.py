@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from espnx import errors
 from espnx.integrations.transformers.cache import KVCache
+from espnx.kv.kept.library import verify
 from tests.forks import Forks
 from tests.integrations.transformers.forks import LENGTHS, NEW, go_on, inputs, lengths_of, wanted
 from tests.integrations.transformers.tiny import enabled, expected, generate, make, plain, prompt
@@ -188,7 +189,7 @@ def test_a_state_that_is_not_saved_again_stays(folder: Path) -> None:
         go_on("llama", cache)
 
 
-def test_a_pass_that_fails_in_the_model(folder: Path) -> None:
+def test_a_pass_that_fails_in_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two layers: some have its tokens and others not. What is kept is the state before it."""
     from espnx.integrations.transformers.enable import enable_kv_cache
 
@@ -202,14 +203,33 @@ def test_a_pass_that_fails_in_the_model(folder: Path) -> None:
             def fail(*args: Any) -> None:
                 raise RuntimeError("no memory")
 
-            hook = model.model.layers[0].mlp.register_forward_pre_hook(fail)
             right = wanted("llama")
-            with pytest.raises(RuntimeError, match="no memory"):
+            with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
+                patch.setattr(torch.nn.functional, "silu", fail)
                 generate(model, inputs(right[:, : LONGEST if first else LONGEST + 9]), cache)
-            hook.remove()
         with KVCache(model.config, folder, name=name) as cache:
             assert [cache.store.length(layer) for layer in range(2)] == [0 if first else LONGEST + 8] * 2
             go_on("llama", cache)
+
+
+@pytest.mark.parametrize("chosen", [[1, 2], [2, 2, 1], [0, 2]])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "opt"])
+def test_a_selection_of_sequences(folder: Path, name: str, chosen: list[int]) -> None:
+    """Also one that leaves no sequence kept as X: it opens again, as `verify` says, and goes on as the framework's own cache does."""
+    model, ids = enabled(name), prompt([40, 40, 40])["input_ids"]
+    theirs = DynamicCache(config=model.config)
+    index = torch.tensor(chosen)
+    with torch.no_grad(), KVCache(model.config, folder, name="c", x_rows=1) as cache:
+        for each, own in ((model, cache), (plain(name), theirs)):
+            each(ids, past_key_values=own)
+            own.batch_select_indices(index)
+            each(ids[index, :5], past_key_values=own)
+    assert verify(folder, "c") > 0
+    with torch.no_grad(), KVCache(model.config, folder, name="c") as cache:
+        assert (cache.get_seq_length(), cache.store.sequences, cache.store.x_rows) == (45, len(chosen), chosen.count(0))
+        right = plain(name)(ids[index, 5:9], past_key_values=theirs).logits
+        assert torch.allclose(model(ids[index, 5:9], past_key_values=cache).logits, right, atol=1e-3)
+    assert verify(folder, "c") > 0
 
 
 def test_without_ids(folder: Path) -> None:

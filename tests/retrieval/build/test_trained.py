@@ -61,11 +61,11 @@ def test_saved_and_loaded(folder: Path) -> None:
     assert all(np.array_equal(array, trained.model[name]) for name, array in again.model.items())
     again.save(folder / "copy")
     assert espnx.Trained.load(folder / "copy").id == trained.id
-    with pytest.raises(errors.InvalidInputError, match="is not empty"):
+    with pytest.raises(errors.InvalidInputError, match="already holds what was trained"):
         again.save(folder / "copy")
     with pytest.raises(errors.FormatError, match="not a manifest of this kind"):
         espnx.open(folder / "trained")
-    with pytest.raises(errors.FormatError, match="not a manifest of this kind"):
+    with pytest.raises(errors.InvalidInputError, match="already holds what was trained"):
         train(folder / "trained")
     assert train(folder / "same", **LOSSY).id == trained.id
     assert train(folder / "other", corpus(300, seed=5, tokens=(1, 12)), **LOSSY).id != trained.id

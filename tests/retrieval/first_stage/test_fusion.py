@@ -17,7 +17,8 @@ def oracle(stages, method, weights, rrf_k=60):
     parts, ranks, scores = {}, {}, {}
     for stage, (numbers, similarities) in enumerate(stages):
         values = [float(value) for value in similarities]
-        for rank, (number, value) in enumerate(zip(numbers.tolist(), values, strict=True), start=1):
+        for number, value in zip(numbers.tolist(), values, strict=True):
+            rank = 1 + sum(other > value for other in values)
             if method == "rrf":
                 part = weights[stage] * (1 / (rrf_k + rank))
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -73,7 +74,9 @@ def test_what_the_stages_have_read_is_said(index: espnx.Index) -> None:
     """Of a graph pages, of inverted lists nothing; of a batch shares that add up."""
     with index:
         query = queries(1)[0]
+        first = index.search(query, k=3, first_stage="graph", prefetch_step=0.5)
         one = index.search(query, k=3, first_stage="graph", prefetch_step=0.5)
+        assert first.stage_bytes > one.stage_bytes, "where the rows that are not deleted lie is read once"
         assert one.stage_requests > 0
         assert one.stage_bytes == 4096 * one.stage_requests
         assert "graph: " in one.summary()
@@ -99,6 +102,22 @@ def test_what_cannot_be_built(folder: Path) -> None:
     for named, said in ((("ivf", "ivf"), "each once"), ((), "one or several"), (("several",), "first-stage kind|one or several")):
         with pytest.raises(errors.InvalidInputError, match=said):
             build(folder / "s", DOCUMENTS[:5], first_stages=named)
+
+
+def test_long_walks_are_told(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """By the report of a build, by `index info`, and in the log."""
+    monkeypatch.setattr(graph, "DEFAULT_CANDIDATES", 10)
+    for times, is_long in ((1.0, False), (8.0, True)):
+        monkeypatch.setattr(graph, "_EFFORTS", (times,))
+        caplog.clear()
+        report = build(folder / str(times), corpus(200, tokens=(1, 2)), first_stages=("graph",))
+        with espnx.open(folder / str(times)) as index:
+            facts, measured = dict(index.store.facts())["first stage"], index.store.manifest.first_stage.describe()
+        pages = math.ceil(measured["list_size"] * measured["pages_per_candidate"])
+        assert f"candidates keep {10 * times:.0f} and read about {pages} pages" in facts
+        assert facts in report.summary()
+        assert ("almost the same vector" in facts) == is_long
+        assert [record.message for record in caplog.records] == ([f"first stage: {facts}"] if is_long else [])
 
 
 def test_a_graph_alone_of_a_few_thousand(folder: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 
 import espnx
 from espnx import errors
+from espnx.retrieval.first_stage import ties
 from espnx.retrieval.search import batch as batches
 from espnx.storage import FaultRule, FaultyEngine
 from tests.retrieval.common import DIM, EVERYTHING, build, corpus, queries
@@ -70,7 +71,7 @@ def test_batches_count_coarse_records_and_candidates(folder: Path, monkeypatch: 
         monkeypatch.setattr(batches, "_BATCH_BYTES", 3 * coarse_bytes)
         assert {result.queries_together for result in index.search(queries(60), k=1, candidates=200, cascade=1)} <= {1, 2}
         for options in ({}, {"exclude": ["doc-1"]}):
-            monkeypatch.setattr(batches, "_BATCH_BYTES", 5 * 12 * (200 + 4))
+            monkeypatch.setattr(batches, "_BATCH_BYTES", 5 * 12 * (200 + ties._MORE + 4))
             results = index.search(queries(60), k=1, candidates=200, rerank=0, nprobe=EVERYTHING, **options)
             assert {result.queries_together for result in results} == {5}
 

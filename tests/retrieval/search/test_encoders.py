@@ -28,7 +28,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """What was loaded by name or by description, and where to; the toy encoder stands for all."""
     seen: list[tuple[str, str]] = []
 
-    def load(spec: str, *, device: str = "cpu") -> espnx.Encoder:
+    def load(spec: str, *, device: str = "cpu", dtype: str = "fp32") -> espnx.Encoder:
         seen.append((spec, device))
         return toy_encoder()
 

@@ -12,7 +12,7 @@ import torch
 
 import espnx
 from espnx.retrieval.search.hits import ScoredCandidates, rank
-from espnx.retrieval.store.texts import id_order
+from espnx.storage.documents.ids import id_order
 from tests.retrieval.common import EVERYTHING, build, corpus, queries
 
 PARTS = 8

@@ -14,9 +14,10 @@ import pytest
 
 import espnx
 from espnx import errors
-from espnx.retrieval.store import part_file, part_texts
+from espnx.retrieval.store import part_file
 from espnx.retrieval.store.store import EmbeddingStore
 from espnx.storage import NativeEngine, manifest
+from espnx.storage.documents import rows as part_texts
 from tests.retrieval.common import D_CLS, EVERYTHING, build, corpus, memory_folder, queries, replace_section, rows_of_part, section_places
 
 DIM = 16

@@ -14,7 +14,7 @@ import torch
 import espnx
 from espnx import errors
 from espnx.retrieval.build.documents import to_document
-from espnx.retrieval.store.texts import document_id, document_ids
+from espnx.storage.documents.ids import document_id, document_ids
 from tests.retrieval.common import EVERYTHING, build, corpus, queries
 
 COUNT = 40

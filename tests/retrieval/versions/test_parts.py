@@ -15,11 +15,11 @@ import pytest
 
 import espnx
 from espnx import errors
-from espnx.retrieval.store import part_texts
 from espnx.retrieval.store.manifest import parse_manifest
 from espnx.retrieval.store.store import EmbeddingStore
-from espnx.retrieval.versions.merging import PARTS_PER_LEVEL, groups_to_merge, level
 from espnx.storage import NativeEngine
+from espnx.storage.documents import rows as part_texts
+from espnx.storage.levels import PARTS_PER_LEVEL, groups_to_merge, level
 from tests.retrieval.common import assert_ranks_as_written, build, check_store, corpus
 
 DOCUMENTS = corpus(700)

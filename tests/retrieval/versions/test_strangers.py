@@ -38,7 +38,7 @@ def test_left_alone(folder: Path, files: list[str], options: dict[str, Any]) -> 
 def test_beside_a_manifest_that_is_no_stores(folder: Path) -> None:
     (folder / "building").mkdir()
     (folder / "building" / "plan.dwg").write_text("mine")
-    (folder / "MANIFEST.json").write_text("{}")
+    (folder / "MANIFEST.json").write_text('{"magic": "espnx-embedding-store", ')
     with pytest.raises(errors.InvalidInputError, match=r"got building/plan\.dwg"):
         build(folder, DOCUMENTS, replace=True, restart=True)
     assert (folder / "building" / "plan.dwg").read_text() == "mine"

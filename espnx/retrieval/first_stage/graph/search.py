@@ -10,7 +10,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ....graph.index import LIST_SIZE_MAX, GraphIndex, GraphSearch, RowFilter
+from ....graph.filters import RowFilter
+from ....graph.index import LIST_SIZE_MAX, GraphIndex, GraphSearch
 from ...encoder import Encoded
 from ..interface import Allowed, Candidates, StageReads
 from ..ivf.search import top
@@ -107,6 +108,7 @@ class LoadedGraph:
 
     default_candidates = DEFAULT_CANDIDATES
     needs_vectors = True
+    finds_equals = False
 
     def __init__(
         self,
@@ -131,11 +133,11 @@ class LoadedGraph:
         self, queries: Sequence[Any], candidates: int, effort: int | None = None, allowed: Allowed | None = None, at_least: int = 0,
         deadline_s: float = 30.0,
     ) -> GraphStageSearch:  # fmt: skip
-        """`queries`: float32 [dim] each."""
+        """`queries`: float32 [dim] each. A walk finds as many as there are, up to `candidates`, so `at_least` is kept."""
         list_size = self._list_size(candidates, effort)
         wide = np.ascontiguousarray(queries, dtype=np.float32)
         pages = max(1, math.ceil(self._pages_per_candidate * list_size))
-        return GraphStageSearch(self.parts, wide, candidates, list_size, allowed, at_least, pages, deadline_s)
+        return GraphStageSearch(self.parts, wide, candidates, list_size, allowed, pages, deadline_s)
 
     def _list_size(self, candidates: int, effort: int | None) -> int:
         if effort is None:
@@ -180,13 +182,10 @@ class GraphStageSearch:
         candidates: int,
         list_size: int,
         allowed: Allowed | None,
-        at_least: int,
         expected_pages: int,
         deadline_s: float,
     ):
-        self._parts, self._queries, self._candidates = parts, queries, candidates
-        self._list_size, self._allowed, self._expected_pages, self._deadline_s = list_size, allowed, expected_pages, deadline_s
-        self._at_least = min(at_least, sum(part.count for part in parts) if allowed is None else allowed.count)
+        self._candidates, self._expected_pages = candidates, expected_pages
         self._walks: list[tuple[GraphPart, GraphSearch]] = []
         self.pages = 0  # read by all walks, once complete
         self.reads = StageReads()
@@ -208,24 +207,11 @@ class GraphStageSearch:
         each = []
         for part, walk in self._walks:
             walked = walk.finish()
-            self.pages += int(walked.pages.sum())
-            requests, moved_bytes = int((walked.pages + walked.code_pages).sum()), int(walked.bytes_read.sum())
+            self.pages += int(walked.pages.sum()) + walked.shared_pages
+            requests, moved_bytes = int((walked.pages + walked.code_pages).sum()) + walked.shared_pages, walked.total_bytes
             self.reads += StageReads(requests, moved_bytes, moved_bytes)
             each.append(_found(part, walked.ids, walked.distances))
-        final = self._together(each)
-        short = [i for i, (numbers, _) in enumerate(final) if len(numbers) < self._at_least]
-        if not short or not self._walks or self._list_size >= LIST_SIZE_MAX:
-            return final
-        # Records that may be found are hard to come by here: longer lists, until all that may be found are looked at.
-        longer = GraphStageSearch(
-            self._parts, self._queries[short], self._candidates, min(LIST_SIZE_MAX, 4 * self._list_size), self._allowed, self._at_least,
-            self._expected_pages, self._deadline_s,
-        )  # fmt: skip
-        for place, found in zip(short, longer.complete(), strict=True):
-            final[place] = found
-        self.pages += longer.pages
-        self.reads += longer.reads
-        return final
+        return self._together(each)
 
     def _together(self, walked: list[list[Candidates]]) -> list[Candidates]:
         return [

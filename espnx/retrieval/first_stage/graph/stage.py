@@ -7,6 +7,7 @@ has a graph of its own. A small one has none: its vectors are looked at one by o
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -31,6 +32,8 @@ from ..interface import Documents, Entries, LoadedStage, StoredEntries
 from ..ivf.probing import STEPS, describe_steps, distinct_sample, hits_of, known_of, parse_steps
 from .search import DEFAULT_CANDIDATES, FlatPart, GraphPart, LoadedGraph
 
+log = logging.getLogger(__name__)
+
 #: Sections of a part: what the graph's manifest says, and what its files hold; or the vectors alone.
 MANIFEST, VECTORS = "graph", "vectors"
 _FILES = (NODES, ROWS, CODES, CODEBOOK, ENTRIES)
@@ -38,6 +41,7 @@ _FILES = (NODES, ROWS, CODES, CODEBOOK, ENTRIES)
 FLAT_MAX = 1024
 _MAX_DEGREE = 64
 _RECALL = 0.98  # of the exhaustive candidates, what the store's own effort is to find
+_LONG = 4.0  # such a list is told to whoever builds
 _EFFORTS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)  # list sizes tried, in candidates
 _ROWS = 8192  # vectors at a time
 _FP16_MAX = 65504.0
@@ -97,6 +101,17 @@ class GraphStage:
             "pages_per_candidate": self.pages_per_candidate,
             "steps": describe_steps(self.steps),
         }
+
+    @staticmethod
+    def in_words(description: Mapping[str, Any]) -> str:
+        """What `describe` says, and what it means for a search."""
+        list_size, words = int(description["list_size"]), [f"graph of {description['vector']} vectors, {description['dim']} dimensions"]
+        if list_size:
+            pages = math.ceil(list_size * description["pages_per_candidate"])
+            words.append(f"walks for {DEFAULT_CANDIDATES} candidates keep {list_size:,} and read about {pages:,} pages")
+        if list_size >= _LONG * DEFAULT_CANDIDATES:
+            words.append("long ones, as where many documents have almost the same vector")
+        return ", ".join(words)
 
     @property
     def vector_dim(self) -> int:
@@ -244,6 +259,8 @@ class GraphStage:
             known = sum(len(np.intersect1d(a, b)) for (a, _), (b, _) in zip(early, found, strict=True))
             steps[step] = known / max(1, sum(len(numbers) for numbers, _ in found))
         again.complete()
+        if list_size >= _LONG * wanted and list_size < count:
+            log.warning("first stage: %s", self.in_words(tuned.describe()))
         return replace(tuned, steps=steps)
 
     def resident_bytes(self, records: int) -> int:

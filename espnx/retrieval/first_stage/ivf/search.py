@@ -153,6 +153,7 @@ class LoadedIvf:
 
     default_candidates = CANDIDATES
     needs_vectors = True
+    finds_equals = True
 
     def __init__(
         self,

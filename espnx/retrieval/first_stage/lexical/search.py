@@ -10,10 +10,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from .... import errors
+from ....postings.deletions import removed_terms
 from ....postings.search.plan import Collection
-from ....postings.search.search import PostingsSearch, PostingsState
+from ....postings.search.search import K_MAX, PostingsSearch, PostingsState
 from ....postings.stored.segment import Segment
-from ....postings.versions import removed_terms
 from ....storage import NativeEngine
 from ...encoder import Encoded
 from ..interface import CANDIDATES, Allowed, Candidates, StageReads
@@ -37,6 +37,7 @@ class LoadedLexical:
     auto_effort = 1
     default_candidates = CANDIDATES
     needs_vectors = False
+    finds_equals = True
     hit_rates: Mapping[float, float] = {}
 
     def __init__(self, engine: NativeEngine, segments: Sequence[Segment], words: Words, kind: str, gone: np.ndarray | None = None):
@@ -57,6 +58,7 @@ class LoadedLexical:
         self, queries: Sequence[Any], candidates: int, effort: int | None = None, allowed: Allowed | None = None, at_least: int = 0,
         deadline_s: float = 30.0,
     ) -> LexicalSearch:  # fmt: skip
+        candidates = min(candidates, K_MAX, sum(map(len, self.segments)))
         return LexicalSearch(self._search, list(queries), candidates, None if allowed is None else self._filter(allowed), deadline_s)
 
     def _filter(self, allowed: Allowed) -> list[np.ndarray]:

@@ -22,7 +22,7 @@ from ....postings.analyzer import Analyzer
 from ....postings.build.builder import SegmentBuilder
 from ....postings.compaction import merged_sections
 from ....postings.format import parse_analyzer
-from ....postings.stored.layout import COUNT, DICTIONARY, FORWARD, IMPACT, LENGTHS, LISTS, ROWS, TERMS
+from ....postings.stored.layout import COUNT, DICTIONARY, FORWARD, IMPACT, LENGTHS, LISTS, PLACES, TERMS
 from ....postings.stored.segment import Segment
 from ....storage import NativeEngine
 from ....storage.parse import Fields
@@ -59,7 +59,7 @@ class _Lexical(ABC):
     @property
     def _section_names(self) -> tuple[str, ...]:
         """In the order in which they are written."""
-        return (LISTS, TERMS, LENGTHS, DICTIONARY) if self.postings_kind == COUNT else (LISTS, TERMS, FORWARD, ROWS, DICTIONARY)
+        return (LISTS, TERMS, LENGTHS, DICTIONARY) if self.postings_kind == COUNT else (LISTS, TERMS, FORWARD, PLACES, DICTIONARY)
 
     @property
     def in_place(self) -> frozenset[str]:
@@ -190,10 +190,7 @@ class Bm25Stage(_Lexical):
     @classmethod
     def new(cls, settings: LexicalSettings, d_cls: int, dim: int) -> Bm25Stage:
         """Raises InvalidInputError for a language that has no stemmer, MissingDependencyError without PyStemmer."""
-        language = settings.language
-        stage = cls(Analyzer() if language == "none" else Analyzer(stop_words="english" if language == "english" else (), stemmer=language))
-        stage.text.terms("a word")  # loads the stemmer: now, not when all is encoded
-        return stage
+        return cls(Analyzer.of(settings.language))
 
     @classmethod
     def parse(cls, fields: Fields, d_cls: int, dim: int) -> Bm25Stage:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from espnx import errors
-from espnx.integrations.transformers import fingerprint as fingerprints
 from espnx.integrations.transformers.cache import KVCache
 from espnx.integrations.transformers.enable import enable_kv_cache
+from espnx.integrations.transformers.identity import fingerprint as fingerprints
 from tests.integrations.transformers.tiny import enabled, generate, make, prompt
 
 LENGTHS = [21, 20]

@@ -1,6 +1,7 @@
-"""External ids and texts of a part: rows that one read fetches, found by record number; and record numbers, found by id.
+"""External ids and texts of records: rows that one read fetches, found by record number; and record numbers, found by id.
 
-Of them stays in memory, once it was needed, where each group of rows begins, and one hash for every 255 ids. Sections of the part's file:
+Of them stays in memory, once it was needed, where each group of rows begins, and one hash for every 255 ids. Sections of a file that holds
+records beside them, a part of a store:
 
     rows      groups of about 4 KiB: where each row of the group ends, then the rows: CRC32C, kind of the id, size of the id, id, text
     groups    int64, first record and offset of each group, and of what would be the next
@@ -12,27 +13,32 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from ... import errors
-from ...storage import NativeEngine, Plan
-from ...storage.engine import FileHandle
-from ...storage.files import crc32c
-from .part_file import REBUILD, FileWriter, Section
-from .texts import DocumentId
+from ..engine import FileHandle, Plan
+from ..files import Section, crc32c
+from ..native import NativeEngine
+from .ids import DocumentId
 
 _ROW = struct.Struct("<IB3xI")  # CRC32C of what follows, 0: an int, 1: a str; size of the id
 _ENTRY = np.dtype([("hash", "<u8"), ("record", "<u8")])
+#: In the order in which they are written.
+SECTIONS = ("rows", "groups", "ids", "fences")
 BLOCK_BYTES, BLOCK_ENTRIES = 4096, 255
 #: A group takes no more, unless one row does; and no more rows.
 _GROUP_BYTES, _GROUP_ROWS = 4096, 64
 _END_BYTES = 4
 _TAIL = struct.Struct("<II8x")  # CRC32C of the entries, how many there are
 _IDS_AT_ONCE = 4096
+_BLOCKS_AT_ONCE = 16
 _READ_BYTES = 16 << 20
+_REBUILD = "restore the store from a copy, or build it again"
 
 
 def id_hash(identifier: DocumentId) -> int:
@@ -44,19 +50,29 @@ def id_hash(identifier: DocumentId) -> int:
 def _row(number: int, identifier: DocumentId, text: str, salt: int) -> bytes:
     is_int = isinstance(identifier, int)
     key = identifier.to_bytes(8, "little", signed=True) if isinstance(identifier, int) else identifier.encode()
-    row = _ROW.pack(0, not is_int, len(key)) + key + text.encode()
+    row = _ROW.pack(0, not is_int, len(key)) + key + text.encode("utf-8", "surrogatepass")
     return struct.pack("<I", crc32c(row[4:], crc32c(struct.pack("<Q", number), salt))) + row[4:]
 
 
-def write_texts(file: FileWriter, rows: Iterable[tuple[DocumentId, str]], count: int, first_number: int, salt: int) -> None:
-    """The four sections, of (id, text) in record order. Holds 32 bytes a record while it writes, and some for each group."""
-    hashes, firsts, offsets = np.empty(count, dtype=np.uint64), [0], [0]
+class SectionWriter(Protocol):
+    """A file that takes named sections."""
+
+    def section(self, name: str, chunks: Iterable[bytes | np.ndarray], *, align_bytes: int = 8) -> None:
+        """Appends one, of these bytes."""
+
+
+def write_texts(file: SectionWriter, rows: Iterable[tuple[DocumentId, str]], first_number: int, salt: int) -> np.ndarray:
+    """The four sections, of (id, text) in record order. Holds 32 bytes a record while it writes, and some for each group.
+
+    Returns the numbers of records whose id has the hash of another one's, ascending: nearly always none, unless ids come twice.
+    """
+    of_ids, firsts, offsets = array("Q"), [0], [0]
 
     def bytes_of_groups() -> Iterator[bytes]:
         group, held = list[bytes](), 0
         for place, (identifier, text) in enumerate(rows):
             row = _row(first_number + place, identifier, text, salt)
-            hashes[place] = id_hash(identifier)
+            of_ids.append(id_hash(identifier))
             if group and (held + _END_BYTES + len(row) > _GROUP_BYTES or len(group) == _GROUP_ROWS):
                 yield close(group)
                 group, held = [], 0
@@ -73,9 +89,13 @@ def write_texts(file: FileWriter, rows: Iterable[tuple[DocumentId, str]], count:
 
     file.section("rows", bytes_of_groups())
     file.section("groups", [np.array([firsts, offsets], dtype="<i8")])
+    hashes = np.frombuffer(of_ids, np.uint64) if of_ids else np.zeros(0, np.uint64)
     order = np.argsort(hashes, kind="stable")
     file.section("ids", _blocks(hashes, order, salt))
     file.section("fences", [hashes[order[::BLOCK_ENTRIES]]])
+    is_next = np.diff(hashes[order], prepend=0, append=0) == 0
+    is_next[[0, -1]] = False
+    return np.sort(order[is_next[1:] | is_next[:-1]]) + first_number
 
 
 def _blocks(hashes: np.ndarray, order: np.ndarray, salt: int) -> Iterator[bytes]:
@@ -144,7 +164,7 @@ class PartTexts:
             sizes, records = np.diff(offsets), np.diff(firsts)
             ends = (firsts[:1].tolist(), firsts[-1:].tolist(), offsets[:1].tolist(), offsets[-1:].tolist())
             if ends != ([0], [self._count], [0], [rows.size_bytes]) or (records < 1).any() or (sizes < _END_BYTES * records).any():
-                raise errors.FormatError("malformed table of texts", path=self._path, offset_bytes=table.offset_bytes, fix=REBUILD)
+                raise errors.FormatError("malformed table of texts", path=self._path, offset_bytes=table.offset_bytes, fix=_REBUILD)
             self._groups = firsts, offsets
         return self._groups
 
@@ -164,14 +184,14 @@ class PartTexts:
         crc, is_text, size = _ROW.unpack_from(row) if len(row) >= _ROW.size else (None, 0, 0)
         end = _ROW.size + size
         if crc != crc32c(struct.pack("<Q", number) + row[4:], self._salt):
-            raise errors.ChecksumError(f"damaged text of record {number}", path=self._path, fix=REBUILD)
+            raise errors.ChecksumError(f"damaged text of record {number}", path=self._path, fix=_REBUILD)
         try:
             if is_text > 1 or end > len(row) or (not is_text and size != 8):
                 raise ValueError("no id")
             key = row[_ROW.size : end]
-            return (key.decode() if is_text else int.from_bytes(key, "little", signed=True)), row[end:].decode()
+            return (key.decode() if is_text else int.from_bytes(key, "little", signed=True)), row[end:].decode("utf-8", "surrogatepass")
         except ValueError as error:
-            raise errors.FormatError(f"malformed text of record {number}", path=self._path, got=str(error), fix=REBUILD) from error
+            raise errors.FormatError(f"malformed text of record {number}", path=self._path, got=str(error), fix=_REBUILD) from error
 
     def numbers(
         self, file: FileHandle, sections: dict[str, Section], ids: Sequence[DocumentId], alive: Callable[[int], bool] = lambda number: True
@@ -204,13 +224,35 @@ class PartTexts:
                 for record in entries["record"][begin:end].tolist():
                     yield place, self._first + record
 
+    def first_by_hash(
+        self, file: FileHandle, sections: dict[str, Section], numbers: np.ndarray, count: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(hashes uint64, record numbers int64) of the `count` of some records whose ids have the lowest hashes, ascending; of all, where
+        they are fewer. Reads blocks of ids until they are found."""
+        wanted = np.zeros(self._count, bool)
+        wanted[numbers - self._first] = True
+        n_blocks = len(self._fence_hashes(file, sections))
+        section = self._section(sections, "ids", BLOCK_BYTES * n_blocks)
+        found, held = [np.empty(0, _ENTRY)], 0
+        for begin in range(0, n_blocks, _BLOCKS_AT_ONCE):
+            blocks = np.arange(begin, min(begin + _BLOCKS_AT_ONCE, n_blocks))
+            read = self._read(file, section.offset_bytes + BLOCK_BYTES * blocks, np.full(len(blocks), BLOCK_BYTES))
+            for number, data in zip(blocks.tolist(), read, strict=True):
+                entries = self._block(number, data)
+                found.append(entries[wanted[entries["record"].astype(np.int64)]])
+                held += len(found[-1])
+            if held >= min(count, len(numbers)):
+                break
+        entries = np.concatenate(found)[:count]
+        return entries["hash"], entries["record"].astype(np.int64) + self._first
+
     def _block(self, number: int, data: bytes) -> np.ndarray:
         crc, count = _TAIL.unpack_from(data, BLOCK_BYTES - _TAIL.size)
         entries = np.frombuffer(data, dtype=_ENTRY, count=BLOCK_ENTRIES)[: min(count, BLOCK_ENTRIES)]
         if crc != _block_sum(number, data[: -_TAIL.size], count, self._salt):
-            raise errors.ChecksumError("damaged table of ids", path=self._path, fix=REBUILD)
+            raise errors.ChecksumError("damaged table of ids", path=self._path, fix=_REBUILD)
         if count > BLOCK_ENTRIES or (entries["record"] >= self._count).any():
-            raise errors.FormatError("malformed table of ids", path=self._path, fix=REBUILD)
+            raise errors.FormatError("malformed table of ids", path=self._path, fix=_REBUILD)
         return entries
 
     def _fence_hashes(self, file: FileHandle, sections: dict[str, Section]) -> np.ndarray:
@@ -224,11 +266,11 @@ class PartTexts:
         """A section that stays in memory. Raises ChecksumError."""
         data = self._read(file, np.array([section.offset_bytes]), np.array([section.size_bytes]))[0]
         if crc32c(data) != section.crc32c:
-            raise errors.ChecksumError(otherwise, path=self._path, offset_bytes=section.offset_bytes, fix=REBUILD)
+            raise errors.ChecksumError(otherwise, path=self._path, offset_bytes=section.offset_bytes, fix=_REBUILD)
         return data
 
     def _section(self, sections: dict[str, Section], name: str, size_bytes: int | None = None) -> Section:
         section = sections.get(name)
         if section is None or size_bytes not in (None, section.size_bytes):
-            raise errors.FormatError(f"section {name} does not fit the part", path=self._path, expected=f"{size_bytes} bytes", fix=REBUILD)
+            raise errors.FormatError(f"section {name} does not fit the part", path=self._path, expected=f"{size_bytes} bytes", fix=_REBUILD)
         return section

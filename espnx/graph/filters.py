@@ -1,0 +1,234 @@
+"""Rows that alone a search may find: as a caller names them, as a walk over a graph needs them, and measured one by one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import errors
+from ..storage import FileHandle, NativeEngine, Plan
+from .format import NODES, ROWS, GraphFacts, parse_pages
+from .vectors import as_array
+
+_REBUILD = "restore the graph from a copy, or build it again"
+#: Entry points that a filter has at least: of a graph's own, or nodes that are read for it.
+ENTRIES_MIN = 16
+_KEPT = 4  # filters that an open graph knows again
+_READ_BYTES = 8 << 20  # at a time
+
+
+@dataclass(frozen=True, eq=False)
+class RowFilter:
+    """Rows that alone a search may find, made once for many searches.
+
+    Attributes:
+        bits: uint8 tensor; bit i % 8 of byte i // 8 is set where row i may be found.
+        count: how many may.
+    """
+
+    bits: torch.Tensor
+    count: int
+
+    @classmethod
+    def of(cls, mask: np.ndarray) -> RowFilter:
+        """Of bool [n]."""
+        return cls(torch.from_numpy(np.packbits(mask, bitorder="little")), int(mask.sum()))
+
+    def mask(self, n: int) -> np.ndarray:
+        """bool [n]."""
+        return np.unpackbits(self.bits.numpy(), count=n, bitorder="little").astype(bool)
+
+    def rows(self) -> np.ndarray:
+        """Numbers of those that may be found, int64, ascending."""
+        return np.flatnonzero(np.unpackbits(self.bits.numpy(), bitorder="little"))
+
+
+def row_mask(rows: Any, n: int, name: str) -> np.ndarray:
+    """bool [n] of rows as `GraphIndex.search` takes them. `name`: of the argument. Raises InvalidInputError."""
+    if isinstance(rows, RowFilter):
+        return rows.mask(n)
+    found = as_array(rows)
+    if found.dtype == bool and found.shape == (n,):
+        return found
+    if found.size == 0:
+        return np.zeros(n, bool)
+    if found.ndim != 1 or found.dtype.kind not in "iu" or found.min() < 0 or found.max() >= n:
+        raise errors.InvalidInputError(
+            f"rows to {name}", got=f"{found.dtype} {list(found.shape)}", expected=f"bool [{n}], or numbers from 0 to {n - 1}"
+        )
+    mask = np.zeros(n, bool)
+    mask[found] = True
+    return mask
+
+
+@dataclass(frozen=True, eq=False)
+class NodeFilter:
+    """A filter of rows, as walks over one graph take it: neighbours are named by the numbers of their nodes.
+
+    Attributes:
+        rows: that may be found.
+        nodes: uint8 tensor, a bit for each node, as those of `RowFilter`.
+        page_mask: bool [pages]: those that have such a node.
+        entries: int64 [m]: some of these nodes, spread over all of them. entry_codes: uint8 [m, code_bytes].
+        read_bytes: of the file of rows. read_pages: of the entry points that the graph itself has not.
+    """
+
+    rows: RowFilter
+    nodes: torch.Tensor
+    page_mask: np.ndarray
+    entries: np.ndarray
+    entry_codes: np.ndarray
+    read_bytes: int
+    read_pages: int
+
+    @property
+    def n_pages(self) -> int:
+        """That have a node which may be found."""
+        return int(np.count_nonzero(self.page_mask))
+
+    def native(self) -> dict[str, Any]:
+        """As the native searcher takes it."""
+        return {
+            "rows": self.rows.bits, "nodes": self.nodes, "count": self.rows.count, "pages": self.n_pages,
+            "entries": torch.from_numpy(self.entries), "entry_codes": torch.from_numpy(self.entry_codes),
+        }  # fmt: skip
+
+
+class FilterReader:
+    """What filters need of one graph's files. Any thread.
+
+    Args:
+        facts: of the graph. engine: the path of its reads.
+    """
+
+    def __init__(self, facts: GraphFacts, engine: str):
+        self._facts, self._requested = facts, engine
+        self._kept: list[NodeFilter] = []
+        self._lock = threading.Lock()
+
+    def nodes_of(self, rows: RowFilter, deadline_s: float) -> tuple[NodeFilter, bool]:
+        """(the filter; whether anything was read for it: the last few are kept). Raises as `GraphIndex.search`."""
+        with self._lock:
+            for i, each in enumerate(self._kept):
+                if each.rows is rows or (each.rows.count == rows.count and torch.equal(each.rows.bits, rows.bits)):
+                    self._kept.insert(0, self._kept.pop(i))
+                    return each, False
+        made = self._make(rows, _Clock(deadline_s))
+        with self._lock:
+            self._kept = [made, *self._kept[: _KEPT - 1]]
+        return made, True
+
+    def _make(self, rows: RowFilter, clock: _Clock) -> NodeFilter:
+        layout = self._facts.layout
+        allowed = np.zeros(layout.n_pages * layout.nodes_per_page, bool)
+        with NativeEngine(self._requested) as engine:
+            read_bytes = self._mark(engine, rows, allowed, clock)
+            if np.count_nonzero(allowed) != rows.count:
+                raise errors.FormatError(
+                    "rows of a graph", path=self._facts.path(ROWS), got="a node of two rows", expected="one of each", fix=_REBUILD
+                )
+            entries, codes = self._facts.entries, self._facts.entry_codes
+            chosen = allowed[entries]
+            entries, codes, read_pages = entries[chosen], codes[chosen], 0
+            if len(entries) < min(ENTRIES_MIN, rows.count):
+                entries, codes, read_pages = self._more_entries(engine, allowed, clock)
+        page_mask = np.logical_or.reduce(allowed.reshape(-1, layout.nodes_per_page), axis=1)
+        bits = torch.from_numpy(np.packbits(allowed[: layout.n], bitorder="little"))
+        return NodeFilter(rows, bits, page_mask, entries, np.ascontiguousarray(codes), read_bytes, read_pages)
+
+    def _mark(self, engine: NativeEngine, rows: RowFilter, allowed: np.ndarray, clock: _Clock) -> int:
+        """Sets the places of the nodes of these rows: bytes that were read."""
+        n, read_bytes, bits = self._facts.layout.n, 0, rows.bits.numpy()
+        file = engine.open(self._facts.path(ROWS))
+        at_once = _READ_BYTES // 4
+        for begin in range(0, n, at_once):
+            wanted = np.flatnonzero(np.unpackbits(bits[begin // 8 : (begin + at_once) // 8], bitorder="little")) + begin
+            wanted = wanted[wanted < n]
+            if not len(wanted):
+                continue
+            # Of a few rows, blocks in which one is; else all between the first and the last.
+            blocks = np.unique(wanted // 1024)
+            if len(blocks) * 4 > blocks[-1] - blocks[0]:
+                blocks = np.arange(blocks[0], blocks[-1] + 1)
+            sizes = np.minimum(1024, n - blocks * 1024) * 4
+            plan = Plan.of(file, (self._facts.begin_bytes(ROWS) + 4096 * blocks).tolist(), sizes.tolist())
+            future = engine.read(plan, deadline_s=clock.left_s())
+            future.wait()
+            at = future.position_bytes.numpy()[np.searchsorted(blocks, wanted // 1024)] + 4 * (wanted % 1024)
+            nodes = future.memory.numpy()[at[:, None] + np.arange(4)].view("<u4").ravel()
+            if nodes.max() >= n:
+                raise errors.FormatError(
+                    "a row's node", path=self._facts.path(ROWS), got=int(nodes.max()), expected=f"below {n}", fix=_REBUILD
+                )
+            allowed[nodes] = True
+            read_bytes += int(sizes.sum())
+        return read_bytes
+
+    def _more_entries(self, engine: NativeEngine, allowed: np.ndarray, clock: _Clock) -> tuple[np.ndarray, np.ndarray, int]:
+        """Nodes that lie evenly among those that may be found, and so in many places: neighbours have near numbers."""
+        layout = self._facts.layout
+        nodes = np.flatnonzero(allowed)
+        chosen = nodes[np.linspace(0, len(nodes) - 1, ENTRIES_MIN).round().astype(np.int64)]
+        pages = np.unique(chosen // layout.nodes_per_page)
+        found = read_pages(engine, engine.open(self._facts.path(NODES)), self._facts, pages, clock.left_s())
+        numbers = pages[:, None] * layout.nodes_per_page + np.arange(layout.nodes_per_page)
+        may = allowed[numbers]
+        vectors = self._facts.coding.decode(found["vector"][may])
+        return numbers[may], self._facts.codebook.encode(vectors), len(pages)
+
+    def blocks(self, nodes: NodeFilter, deadline_s: float) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """All rows that may be found and their vectors, (int64 [m], [m, dim]), in pieces: each page that has some is read once."""
+        layout, clock = self._facts.layout, _Clock(deadline_s)
+        pages = np.flatnonzero(nodes.page_mask)
+        may = np.unpackbits(nodes.nodes.numpy(), count=layout.n, bitorder="little").astype(bool)
+        with NativeEngine(self._requested) as engine:
+            file = engine.open(self._facts.path(NODES))
+            at_once = max(1, _READ_BYTES // layout.page_bytes)
+            for first in range(0, len(pages), at_once):
+                part = pages[first : first + at_once]
+                found = read_pages(engine, file, self._facts, part, clock.left_s())
+                numbers = part[:, None] * layout.nodes_per_page + np.arange(layout.nodes_per_page)
+                inside = numbers < layout.n
+                here, is_wanted = found[inside], may[numbers[inside]]
+                rows = here["row"].astype(np.int64)
+                if not np.array_equal(_bits_at(nodes.rows.bits, rows), is_wanted):
+                    raise errors.FormatError(
+                        "rows of a graph", path=self._facts.path(ROWS), got="other nodes than the pages say", fix=_REBUILD
+                    )
+                yield rows[is_wanted], self._facts.coding.decode(here["vector"][is_wanted])
+
+
+def read_pages(engine: NativeEngine, file: FileHandle, facts: GraphFacts, pages: np.ndarray, deadline_s: float) -> np.ndarray:
+    """Nodes of some pages, see `parse_pages`. Raises as `GraphIndex.search`."""
+    layout = facts.layout
+    begin = facts.begin_bytes(NODES) + pages * layout.page_bytes
+    plan = Plan.of(file, begin.tolist(), [layout.page_bytes] * len(pages))
+    future = engine.read(plan, deadline_s=deadline_s)
+    future.wait()
+    return parse_pages(facts, pages, future.memory, future.position_bytes.numpy())
+
+
+def _bits_at(bits: torch.Tensor, rows: np.ndarray) -> np.ndarray:
+    """bool [m]."""
+    found: np.ndarray = (bits.numpy()[rows >> 3] >> (rows & 7) & 1).astype(bool)
+    return found
+
+
+class _Clock:
+    """What is left of a deadline."""
+
+    def __init__(self, deadline_s: float):
+        self._deadline_s, self._end = deadline_s, time.monotonic() + deadline_s
+
+    def left_s(self) -> float:
+        """Raises DeadlineExceededError where it is over."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise errors.DeadlineExceededError("searching a graph", got=f"{self._deadline_s:g} s", fix="a longer deadline_s")
+        return left

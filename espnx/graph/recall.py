@@ -1,0 +1,225 @@
+"""What searches of a graph find, measured when it is built: for lists of several sizes, of all vectors and of those that filters allow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from ..storage import NativeEngine
+from ..storage.manifest import write_manifest
+from .filters import RowFilter
+from .format import MAGIC, VERSION, FilteredRecall, GraphFacts, RecallPoint
+from .index import THREADS_MAX, GraphIndex
+from .write import Progress
+
+#: All vectors that a graph is built of, [m, dim] at a time, and their rows, int64 [m]; begins anew each time it is called.
+Blocks = Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]]
+
+# Beside 200 queries, of which each has a distance to each row.
+RECALL_BLOCK_ROWS = 8192
+_K = 10
+_WALKS = 8  # of a thread: each keeps what it has met
+_QUERIES = 200
+_LISTS = (10, 14, 20, 28, 40, 56, 80, 112, 160, 224, 320)
+# Of fewer vectors, and of fewer allowed rows, a search measures all that are allowed.
+_FILTERED_MIN, _ALLOWED_MIN = 4096, 64
+_SHARES = (0.9, 0.5, 0.2, 0.05, 0.01, 0.001)
+_NEAR_QUERIES = 100
+_REGIONS, _REGION_QUERIES = 4, 25
+# Vectors by which it is decided how far a region goes.
+_SAMPLE, _SAMPLE_BYTES, _SAMPLE_PARTS = 4096, 4 << 20, 16
+# Of vectors, while it is looked which filters allow them: a build in bounded memory has room for that.
+_AT_ONCE_BYTES = 1 << 20
+_FILTERED_LISTS = (10, 20, 40, 80, 160, 320, 640)
+# Longer lists than one that finds so much are not measured; one that finds so little for a share is not tried for smaller ones.
+_ENOUGH, _HOPELESS = 0.99, 0.8
+_USUAL = 0.95
+
+
+def add_recall(
+    engine: NativeEngine, facts: GraphFacts, blocks: Blocks, *, threads: int, seed: int, progress: Progress, of_codes: bool = False
+) -> GraphFacts:
+    """Measures what searches of a written graph find, for lists of several sizes, and writes it into its manifest; where its nodes have
+    codes in place of vectors, also what a search that measures all of these finds.
+
+    Args:
+        blocks: the graph's vectors, see `GraphIndex.exact`.
+        seed: of the choice of the vectors that are searched for: some of the graph itself, each but itself.
+        of_codes: whether these vectors are what the codes stand for, and nobody knows others: then nothing limits recall.
+
+    Raises WriteError, DiskFullError, and what a search raises; the graph stays as it was.
+    """
+    if not facts.layout.n:
+        return facts
+    progress("recall", 0, 2)
+    with GraphIndex(facts.where, threads=min(threads, THREADS_MAX), walks=_WALKS) as index:
+        facts = _with_recall(index, facts, blocks, seed, has_ceiling=facts.disk_codebook is not None and not of_codes)
+        progress("recall", 1, 2)
+        if facts.layout.n >= _FILTERED_MIN and facts.recall:
+            facts = replace(facts, filtered=_Filtered(index, facts, blocks, seed).measured())
+    write_manifest(engine, facts.where, MAGIC, VERSION, facts.manifest())
+    progress("recall", 2, 2)
+    return facts
+
+
+def row_blocks(rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """For `add_recall`, of vectors in memory."""
+    for first in range(0, len(rows), RECALL_BLOCK_ROWS):
+        part = rows[first : first + RECALL_BLOCK_ROWS]
+        yield np.arange(first, first + len(part)), part
+
+
+def _with_recall(index: GraphIndex, facts: GraphFacts, blocks: Blocks, seed: int, *, has_ceiling: bool) -> GraphFacts:
+    """What is known of searches for vectors of the graph itself, each but itself, beside an exact search."""
+    n, k = facts.layout.n, min(_K + 1, facts.layout.n)
+    if k < 2:
+        return facts
+    chosen = np.sort(np.random.default_rng(seed + 1).permutation(n)[:_QUERIES])
+    queries = _rows_of(blocks(), chosen, facts.layout.dim) if has_ceiling else index.vectors(chosen)
+    exact = index.exact(queries, k, blocks())
+    ceiling = None
+    if has_ceiling:
+        coding = facts.coding
+        decoded = ((rows, coding.decode(coding.encode(vectors))) for rows, vectors in blocks())
+        ceiling = _share_found(index.exact(queries, k, decoded), exact, chosen)
+    points: list[RecallPoint] = []
+    for list_size in _LISTS:
+        found = index.search(queries, k, list_size=max(k, list_size), beamwidth=1)
+        points.append(RecallPoint(max(k, list_size), _share_found(found.ids, exact, chosen), float(found.pages.mean())))
+        if points[-1].recall > 0.999:
+            break
+    return replace(facts, recall=points, recall_ceiling=ceiling)
+
+
+@dataclass(eq=False)
+class _Trial:
+    """Searches with one filter.
+
+    Attributes:
+        share: of the rows that it allows, about. is_region: those nearest to a vector; else any.
+        rows: int64 [q]: of the vectors that are searched for. queries: the same, [q, dim].
+        allows: of some rows and their vectors.
+        bits: uint8, a bit for each row that is allowed. best: distances and rows of what is to be found, as far as it is known.
+    """
+
+    share: float
+    is_region: bool
+    rows: np.ndarray
+    queries: np.ndarray
+    allows: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    bits: np.ndarray
+    best: tuple[np.ndarray, np.ndarray]
+
+
+class _Filtered:
+    """Measures searches with filters of several shares: of random rows, so that a query lies among what is allowed; and of those that are
+    nearest to some vector, searched for vectors that are not among them."""
+
+    def __init__(self, index: GraphIndex, facts: GraphFacts, blocks: Blocks, seed: int):
+        self._index, self._facts, self._blocks, self._seed = index, facts, blocks, seed
+        self._shares = [share for share in _SHARES if share * facts.layout.n >= _ALLOWED_MIN]
+
+    def measured(self) -> list[FilteredRecall]:
+        trials = self._trials()
+        at_once = max(1, _AT_ONCE_BYTES // (4 * self._facts.layout.dim))
+        for rows, vectors in self._blocks():
+            for first in range(0, len(rows), at_once):
+                part = slice(first, first + at_once)
+                for trial in trials:
+                    self._look_at(trial, rows[part], vectors[part])
+        found: list[FilteredRecall] = []
+        first = 0
+        for share in self._shares:
+            kinds = [[each for each in trials if each.share == share and each.is_region == is_region] for is_region in (False, True)]
+            near = self._points(kinds[0], _FILTERED_LISTS[first:])
+            usual = next((each.list_size for each in near if each.recall >= _USUAL), None)
+            if usual is None:
+                break  # measuring all is cheaper, and will be of fewer rows
+            found.append(FilteredRecall(share, near, self._points(kinds[1], [each for each in _FILTERED_LISTS if each >= usual], usual)))
+            first += sum(each.recall < _HOPELESS for each in near)
+        return found
+
+    def _points(self, trials: Sequence[_Trial], lists: Sequence[int], list_size: int | None = None) -> list[RecallPoint]:
+        """Of lists that grow, as long as a search reads less than measuring all would. `list_size`: that a query near what is
+        allowed needs; None: all are."""
+        filters = [RowFilter(torch.from_numpy(each.bits), int(np.unpackbits(each.bits).sum())) for each in trials]
+        points: list[RecallPoint] = []
+        for length in lists:
+            recalls, pages = [], []
+            for trial, allowed in zip(trials, filters, strict=True):
+                found, all_pages = self._index.walk(trial.queries, _K + 1, (list_size or length, length), allowed)
+                recalls.append(_share_found(found.ids, trial.best[1], trial.rows))
+                pages.append(float((found.pages + found.code_pages).mean()))
+                if 2 * pages[-1] > all_pages:
+                    return points
+            points.append(RecallPoint(max(_K + 1, length), float(np.mean(recalls)), float(np.mean(pages))))
+            if points[-1].recall > _ENOUGH:
+                break
+        return points
+
+    def _trials(self) -> list[_Trial]:
+        n, dim = self._facts.layout.n, self._facts.layout.dim
+        random = np.random.default_rng(self._seed + 2)
+        rows = np.sort(random.permutation(n)[: max(_NEAR_QUERIES, min(_SAMPLE, _SAMPLE_BYTES // (4 * dim)))])
+        sample = _rows_of(self._blocks(), rows, dim)
+        made = []
+        chosen = random.permutation(len(rows))[:_NEAR_QUERIES]
+        for share in self._shares:
+            made.append(self._trial(share, False, rows[chosen], sample[chosen], _of_random(share, self._seed)))
+        for centre in random.permutation(len(rows))[:_REGIONS]:
+            far = np.concatenate([np.square(part - sample[centre]).sum(axis=1) for part in np.array_split(sample, _SAMPLE_PARTS)])
+            for share in self._shares:
+                limit = np.partition(far, place := min(len(far) - 1, max(1, round(share * len(far)))))[place]
+                outside = random.permutation(np.flatnonzero(far > limit))[:_REGION_QUERIES]
+                made.append(self._trial(share, True, rows[outside], sample[outside], _of_region(sample[centre], limit)))
+        return made
+
+    def _trial(self, share: float, is_region: bool, rows: np.ndarray, queries: np.ndarray, allows: Callable) -> _Trial:
+        layout = self._facts.layout
+        asked = queries.astype(layout.row_dtype) if layout.row_format in ("uint8", "int8") else queries
+        none = np.empty((len(rows), 0), np.float32), np.empty((len(rows), 0), np.int64)
+        return _Trial(share, is_region, rows, asked, allows, np.zeros(-(-layout.n // 8), np.uint8), none)
+
+    def _look_at(self, trial: _Trial, rows: np.ndarray, vectors: np.ndarray) -> None:
+        chosen = trial.allows(rows, vectors)
+        allowed = rows[chosen]
+        np.bitwise_or.at(trial.bits, allowed >> 3, (1 << (allowed & 7)).astype(np.uint8))
+        trial.best = self._index.nearer(trial.queries, _K + 1, trial.best, allowed, vectors[chosen])
+
+
+def _of_random(share: float, seed: int) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    def allows(rows: np.ndarray, _: np.ndarray) -> np.ndarray:
+        mixed = rows.astype(np.uint64) + np.uint64((seed * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64)
+        for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):  # SplitMix64: of each row by itself, in whatever order they come
+            mixed = (mixed ^ mixed >> np.uint64(29)) * np.uint64(factor)
+        found: np.ndarray = (mixed >> np.uint64(32)) < np.uint64(share * 2**32)
+        return found
+
+    return allows
+
+
+def _of_region(centre: np.ndarray, limit: float) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    def allows(_: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+        found: np.ndarray = np.square(vectors.astype(np.float32) - centre).sum(axis=1) <= limit
+        return found
+
+    return allows
+
+
+def _rows_of(blocks: Iterable[tuple[np.ndarray, np.ndarray]], wanted: np.ndarray, dim: int) -> np.ndarray:
+    """float32 [m, dim]: some vectors, of rows that grow."""
+    found = np.empty((len(wanted), dim), np.float32)
+    for rows, vectors in blocks:
+        place = np.minimum(np.searchsorted(wanted, rows), len(wanted) - 1)
+        is_wanted = wanted[place] == rows
+        found[place[is_wanted]] = vectors[is_wanted]
+    return found
+
+
+def _share_found(found: np.ndarray, exact: np.ndarray, queries: np.ndarray) -> float:
+    """Of the nearest of some rows, each but itself: the share that was found."""
+    pairs = [(set(ours.tolist()), set(true.tolist()) - {row}) for ours, true, row in zip(found, exact, queries.tolist(), strict=True)]
+    return sum(len(ours & true) for ours, true in pairs) / max(1, sum(len(true) for _, true in pairs))

@@ -1,0 +1,1 @@
+"""Ids and texts of records, as stores keep them on storage, and look them up."""

@@ -1,0 +1,191 @@
+"""Threads that ask emulated devices together: the same virtual time in every run, whichever thread the machine runs first."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import espnx
+from espnx import errors
+from espnx.device.crew import Crew, Job, wait
+from espnx.device.emulation.topology import Topology
+from espnx.device.model.spec import load_preset
+from espnx.device.plain import SsdDevice
+from espnx.device.registry import open_device
+from espnx.postings import SplitPostings, build_split
+from tests.device.emulation.test_topology import figure, spec
+from tests.integrations.transformers.tiny import enabled, prompt
+
+RUNS = 10
+
+
+def unsteady(run: int, number: int) -> None:
+    """The machine runs threads in another order each time."""
+    time.sleep(random.Random(f"{run} {number}").choice([0.0, 0.0, 1e-3, 3e-3]))
+
+
+def together(topology: Topology, n: int, work: Callable[[int], float]) -> list[float]:
+    with ThreadPoolExecutor(n) as pool, Crew([topology]) as crew:
+        jobs = [crew.submit(pool, work, number) for number in range(n)]
+        return [job.result() for job in jobs]
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8, 16])
+def test_devices_that_share_nothing_take_as_long_as_one(n: int) -> None:
+    def asked(topology: Topology, run: int) -> list[float]:
+        def work(device: int) -> float:
+            unsteady(run, device)
+            for _ in range(3):
+                rows = topology.transfer(device, "flash_read", 3_000_000, requests=3)
+                ended_s = topology.wait(topology.compute(device, 1e6, 3_000_000, after=rows))
+                unsteady(run, device + 100)
+            return ended_s
+
+        return together(topology, topology.n_devices, work)
+
+    with Topology(load_preset("smartssd"), 1, stretch=0) as alone:
+        (expected_s,) = asked(alone, 0)
+    for run in range(RUNS):
+        with Topology(load_preset("smartssd"), n, stretch=0) as topology:
+            assert asked(topology, run) == [expected_s] * n
+            assert topology.now() == expected_s
+
+
+def test_sixteen_threads_on_devices_that_share_links_and_on_one() -> None:
+    """Of random sizes, over what is shared, with what depends on what was found: each thread has its own times, the same in every run."""
+
+    def asked(run: int) -> list[float]:
+        with Topology(spec(uplink=100, memory=300), 3, stretch=0) as topology:
+
+            def work(number: int) -> float:
+                rng, last = random.Random(number), 0.0
+                for _ in range(8):
+                    unsteady(run, rng.randrange(1000))
+                    route = rng.choice(["flash_to_host", "flash_read", "host_to_flash", "device_to_host"])
+                    size_bytes = rng.choice([0, 1, 4096, 1_000_000, rng.randrange(10_000_000)])
+                    last = topology.wait(topology.transfer(number % 3, route, size_bytes + int(last * 1000)))
+                return last
+
+            return together(topology, 16, work)
+
+    expected = asked(0)
+    assert len(set(expected)) == 16
+    for run in range(1, RUNS):
+        assert asked(run) == expected
+
+
+def test_who_waits_for_a_job_goes_on_at_its_end() -> None:
+    """And not at the end of another's that is longer: the clock stands while the first of the crew is at work again."""
+    for run in range(RUNS):
+        with Topology(spec(), 3, stretch=0) as topology, ThreadPoolExecutor(2) as pool, Crew([topology]) as crew:
+            long = crew.submit(pool, lambda: topology.wait(topology.transfer(0, "flash_read", 1000_000_000)))
+            short = crew.submit(pool, lambda: topology.wait(topology.transfer(1, "flash_read", 100_000_000)))
+            assert short.result() == 1.0
+            unsteady(run, 0)
+            assert topology.now() == 1.0
+            third = topology.transfer(2, "flash_read", 100_000_000)
+            assert (topology.wait(third), long.result()) == (2.0, 10.0)
+
+
+def test_crews_in_crews() -> None:
+    def inner(topology: Topology, number: int) -> float:
+        with ThreadPoolExecutor(2) as pool, Crew([topology]) as crew:
+            jobs = [
+                crew.submit(pool, lambda n: topology.wait(topology.transfer(number, "flash_read", n)), n)
+                for n in (200_000_000, 100_000_000)
+            ]
+            wait(jobs)
+            return topology.wait(topology.transfer(number, "flash_read", 100_000_000)) + sum(job.result() for job in jobs)
+
+    for _ in range(3):
+        with Topology(spec(), 4, stretch=0) as topology:
+            assert together(topology, 4, lambda number: inner(topology, number)) == [4.0 + 2.0 + 3.0] * 4
+            assert topology.wait(topology.transfer(0, "flash_read", 100_000_000)) == 5.0  # nobody is left who takes part
+
+
+def test_one_that_never_asks_is_found_out() -> None:
+    """Whoever waits gets an error that says so, and not before its deadline; afterwards time goes on."""
+    held = threading.Event()
+    with Topology(spec(), 1, stretch=0) as topology, ThreadPoolExecutor(2) as pool:
+        with Crew([topology]) as crew:
+            idle = crew.submit(pool, held.wait)
+            asking = crew.submit(pool, lambda: topology.wait(topology.transfer(0, "flash_read", 1), deadline_s=0.05))
+            with pytest.raises(errors.DeadlineExceededError, match=r"1 others that take part, and ask for nothing"):
+                asking.result()
+            held.set()
+            assert idle.result()
+        assert topology.wait(topology.transfer(0, "flash_read", 100_000_000)) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_jobs_that_fail_leave() -> None:
+    def work(number: int) -> float:
+        if number % 2:
+            raise errors.ReadError("a test")
+        return topology.wait(topology.transfer(0, "flash_read", 100_000_000))
+
+    with Topology(spec(), 1, stretch=0) as topology, ThreadPoolExecutor(4) as pool:
+        with Crew([topology]) as crew:
+            jobs = [crew.submit(pool, work, number) for number in range(4)]
+            wait(jobs)
+            for number, job in enumerate(jobs):
+                if number % 2:
+                    with pytest.raises(errors.ReadError):
+                        job.result()
+        assert topology.member is None
+        cancelled = topology.transfer(0, "flash_read", 100)
+        with Crew([topology]) as crew:
+            waiting = crew.submit(pool, topology.wait, cancelled)
+            crew.submit(pool, topology.cancel, cancelled).result()
+            with pytest.raises(errors.TransferCancelledError):
+                waiting.result()
+        pool.shutdown()
+        with Crew([topology]) as crew, pytest.raises(RuntimeError):
+            crew.submit(pool, print)
+        assert topology.wait(topology.transfer(0, "flash_read", 100_000_000)) == pytest.approx(3.0, abs=1e-5)
+
+
+def test_devices_without_a_clock() -> None:
+    """A thread pool, and nothing else; so is one on devices that the wall moves."""
+    for device in (SsdDevice("."), Topology(spec(), 1, stretch=1e-6)):
+        with ThreadPoolExecutor(1) as pool, Crew([device]) as crew:
+            job: Job[int] = crew.submit(pool, max, 3, 4)
+            assert job.result() == 4
+            assert job.has_ended
+
+
+@pytest.mark.parametrize("n", [2, 16])
+def test_a_generation(folder: Path, n: int) -> None:
+    model, found = enabled("llama", torch.float16), set[float]()
+    for run in range(4):
+        devices = open_device("smartssd", [folder / f"{run} {number}" for number in range(n)], stretch=0)
+        with espnx.KVCache(model.config, device=devices, spill_interval=4, x_rows=0) as cache:
+            model.generate(**prompt([40] * 4), past_key_values=cache, max_new_tokens=6, do_sample=False)
+        found.add(devices[0].topology.now())
+        for each in devices:
+            each.close()
+    assert len(found) == 1
+
+
+def test_scans_of_several_queries(tmp_path: Path) -> None:
+    """More of them than run ahead."""
+    paths = [tmp_path / str(number) for number in range(3)]
+    rng = np.random.default_rng(1)
+    build_split(paths, terms=[[f"t{term}" for term in rng.integers(0, 30, 12)] for _ in range(600)])
+    made = load_preset("ragx")
+    made = replace(made, flash=replace(made.flash, read_latency=figure(50e-6)))
+    found = set[float]()
+    for _ in range(4):
+        devices = espnx.device.emulation.device.Emulation(made).together(paths, stretch=0)  # type: ignore[attr-defined]
+        with SplitPostings(paths, device=devices) as postings:
+            postings.search([[f"t{query}", "t0"] for query in range(20)], 5)
+        found.add(devices[0].topology.now())
+    assert len(found) == 1

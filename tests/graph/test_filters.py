@@ -1,0 +1,157 @@
+"""Searches among the rows that a filter allows: where those lie elsewhere than the query, in pieces, or anywhere."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import espnx.graph
+from espnx import errors
+from espnx.graph.format import ROWS
+from tests.graph.conftest import exact, recall_of
+
+N, DIM = 6000, 16
+
+
+@pytest.fixture(scope="module")
+def labels() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 10, N)
+
+
+@pytest.fixture(scope="module")
+def vectors(labels: np.ndarray) -> np.ndarray:
+    """float16 [n, dim]: ten clusters far from one another."""
+    random = np.random.default_rng(1)
+    return (3 * random.standard_normal((10, DIM))[labels] + random.standard_normal((N, DIM))).astype(np.float16)
+
+
+@pytest.fixture(scope="module", params=["inline", "memory", "paged"])
+def ten(request: pytest.FixtureRequest, vectors: np.ndarray, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("filters") / request.param
+    # One node to a page where codes are inline: most that a walk could read for nothing.
+    espnx.graph.build(vectors, path, max_degree=64 if request.param == "inline" else 24, search_list_size=50, codes=request.param, seed=3)
+    return path
+
+
+def regions(vectors: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
+    """bool [n] by name."""
+    random, far = np.random.default_rng(2), np.square(vectors.astype(np.float32) - vectors[5].astype(np.float32)).sum(axis=1)
+    anywhere = random.random(N)
+    return {
+        "one cluster": labels == 1, "four clusters": labels > 5, "half": anywhere < 0.5, "a twentieth": anywhere < 0.05,
+        "a region": far <= np.sort(far)[N // 5], "scattered in a region": (far <= np.sort(far)[N // 2]) & (anywhere < 0.1),
+        "seven": np.isin(np.arange(N), random.permutation(N)[:7]), "none": np.zeros(N, bool), "all": np.ones(N, bool),
+    }  # fmt: skip
+
+
+def test_finds_what_is_allowed_wherever_it_lies(ten: Path, vectors: np.ndarray, labels: np.ndarray) -> None:
+    queries = vectors[labels == 0][:40]
+    with espnx.graph.open(ten) as index:
+        for name, allowed in regions(vectors, labels).items():
+            rows = np.flatnonzero(allowed)
+            found, count = index.search(queries, 10, recall=0.95, include=allowed), min(10, len(rows))
+            assert ((found.ids >= 0).sum(axis=1) == count).all(), name
+            assert np.isin(found.ids[:, :count], rows).all(), name
+            assert (np.sort(found.ids[:, :count], axis=1)[:, 1:] != np.sort(found.ids[:, :count], axis=1)[:, :-1]).all(), name
+            if count:
+                assert recall_of(found.ids[:, :count], rows[exact(vectors[rows], queries, count)]) >= 0.93, name
+            others = index.search(queries, 10, recall=0.95, exclude=~allowed)
+            assert np.array_equal(found.ids, others.ids)
+            assert np.array_equal(found.distances, others.distances)
+            assert others.filter_bytes == 0 < found.filter_bytes or not count, "the second time nothing is read for the same filter"
+
+
+@pytest.mark.parametrize("list_size", [10, 30])
+def test_walks_read_no_more_than_measuring_all_would(ten: Path, vectors: np.ndarray, labels: np.ndarray, list_size: int) -> None:
+    queries = vectors[labels == 0][:30]
+    with espnx.graph.open(ten, code_cache_bytes=0) as index:
+        per_page = index.facts.layout.nodes_per_page
+        nodes = np.fromfile(index.facts.path(ROWS), "<u4")
+        for name, allowed in regions(vectors, labels).items():
+            all_pages = len(np.unique(nodes[allowed] // per_page))
+            found = [index.search(query[None], 10, list_size=list_size, include=allowed, beamwidth=1) for query in queries[:10]]
+            found.append(index.search(queries, 10, list_size=list_size, include=allowed))
+            for each in found:
+                assert (each.pages + each.code_pages).max() <= all_pages, name
+                assert each.shared_pages in (0, all_pages) or each.filter_bytes, name
+                assert ((each.ids >= 0).sum(axis=1) == min(10, allowed.sum())).all(), name
+
+
+def test_results_do_not_depend_on_threads(ten: Path, vectors: np.ndarray, labels: np.ndarray) -> None:
+    queries = vectors[labels == 3][:40]
+    with espnx.graph.open(ten, threads=1, walks=1) as alone, espnx.graph.open(ten, threads=3, walks=7) as many:
+        for allowed in regions(vectors, labels).values():
+            a, b = (index.search(queries, 10, list_size=14, include=allowed, beamwidth=1) for index in (alone, many))
+            assert np.array_equal(a.ids, b.ids)
+            assert np.array_equal(a.pages, b.pages)
+
+
+def test_searches_of_many_rows_are_walks(ten: Path, vectors: np.ndarray, labels: np.ndarray) -> None:
+    half = np.random.default_rng(4).random(N) < 0.5
+    with espnx.graph.open(ten) as index:
+        assert [each.share for each in index.facts.filtered][:2] == [0.9, 0.5]
+        free, found = (index.search(vectors[:30], 10, recall=0.95, include=include) for include in (None, half))
+        started = index.start(vectors[:30], 10, recall=0.95, include=half)
+        early, _ = started.partial(3)
+        assert np.isin(early, [*np.flatnonzero(half), -1]).all()
+        assert np.array_equal(started.finish().ids, found.ids)
+    if ten.name == "inline":  # else there are dozens of rows to a page, and measuring all is cheaper
+        assert found.shared_pages == 0
+        assert found.pages.mean() <= 4 * free.pages.mean()
+
+
+def test_a_file_of_rows_that_says_otherwise(ten: Path, vectors: np.ndarray, labels: np.ndarray, tmp_path: Path) -> None:
+    damaged = tmp_path / "g"
+    shutil.copytree(ten, damaged)
+    rows = np.fromfile(damaged / ROWS, "<u4")
+    allowed = labels == 0
+    a, b = np.flatnonzero(allowed)[0], np.flatnonzero(~allowed)[0]
+    rows[[a, b]] = rows[[b, a]]
+    rows.tofile(damaged / ROWS)
+    with espnx.graph.open(damaged) as index, pytest.raises((errors.ChecksumError, errors.FormatError)):
+        index.search(vectors[[a, b]], 1, list_size=400, include=allowed)
+        index.search(vectors[[a, b]], 1, list_size=4, include=allowed)
+    rows[a] = rows[b]
+    rows.tofile(damaged / ROWS)
+    with espnx.graph.open(damaged) as index, pytest.raises(errors.FormatError):
+        index.search(vectors[[a, b]], 1, include=allowed | (np.arange(N) == b))
+
+
+def test_deadlines(ten: Path, vectors: np.ndarray) -> None:
+    with espnx.graph.open(ten) as index:
+        for include in (np.arange(20), np.arange(N // 2)):
+            with pytest.raises(errors.DeadlineExceededError):
+                index.search(vectors[:200], 10, include=include, deadline_s=1e-7)
+        assert (index.search(vectors[:3], 10, include=np.arange(20)).ids >= 0).all()
+
+
+def test_numbers_arrays_and_paths_as_they_come(ten: Path, vectors: np.ndarray, tmp_path: Path) -> None:
+    with espnx.graph.open(ten) as index:
+        plain = index.search(vectors[:4], 3)
+        for k in (np.int64(3), torch.tensor(3)):
+            assert np.array_equal(index.search(vectors[:4], k).ids, plain.ids)
+        with pytest.raises(errors.InvalidInputError, match="length 4e"):
+            index.search(np.full((1, DIM), 1e20, np.float32))
+        masked = np.ma.masked_array(vectors[:4], mask=np.eye(4, DIM, dtype=bool))
+        with pytest.raises(errors.InvalidInputError, match="masked"):
+            index.search(masked)
+    with pytest.raises(errors.InvalidInputError, match="masked"):
+        espnx.graph.build(masked, tmp_path / "g")
+    for path in (None, "a\0b", b"bytes"):
+        for call in (
+            lambda path: espnx.graph.build(vectors[:9], path),
+            espnx.graph.open,
+            lambda path: espnx.graph.build(path, tmp_path / "g"),
+        ):
+            with pytest.raises(errors.InvalidInputError):
+                call(path)
+    with pytest.raises(errors.InvalidInputError, match="32767"):
+        espnx.graph.build(np.zeros((3, 32768), np.uint8), tmp_path / "g", metric="ip", max_degree=8)
+    with pytest.raises(errors.InvalidInputError, match="tpu"):
+        espnx.graph.build(vectors[:9], tmp_path / "g", device="tpu")
+    with pytest.raises(errors.StoreNotFoundError, match="graph build"):
+        espnx.graph.open(tmp_path / "none")
