@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations.transformers.identity.test_model_parts import are_equal, rows_of
 from transformers import PreTrainedModel
 
 from espnx import errors
@@ -17,6 +16,7 @@ from espnx.integrations.transformers.cache import KVCache
 from espnx.integrations.transformers.enable import enable_kv_cache
 from espnx.integrations.transformers.identity.fingerprint import fingerprint
 from espnx.integrations.transformers.identity.watch import Watch
+from tests.integrations.transformers.identity.test_model_parts import are_equal, rows_of
 from tests.integrations.transformers.tiny import generate, make, prompt
 
 peft = pytest.importorskip("peft")
