@@ -37,6 +37,7 @@ SYSTEMS = (
     _System("maxsim", {"first_stage": "ivf"}),
     _System("rrf: bm25, splade", {"first_stage": ("bm25", "splade"), "rerank": 0}, ("bm25", "splade")),
     _System("rrf: bm25, splade, maxsim", None, ("bm25", "splade", "maxsim")),
+    _System("rrf+maxsim: bm25, splade", {"first_stage": ("bm25", "splade"), "fuse": "rrf+maxsim"}),
     _System("maxsim over the union", {"first_stage": ("bm25", "splade", "ivf")}),
 )
 _ALONE = ("bm25", "splade", "maxsim")
@@ -73,7 +74,7 @@ def _fused_by_hand(rankings: Sequence[list[Any]]) -> list[Any]:
 
 
 def _is_fused_right(index: espnx.Index, given: Collection, rankings: Mapping[str, Mapping[str, list[Any]]]) -> bool:
-    """Whether the fused search gives every document the sum that its ranks have by hand."""
+    """Whether fused searches give every document the sum that its ranks have by hand."""
     for query in given.queries:
         sums: dict[int, float] = {}
         for kind in ("bm25", "splade"):
@@ -85,6 +86,9 @@ def _is_fused_right(index: espnx.Index, given: Collection, rankings: Mapping[str
             return False
         if not all(np.isclose(hit.score, sums[hit.number], rtol=1e-5) for hit in found):
             return False
+        for hit in rankings["rrf+maxsim: bm25, splade"][query]:
+            if not np.isclose(hit.score, sum(1 / (RRF_K + place.rank) for place in hit.found_by.values()), rtol=1e-5):
+                return False
     return True
 
 

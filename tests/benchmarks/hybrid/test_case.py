@@ -23,7 +23,7 @@ def test_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     result = tmp_path / "r.json"
     assert main(["bench", "hybrid", "--path", str(tmp_path), "--quick", "--json", str(result)]) == 0
     rows = {row.system: row for row in rows_of(load(result))}
-    assert len(rows) == 6
+    assert len(rows) == 7
     assert all(row.correct for row in rows.values())
     assert rows["bm25"].metrics["recall_100"] == 1.0
     assert "beyond" in rows["rrf: bm25, splade, maxsim"].metrics
