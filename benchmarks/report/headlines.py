@@ -1,27 +1,38 @@
-"""The three numbers that the front page leads with, between ``<!-- headlines -->`` and ``<!-- /headlines -->``: a line for each of `ALL`
-that results have rows for, the first three."""
+"""The few numbers that the front page leads with, between ``<!-- headlines -->`` and ``<!-- /headlines -->``: a line for each of `ALL`
+that results have rows for, the first of them; and between ``<!-- drives -->`` and ``<!-- /drives -->`` what drives that compute bring, in a
+sentence."""
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from espnx.sizes import format_size
+
 from ..harness.result import Row, rows_of
 from ..kv import smollm2
+from . import device_plots, kv_plots
+from .found import Found
 
 BLOCK = re.compile(r"(<!-- headlines -->\n).*?(<!-- /headlines -->)", re.DOTALL)
-SHOWN = 3
+DRIVES = re.compile(r"(<!-- drives -->\n).*?(<!-- /drives -->)", re.DOTALL)
+SHOWN = 4
+_DRIVES_SHOWN = (1, 4, 8, 16)
+_TIE = 0.1  # times nearer to one another than this say nothing about which is the faster
 
 Line = tuple[str, str, str]  # what, with espnx, otherwise
 
 
 def fill(text: str, results: Mapping[Path, Mapping[str, Any]]) -> str:
     """The text with its marked blocks filled."""
-    if not BLOCK.search(text):
+    if not (BLOCK.search(text) or DRIVES.search(text)):
         return text
     files = {path: [row for row in rows_of(document) if row.correct and row.n] for path, document in results.items()}
+    sentence = drives([row for rows in files.values() for row in rows])
+    text = DRIVES.sub(lambda match: match[1] + (f"\n{sentence}\n\n" if sentence else "") + match[2], text)
     lines = [f"| {' | '.join(line)} | `{path.name}` |" for path, line in _found(files)][:SHOWN]
     table = ["", "| | espnx | otherwise | file |", "| --- | --- | --- | --- |", *lines, "", ""] if lines else []
     return BLOCK.sub(lambda match: match[1] + "\n".join(table) + match[2], text)
@@ -73,18 +84,56 @@ def decoding(rows: Sequence[Row]) -> Line | None:
     )
 
 
+def going_on(rows: Sequence[Row]) -> Line | None:
+    """Decoding under a memory limit, where caches in memory no longer fit: at the longest context."""
+    found = kv_plots.limited([Found(row, 0) for row in rows if row.case == "kv" and row.params.get("show") == "context"])
+    if not found:
+        return None
+    of = {name: [each.row for each in found if each.row.system == name] for name in ("espnx", "dynamic", "memmap")}
+    ours, fits = max(of["espnx"], key=_context), max(of["dynamic"], key=_context)
+    limit, stored = format_size(ours.params["memory"]), f"{ours.metrics['asked_per_step'] / 1e9:.1f} GB of K and V"
+    at = f"{kv_plots.tokens(ours.params['context'])} tokens of context"
+    mapped = [row.metrics["tokens_per_s"] for row in of["memmap"] if _context(row) == _context(ours)]
+    return (
+        f"decoding at {at} ({ours.params['model']}, {_weights(ours)}), {stored}, {limit} of memory",
+        f"{ours.metrics['tokens_per_s']:.2g} tokens/s",
+        f"in memory ends at {kv_plots.tokens(fits.params['context'])} tokens"
+        + "".join(f"; mapped files {rate:.2g} tokens/s" for rate in mapped),
+    )
+
+
+def _context(row: Row) -> int:
+    return int(row.params["context"])
+
+
 def searching(rows: Sequence[Row]) -> Line | None:
-    """An exact search beside memory-mapped records, where memory is short."""
-    limits = [row.params.get("memory_bytes") for row in rows if row.case == "retrieval" and row.params["show"] == "table"]
-    for limit in sorted({limit for limit in limits if isinstance(limit, int)}):
-        found = _systems(rows, show="table", memory_bytes=limit, rerank=None, batch=1)
-        if {"espnx", "mmap-1", "mmap-willneed"} <= found.keys():
-            times = {name: f"{1e3 * (row.median_s or 0):.0f} ms" for name, row in found.items()}
-            params = found["espnx"].params
-            scored = f"{params['candidates']:,} candidates scored exactly"
-            what = f"a search of {params['documents']:,} documents, {scored}, {limit / 2**30:g} GiB of memory"
-            return what, times["espnx"], f"{times['mmap-1']} by `mmap`, {times['mmap-willneed']} with `MADV_WILLNEED` for all at once"
-    return None
+    """A search of the largest records of the plot of sizes: by a cascade where its recall is known, else scored exactly, which finds what
+    memory would. Latency never stands without recall."""
+    limits = [row.params.get("memory_bytes") for row in rows if row.case == "retrieval" and row.params.get("show") == "sizes"]
+    least = min((limit for limit in limits if isinstance(limit, int)), default=None)
+    of_limit = [row for row in rows if row.params.get("show") == "sizes" and row.params["memory_bytes"] == least]
+    found = _systems(of_limit, documents=max((row.params["documents"] for row in of_limit), default=None))
+    if least is None or not {"memory", "espnx", "mmap-1", "mmap-willneed"} <= found.keys():
+        return None
+    cascade = found.get("cascade-ssd-64")
+    is_known = cascade is not None and "recall@10" in cascade.metrics
+    ours = cascade if cascade is not None and is_known else found["espnx"]
+    size, corpus = f"{ours.metrics['record_bytes'] / 1e9:.1f} GB of records", f"corpus {ours.params['corpus']}"
+    how = "by a cascade" if ours is cascade else "scored exactly: the hits that memory gives"
+    what = f"a search of {ours.params['documents']:,} documents ({corpus}), {size} in {format_size(least)} of memory, {how}"
+    memory, mapped, asked = (_timed(found[name]) for name in ("memory", "mmap-1", "mmap-willneed"))
+    return what, _timed(ours), f"{memory} in memory, {mapped} by `mmap`, {asked} with `MADV_WILLNEED`{_tie(found)}"
+
+
+def _timed(row: Row) -> str:
+    recall = f" at recall@10 {row.metrics['recall@10']:.3f}" if "recall@10" in row.metrics else ""
+    return f"{1e3 * (row.median_s or 0):.1f} ms{recall}"
+
+
+def _tie(found: Mapping[str, Row]) -> str:
+    """What is to be said where the kernel, asked for every record at once, is as fast as espnx."""
+    ratio = (found["espnx"].median_s or 0) / (found["mmap-willneed"].median_s or 1)
+    return ", which ties with scoring exactly" if abs(ratio - 1) <= _TIE else ""
 
 
 def holding(rows: Sequence[Row]) -> Line | None:
@@ -98,4 +147,33 @@ def holding(rows: Sequence[Row]) -> Line | None:
 
 
 #: In the order of the page.
-ALL: tuple[Callable[[Sequence[Row]], Line | None], ...] = (resuming, decoding, searching, holding)
+ALL: tuple[Callable[[Sequence[Row]], Line | None], ...] = (resuming, going_on, decoding, searching, holding)
+
+
+def drives(rows: Sequence[Row]) -> str | None:
+    """What computing in 1 to 16 drives brings, in a sentence; None without such rows."""
+    of = {
+        show: [Found(row, 0) for row in rows if row.case == "device" and row.params.get("show") == show] for show in ("topology", "search")
+    }
+    steps = device_plots.brought(of["topology"], ["attention", "attention+x"]) if of["topology"] else {}
+    searches = device_plots.brought(of["search"], ["maxsim-2048"]) if of["search"] else {}
+    counts = [count for count in _DRIVES_SHOWN if all(count in known for known in [*steps.values(), *searches.values()])]
+    if not steps.keys() >= {"attention", "attention+x"} or not counts:
+        return None
+
+    def said(known: Mapping[int, float]) -> str:
+        return _listed([f"{known[count]:.1f}" for count in counts])
+
+    spec = of["topology"][0].row.params["spec"]
+    text = (
+        f"On {_listed([str(count) for count in counts])} emulated drives of the preset `{spec}`, attention in the drive makes a decoding"
+        f" step {said(steps['attention'])} times as fast as the same drives that only store, and with X rows, which halve what is read,"
+        f" {said(steps['attention+x'])} times"
+    )
+    if "maxsim-2048" in searches:
+        text += f"; MaxSim in the drive, at a rate that is assumed, makes a search {said(searches['maxsim-2048'])} times as fast"
+    return textwrap.fill(f"{text}.", 140, break_on_hyphens=False)
+
+
+def _listed(words: Sequence[str]) -> str:
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]

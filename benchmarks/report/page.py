@@ -17,6 +17,7 @@ from espnx.sizes import format_size
 
 from ..harness.registry import cases
 from ..harness.result import KINDS, Row, rows_of
+from .looks import use_style
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; color: #222; background: #fff }
@@ -47,11 +48,9 @@ def render_page(results: Mapping[Path, Mapping[str, Any]], progress: Progress = 
 
 def _missing_matplotlib() -> str | None:
     try:
-        import matplotlib
+        use_style()  # the same results give the same page
     except ImportError as error:
         return f"There are no pictures here: {MissingDependencyError('they need matplotlib', fix=_FIX)} ({error})."
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "espnx"  # the same results give the same page
     return None
 
 
@@ -180,8 +179,7 @@ def _by_recall(rows: Sequence[Row]) -> Any:
 def _axes(height: float, x: str, y: str) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, height), layout="constrained")
+    figure = Figure(figsize=(9, height))
     axes = figure.add_subplot()
     axes.set(xlabel=x, ylabel=y)
-    axes.grid(alpha=0.3)
     return figure, axes

@@ -3,7 +3,8 @@
 ``<!-- bench:CASE:VIEW show=table corpus=B -->`` takes another table of the case (`Case.views`), and only rows with those parameters (or
 that ``system``); several values of one are joined by ``|``. ``<!-- machine -->`` says once a page what its tables were measured on,
 ``<!-- plots:NAME,... -->`` shows plots that results have rows for (plots.py), ``<!-- headlines -->`` the few numbers that the front page
-leads with (headlines.py), ``<!-- training -->`` the record of the demo's model (training.py).
+leads with, ``<!-- drives -->`` what drives that compute bring (headlines.py), ``<!-- training -->`` the record of the demo's model
+(training.py).
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def documents(root: Path) -> list[Path]:
     """README.md and the Markdown files below docs/ that hold marked blocks."""
     candidates = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     found = [path for path in candidates if path.is_file()]
-    blocks = (BLOCK, headlines.BLOCK, plots.BLOCK, training.BLOCK)
+    blocks = (BLOCK, headlines.BLOCK, headlines.DRIVES, plots.BLOCK, training.BLOCK)
     return [path for path in found if any(block.search(path.read_text(encoding="utf-8")) for block in blocks)]
 
 

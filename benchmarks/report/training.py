@@ -12,6 +12,8 @@ from typing import Any
 
 from espnx.errors import FormatError
 
+from .looks import ESPNX, MEMORY, OTHER, WHOLE_INCHES, new_axes
+
 RECORD = "models/demo/training.json"
 PLOT = "demo-model-loss"
 BLOCK = re.compile(r"(<!-- training -->\n).*?(<!-- /training -->)", re.DOTALL)
@@ -63,26 +65,28 @@ def _facts(settings: Mapping[str, Any], corpus: Mapping[str, Any], results: Mapp
 
 def loss_curve(record: Mapping[str, Any]) -> Any:
     """Training loss over tokens, and the share of answer tokens that were right; lines where the context grew. None without points."""
-    from matplotlib.figure import Figure
-
     points = record["curve"]
     if not points:
         return None
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-    axes = figure.add_subplot()
-    axes.set(title="Training of the demo model", xlabel="million tokens", ylabel="loss (plain text)")
-    axes.grid(alpha=0.3)
+    figure, axes = new_axes(_finding(record["results"]), "million tokens; dotted: the context grows", "loss of plain text", WHOLE_INCHES)
     other = axes.twinx()
     other.set(ylabel="answer tokens right", ylim=(0, 1.02))
-    for side, name, colour, label in ((axes, "train_loss", "tab:blue", "loss"), (other, "answer_tokens_right", "tab:orange", "answers")):
+    other.grid(visible=False)
+    for side, name, colour in ((axes, "train_loss", ESPNX), (other, "answer_tokens_right", MEMORY)):
         known = [(point["tokens"] / 1e6, point[name]) for point in points if point[name] is not None]
         if known:
-            side.plot(*zip(*known, strict=True), color=colour, label=label, linewidth=1)
+            side.plot(*zip(*known, strict=True), color=colour, linewidth=1.4)
+        side.yaxis.label.set_color(colour)
     for before, after in itertools.pairwise(points):
         if after["context"] != before["context"]:
             at = before["tokens"] / 1e6
-            axes.axvline(at, color="grey", linewidth=0.8, linestyle=":")
-            place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "ha": "left", "va": "bottom", "fontsize": "x-small"}
-            axes.annotate(f"context {after['context']}", (at, 0.03), **place)
-    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
+            axes.axvline(at, color=OTHER, linewidth=0.8, linestyle=":")
+            axes.annotate(f"{after['context']:,}", (at, 1.01), xycoords=("data", "axes fraction"), ha="center", va="bottom", size=8)
     return figure
+
+
+def _finding(results: Mapping[str, Any]) -> str:
+    minutes = f"{results['minutes'] / 60:.0f} hours" if results["minutes"] >= 120 else f"{results['minutes']:.0f} minutes"
+    recalls = sorted((int(distance), share) for distance, share in results["recall_exact_match"].items())
+    known = ", ".join(f"{share:.0%} {distance:,} tokens back" for distance, share in (recalls[0], recalls[-1])) if recalls else ""
+    return f"{minutes} of training" + (f": words found again, {known}" if known else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,8 @@ from .bound import BoundMeter, batch_threshold
 from .curves import show_hit_rate, show_index_memory, show_layout
 from .fleet import Fleet, System
 from .formats import show_formats
-from .measure import measure, report, rows_of, split_queries, warm_up
+from .index import overlap
+from .measure import Measured, ask, measure, report, rows_of, split_queries, warm_up
 from .options import BATCHES, Options, resolve_nprobe
 from .point import AUTO, MEMORY, Point, cascade_systems, espnx_systems
 from .rows import simple_row
@@ -149,7 +150,25 @@ def show_sizes(options: Options, say: Say) -> list[Row]:
             with Fleet(prepared, resident, limit, options.threads, options.engine) as fleet:
                 point = Point(prepared, limit, resolve_nprobe(options, fleet, warm), options.candidates, None, 1, options.threads)
                 say(f"{prepared.documents:,} documents: {point}")
-                found = rows_of("sizes", point, measure(point, fleet, cached, queries, warm, options.seed, say))
-                size = {"record_bytes": float(fleet.facts(AUTO)["record_bytes"])}
-                rows += report([replace(row, metrics={**row.metrics, **size}) for row in found], say)
+                measured = measure(point, fleet, cached, queries, warm, options.seed, say)
+                size, found = float(fleet.facts(AUTO)["record_bytes"]), recalls(point, fleet, measured, queries)
+                metrics = {name: {"record_bytes": size, "recall@10": recall} for name, recall in found.items()}
+                every = rows_of("sizes", point, measured)
+                rows += report([replace(row, metrics={**row.metrics, **metrics.get(row.system, {})}) for row in every], say)
     return rows
+
+
+def recalls(point: Point, fleet: Fleet, measured: Mapping[str, Measured], queries: Sequence[int]) -> dict[str, float]:
+    """By system, the mean share of the best hits that it found of those of an exact search of every list; without those that are wrong."""
+    lists = int(fleet.facts(MEMORY)["first_stage"]["nlist"])
+    best = [_numbers(ask(fleet, MEMORY, replace(point, nprobe=lists), [query])) for query in queries]
+    right = {name: each.answers for name, each in measured.items() if each.problem is None}
+    return {
+        name: float(np.mean([overlap(_numbers(answer), best[turn]) for (_, turn), answer in answers.items()]))
+        for name, answers in right.items()
+    }
+
+
+def _numbers(answer: Mapping[str, Any]) -> np.ndarray:
+    """Of the hits of one query."""
+    return np.array([number for number, _ in answer["hits"][0]], dtype=np.int64)

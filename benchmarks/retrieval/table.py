@@ -99,7 +99,7 @@ def by_memory(rows: Sequence[Row]) -> Table:
 
 
 def by_size(rows: Sequence[Row]) -> Table:
-    """A line for each size of the records, a column for each system: median milliseconds."""
+    """A line for each size of the records, a column for each system: median milliseconds, and the recall@10 that they gave."""
     systems = list(dict.fromkeys(row.system for row in rows))
     points: dict[tuple[str, int, str], list[Row]] = {}
     for row in rows:
@@ -107,9 +107,17 @@ def by_size(rows: Sequence[Row]) -> Table:
     lines = []
     for (corpus, documents, memory), here in points.items():
         size = here[0].metrics.get("record_bytes")
-        times = {row.system: number(row.median_s, 1e-3) if row.correct else "WRONG" for row in here}
+        times = {row.system: f"{number(row.median_s, 1e-3)}{_recall(row)}" if row.correct else "WRONG" for row in here}
         lines.append([corpus, f"{documents:,}", number(size, 1e9), memory, *(times.get(system, ABSENT) for system in systems)])
-    return ["corpus", "documents", "records, GB", "memory", *(f"{system}, ms" for system in systems)], lines
+    headers = ["corpus", "documents", "records, GB", "memory", *(f"{system}, ms" for system in systems)]
+    if len({(line[0], line[3]) for line in lines}) == 1:  # one corpus, one limit: the page and the command below say which
+        return [headers[at] for at in (1, 2, *range(4, len(headers)))], [[*line[1:3], *line[4:]] for line in lines]
+    return headers, lines
+
+
+def _recall(row: Row) -> str:
+    """Behind its time, where it was measured."""
+    return f" at {row.metrics['recall@10']:.3f}" if "recall@10" in row.metrics else ""
 
 
 def _milliseconds(row: Row | None, everyone: Sequence[Row]) -> str:

@@ -1,7 +1,8 @@
-"""Plots come from result rows alone, and the same rows give the same file."""
+"""Plots come from result rows alone, say in their title what was found, and the same rows give the same file."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,14 @@ from typing import Any
 import pytest
 
 from espnx.benchmarks.harness.result import Row
-from espnx.benchmarks.report import plots
+from espnx.benchmarks.report import looks, plots
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra [bench])")
+
+
+@pytest.fixture(autouse=True)
+def style() -> None:
+    looks.use_style()
 
 
 def row(show: str, system: str, params: dict[str, Any], metrics: dict[str, float]) -> Row:
@@ -25,19 +31,45 @@ def results(rows: list[Row]) -> dict[Path, dict[str, Any]]:
     return {Path("r.json"): {"machine": {"memory_bytes": 4_000_000_000}, "rows": [asdict(each) for each in rows]}}
 
 
+def drawn(name: str, rows: list[Row]) -> Any:
+    found = plots.PLOTS[name].rows(results(rows))
+    return plots.PLOTS[name].draw(found) if found else None
+
+
+def lines(figure: Any) -> dict[str, list[tuple[float, float]]]:
+    """The points of each line that has a name."""
+    axes = figure.axes[0]
+    return {line.get_label(): line.get_xydata().tolist() for line in axes.lines if not line.get_label().startswith("_")}
+
+
+def words(figure: Any) -> list[str]:
+    return [text.get_text().strip() for text in figure.axes[0].texts if text.get_text()]
+
+
+def title(figure: Any) -> str:
+    return str(figure.get_suptitle()).replace("\n", " ")
+
+
+def hit_rates() -> list[Row]:
+    return [row("hit-rate", "espnx", {"prefetch_step": step, "recall_wanted": 0.95}, {"hit_rate": step + 0.4}) for step in (0.3, 0.1)]
+
+
+def qualities() -> list[Row]:
+    sizes = {"fp16": (1e4, 0.4), "bit1": (1e3, 0.39)}
+    return [row("formats", name, {}, {"bytes_per_document": size, "nDCG@10": found}) for name, (size, found) in sizes.items()]
+
+
 def test_each_plot_has_its_rows(tmp_path: Path) -> None:
-    rows = [row("hit-rate", "espnx", {"prefetch_step": step, "recall_wanted": 0.95}, {"hit_rate": step + 0.4}) for step in (0.3, 0.1)]
-    assert plots.draw_all(tmp_path, results(rows)) == [tmp_path / "docs/plots/hit-rate.svg"]
-    rows += [row("formats", fmt, {}, {"bytes_per_document": size, "nDCG@10": 0.4}) for fmt, size in (("fp16", 1e4), ("bit1", 1e3))]
-    assert len(plots.draw_all(tmp_path, results(rows))) == 2
+    assert plots.draw_all(tmp_path, results(hit_rates())) == [tmp_path / "docs/plots/hit-rate.svg"]
+    assert len(plots.draw_all(tmp_path, results([*hit_rates(), *qualities()]))) == 2
 
 
 def test_the_same_rows_give_the_same_file(tmp_path: Path) -> None:
-    found = results([row("formats", "fp16", {}, {"bytes_per_document": 10.0, "nDCG@10": 0.4})])
-    [path] = plots.draw_all(tmp_path, found)
+    [path] = plots.draw_all(tmp_path, results(qualities()))
     first = path.read_bytes()
-    plots.draw_all(tmp_path, found)
+    plots.draw_all(tmp_path, results(qualities()))
     assert path.read_bytes() == first
+    assert b"#ffffff" not in first, "a plot has no background of its own"
 
 
 def test_wrong_or_other_rows_draw_nothing(tmp_path: Path) -> None:
@@ -45,35 +77,35 @@ def test_wrong_or_other_rows_draw_nothing(tmp_path: Path) -> None:
     assert plots.draw_all(tmp_path, results(rows)) == []
 
 
-def sizes(system: str, limit: int | None = 1_000_000_000) -> list[Row]:
-    found = [row("sizes", system, {"memory_bytes": limit}, {"record_bytes": gigabytes * 1e9}) for gigabytes in (0.5, 2, 3)]
+def test_titles_are_findings() -> None:
+    assert title(drawn("hit-rate", hit_rates())) == "After 30% of the lists 70% to 70% of the candidates are known"
+    figure = drawn("formats", qualities())
+    assert title(figure) == "One bit a dimension: 10% of the bytes, at least 98% of the quality"
+    assert lines(figure) == {"B": [[0, pytest.approx(0.975)], [1, 1]]}
+
+
+def sizes(system: str, limit: int | None = 1_000_000_000, **metrics: float) -> list[Row]:
+    found = [row("sizes", system, {"memory_bytes": limit}, {"record_bytes": gigabytes * 1e9, **metrics}) for gigabytes in (0.5, 2, 3)]
     return [replace(each, median_s=0.01 * number) for number, each in enumerate(found, 1)]
 
 
-def lines(figure: Any) -> dict[str, list[tuple[float, float]]]:
-    """The points of each line that has a label."""
-    [axes] = figure.axes
-    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-    return {line.get_label(): line.get_xydata().tolist() for line in axes.lines if not line.get_label().startswith("_")}
-
-
-def drawn(name: str, rows: list[Row]) -> Any:
-    return plots.PLOTS[name].draw(plots.PLOTS[name].rows(results(rows)))
-
-
-def words(figure: Any) -> list[str]:
-    return [text.get_text().strip() for text in figure.axes[0].texts]
-
-
-def test_what_is_in_memory_ends_where_memory_does() -> None:
+def test_what_is_in_memory_is_pale_where_memory_has_ended() -> None:
     figure = drawn("search-sizes", [*sizes("memory"), *sizes("espnx"), *sizes("espnx-30%"), *sizes("mmap-1", None)])
     found = lines(figure)
     assert list(found) == ["in memory", "espnx"]  # one limit at a time, and systems that the plot knows
-    assert found["in memory"] == [[0.5, pytest.approx(10)]]
+    assert [line.get_alpha() for line in figure.axes[0].lines] == [0.55, None, None, None]
+    assert figure.axes[0].lines[1].get_xydata().tolist() == [[0.5, pytest.approx(10)]]
     assert [point[0] for point in found["espnx"]] == [0.5, 2, 3]
-    assert [line.get_linestyle() for line in figure.axes[0].lines] == ["-", ":", "-", "-."]
     assert figure.axes[0].lines[-1].get_xdata()[0] == 1.0
-    assert words(figure) == ["memory ends"]
+    assert words(figure) == ["memory ends", "in memory", "espnx"]
+
+
+def test_a_search_is_shown_with_its_recall() -> None:
+    figure = drawn("search-sizes", [*sizes("mmap-1", **{"recall@10": 1.0}), *sizes("cascade-ssd-64", **{"recall@10": 0.981})])
+    assert title(figure) == "3.0 GB of records, 953.7 MiB of memory: espnx 30 ms a search, mmap 30 (recall@10)"
+    assert words(figure)[1:] == ["mmap (1.000)", "espnx, cascade (0.981)"]
+    figure = drawn("search-sizes", [*sizes("mmap-1"), *sizes("espnx"), *sizes("cascade-ssd-64")])
+    assert list(lines(figure)) == ["mmap", "espnx"]
 
 
 def test_without_a_limit_memory_is_the_machines() -> None:
@@ -92,30 +124,82 @@ def test_decoding_over_the_context() -> None:
     rows = [context("espnx", 1000, 20, fio_s=0.01), context("espnx", 4000, 10, fio_s=0.1), context("dynamic", 1000, 25)]
     figure = drawn("kv-context", [*rows, context("espnx", 9000, 1, memory=5_000_000)])
     assert lines(figure) == {
-        "in memory (DynamicCache)": [[1000, 25]],
+        "in memory": [[1000, 25]],
         "espnx": [[1000, 20], [4000, 10]],
-        "the disk's rate (fio)": [[4000, 20]],  # far above what anything reaches it is left out
+        "disk alone (fio)": [[4000, 20]],  # far above what anything reaches it is left out
     }
-    assert words(figure) == ["memory ends at 4M \u2192"]
-
-
-def test_a_limit_of_memory_ends_it_within_the_plot() -> None:
-    figure = drawn("kv-context", [context("espnx", tokens, 10, memory=2_000_000) for tokens in (1000, 4000)])
-    assert figure.axes[0].lines[-1].get_xdata()[0] == pytest.approx(2000)
+    assert words(figure)[0] == "memory ends at 4M \u2192"
+    assert title(figure) == "Where K and V fit in memory, espnx decodes at 0.80 to 0.80 of its rate"
     assert drawn("kv-context", [context("dynamic", 1000, 10)]) is None
 
 
-def test_devices_are_drawn_by_system() -> None:
-    """A line for each, over the number of devices; wrong rows are in none."""
-    rows = [
-        Row(
-            "device", {"show": "search", "spec": "smartssd", "devices": count}, system, "emulated", "auto", "uring", "cold", 3,
-            1e-3 * factor / count, 0.1, 0.0, 1, 1, True, {}, {},
-        )
-        for system, factor in (("without", 8), ("maxsim", 4)) for count in (4, 1, 2)
+def test_decoding_under_a_limit() -> None:
+    """The line in memory ends, ours goes on; without both there is no picture, on a page neither."""
+    ours = [context("espnx", tokens, 10, memory=2 << 20) for tokens in (1024, 2048, 4096)]
+    figure = drawn("kv-memory", [*ours, context("dynamic", 1024, 25, memory=2 << 20), context("espnx", 8192, 1)])
+    assert title(figure) == "2 MiB of memory hold 1K tokens of context; espnx goes on to 4K"
+    assert list(lines(figure)) == ["in memory", "espnx"]
+    assert words(figure) == ["K and V alone\nare larger", "in memory", "espnx"]
+    for missing in (
+        ours,
+        [context("dynamic", 1024, 25, memory=2 << 20), *ours[:1]],
+        [context("dynamic", 1024, 25), context("espnx", 4096, 9)],
+    ):
+        assert drawn("kv-memory", missing) is None
+        assert "svg" not in plots.fill("<!-- plots:kv-memory -->\n<!-- /plots -->", results(missing), ".")
+
+
+def test_time_to_the_first_token() -> None:
+    times = (("recomputed", 1024, 3.0), ("recomputed", 7680, 38.0), ("espnx-kept", 7680, 0.5), ("kept-in-ram", 7680, 0.4))
+    found = [
+        replace(row("resume", system, {"context": tokens, "model": "m"}, {}), case="kv", median_s=seconds)
+        for system, tokens, seconds in times
     ]  # fmt: skip
-    [axes] = plots.devices([plots.Found(row, 1) for row in rows]).axes
-    found = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
-    assert found == {"without": [[1, 8], [2, 4], [4, 2]], "maxsim": [[1, 4], [2, 2], [4, 1]]}
-    assert axes.get_ylabel() == "virtual ms a search"
-    assert plots.devices([plots.Found(replace(rows[0], median_s=None), 1)]) is None
+    figure = drawn("first-token", found)
+    assert title(figure) == "About 7,680 tokens read before: the first token 76 times sooner"
+    assert words(figure) == ["38.0 s", "0.50 s", "0.40 s"]
+    assert drawn("first-token", found[:2]) is None
+
+
+def devices(show: str, *systems: tuple[str, float]) -> list[Row]:
+    """What each system brings with 1 and 16 drives: as much, and half as much again."""
+    params = {"show": show, "spec": "smartssd"}
+    return [
+        replace(row(show, system, {**params, "devices": count}, {}), case="device", kind="emulated", ratio={"without": factor * more})
+        for system, factor in systems for count, more in ((16, 1.5), (1, 1.0))
+    ]  # fmt: skip
+
+
+def test_what_drives_bring() -> None:
+    figure = drawn("device-topology", devices("topology", ("attention", 1.0), ("attention+x", 2.0), ("all", 9.0)))
+    assert title(figure) == "Attention in the drive: 1.0x with 1, 1.5x with 16 (smartssd, emulated)"
+    assert [bar.get_height() for bar in figure.axes[0].patches] == [1.0, 1.5, 2.0, 3.0]
+    assert drawn("device-search", devices("search", ("without", 1.0))) is None
+
+
+def graph(data: str, n: int, system: str, **metrics: float) -> Row:
+    found = row("sweep", system, {"data": data, "n": n, "list_size": 10, "recall": 0.95}, {"recall": 0.97, "queries_per_s": 9.0, **metrics})
+    return replace(found, case="graph")
+
+
+def test_graphs_of_real_vectors_come_first() -> None:
+    rows = [
+        graph("hard, 1,000", 1000, "diskann"),
+        graph("tokens", 50, "diskann"),
+        graph("tokens", 50, "espnx-inline"),
+        graph("pixels", 9, "espnx-inline"),
+    ]
+    summary = replace(rows[2], params={**rows[2].params, "show": "summary"}, ratio={"diskann": 1.94})
+    figure = drawn("graph-rates", [*rows, summary])
+    assert title(figure) == "At recall 0.95, 1.9 times DiskANN's queries (espnx-inline)"
+    assert figure.axes[0].get_xlabel() == "recall@10, tokens"
+    assert {line.get_label(): line.get_color() for line in figure.axes[0].lines} == {"diskann": looks.OTHER, "espnx-inline": looks.ESPNX}
+    assert drawn("graph-reads", rows) is None
+
+
+def test_names_at_the_ends_of_lines_stand_apart() -> None:
+    assert looks._apart([0.1, 0.5]) == [0.1, 0.5]
+    touching = looks._apart([0.5, 0.5, 0.51, 0.9])
+    assert min(b - a for a, b in itertools.pairwise(touching)) >= looks._LABEL_SHARE - 1e-9
+    assert sum(touching[:3]) == pytest.approx(1.51)
+    assert touching[3] == 0.9

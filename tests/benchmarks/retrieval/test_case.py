@@ -76,6 +76,7 @@ def test_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.correct
     assert (ours.correct, ours.n, set(ours.ratio)) == (True, 3, {"memory"})
     assert memory.metrics["record_bytes"] == ours.metrics["record_bytes"] > 600 * 64  # more than a token's row for each document
+    assert 0.5 < memory.metrics["recall@10"] == ours.metrics["recall@10"] <= 1  # the same candidates, scored exactly
 
 
 def test_sizes_are_measured_one_after_the_other(
@@ -89,7 +90,7 @@ def test_sizes_are_measured_one_after_the_other(
             self._documents = prepared.documents
 
         def facts(self, system: Any) -> dict[str, Any]:
-            return {**super().facts(system), "record_bytes": 100 * self._documents, "default_nprobe": 4}
+            return {**super().facts(system), "record_bytes": 100 * self._documents, "default_nprobe": 4, "first_stage": {"nlist": 8}}
 
         def __enter__(self) -> FleetOfOne:
             return self
