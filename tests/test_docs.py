@@ -24,6 +24,8 @@ BLOCKS = [(page, kind, text, output) for page in PAGES for kind, text, output in
 HERE = re.compile(r"^cat > (\S+) <<'(\w+)'\n(.*?)^\2\n", re.MULTILINE | re.DOTALL)
 BENCH = re.compile(r"<!-- bench:.*?<!-- /bench -->", re.DOTALL)
 README_LINES, TABLE_ROWS = 140, 5
+CODE_CHARACTERS = 76  # what the site shows of a line of code without scrolling
+SHOWN_WHOLE = ROOT / "espnx/device/example/ram_device.py"  # a page shows this file as it is
 TEXTS = (
     "io_uring submits many reads with one system call.",
     "An inverted file scans the nearest lists first.",
@@ -93,7 +95,8 @@ def test_shell_block_runs(page: Path, text: str, output: str, tmp_path: Path, ru
     np.save(tmp_path / "queries.npy", vectors[:20])
     for name, _, content in HERE.findall(text):
         (tmp_path / name).write_text(content)
-    commands = [words for line in HERE.sub("", text).splitlines() if (words := shlex.split(line, comments=True))]
+    whole = HERE.sub("", text).replace("\\\n", "")  # a command may go on in the next line
+    commands = [words for line in whole.splitlines() if (words := shlex.split(line, comments=True))]
     strange = [words for words in commands if words[0] != "espnx"]
     assert not strange, f"{page.name} shows a command that no test knows how to run"
     for _ in range(2 if page == README else 1):
@@ -106,6 +109,14 @@ def test_links_lead_somewhere(page: Path) -> None:
     text = page.read_text()
     for target in [*re.findall(r"\]\(([^)#]+)", text), *re.findall(r'<img src="([^"]+)"', text)]:
         assert target.startswith("http") or (page.parent / target).exists(), target
+
+
+def test_lines_of_code_are_short_in_the_documents() -> None:
+    found = [
+        f"{page.name}: {line}" for page, _, text, _ in BLOCKS if page.is_relative_to(ROOT / "docs") and text != SHOWN_WHOLE.read_text()
+        for line in text.splitlines() if len(line) > CODE_CHARACTERS
+    ]  # fmt: skip
+    assert not found
 
 
 def anchors(page: Path) -> set[str]:

@@ -21,7 +21,7 @@ from espnx.errors import InvalidInputError
 
 from ..harness.registry import cases
 from ..harness.result import KINDS, Row, load, rows_of
-from . import headlines, plots, training
+from . import columns, headlines, plots, training
 
 BLOCK = re.compile(
     r"(<!-- bench:(?P<case>[\w-]+)(?::(?P<view>[\w-]+))?(?P<filters>(?: [\w-]+=[^\s>]+)*) -->\n).*?(<!-- /bench -->)", re.DOTALL
@@ -44,8 +44,7 @@ class Table:
 
     def markdown(self, machines: Sequence[str]) -> str:
         """`machines`: those of the page; the caption names one where there are several."""
-        lines = ["", _line(self.headers), "|" + " --- |" * len(self.headers), *map(_line, self.cells), "", self._caption(machines)]
-        return "\n".join(lines)
+        return "\n".join(["", *columns.markdown(self.headers, self.cells), "", self._caption(machines)])
 
     def _caption(self, machines: Sequence[str]) -> str:
         commit = self.document["commit"]
@@ -55,10 +54,6 @@ class Table:
         how_often = "" if runs == [0] else f" {count} runs each;"  # 0: of what is counted, or sized
         place = f" on machine {LETTERS[machines.index(describe(self.document['machine']))]}" if len(machines) > 1 else ""
         return f"({self.kind.capitalize()}{place};{how_often} `{self.document['command']}`, {version}; file `{self.path.name}`.)"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def source_root() -> Path:
