@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 SHOWN = 7
-ROWS_SHOWN = 40
+ROWS_SHOWN = 24
 #: Columns that say what a row is of: those at a table's beginning with these names.
 _NAMES = {
     "at equal", "by", "candidates", "cluster", "corpus", "d", "devices", "documents", "dtype", "first stage", "first stages", "KiB",
@@ -25,7 +25,7 @@ def in_view(headers: Sequence[str], cells: Cells) -> tuple[list[int], list[int]]
     """(numbers of the columns to show, in their order; numbers of those to fold, behind what names their rows)."""
     count = next((at for at, header in enumerate(headers) if header not in _NAMES), len(headers))
     names, rest = list(range(count)), list(range(count, len(headers)))
-    ratios = [at for at in rest if headers[at].startswith(_RATIOS)]
+    ratios = [at for kind in _RATIOS for at in rest if headers[at].startswith(kind)]
     others = [at for at in rest if at not in ratios]
     if len(headers) <= SHOWN:
         return [*names, *ratios, *others], []

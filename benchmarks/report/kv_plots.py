@@ -9,7 +9,7 @@ from espnx.sizes import format_size
 
 from ..harness.result import Row
 from .found import Found, alike, by_system
-from .looks import HALF_INCHES, OTHER, SYSTEMS, Look, bars, line, logarithmic, memory_ends, name_ends, new_axes, plain
+from .looks import OTHER, SYSTEMS, Look, bars, line, logarithmic, memory_ends, name_ends, new_axes, plain
 
 _SAME = ("model", "batch", "dtype", "memory", "throttle_bytes_per_s")
 
@@ -25,9 +25,8 @@ def first_token(found: Sequence[Found]) -> Any:
     factor = times["recomputed"] / times["espnx-kept"]
     of = rows["espnx-kept"].params
     figure, axes = new_axes(
-        f"About {most:,} tokens read before: the first token {factor:.0f} times sooner", f"seconds to the first token, {of['model']}", "",
-        (HALF_INCHES[0], 0.62 * HALF_INCHES[1]),
-    )  # fmt: skip
+        f"About {most:,} tokens read before: the first token {factor:.0f} times sooner", f"seconds to the first token, {of['model']}", ""
+    )
     bars(axes, [(SYSTEMS[name], seconds, f"{seconds:.{2 if seconds < 10 else 1}f} s") for name, seconds in times.items()])
     axes.set_xlim(0, 1.18 * max(times.values()))
     return figure

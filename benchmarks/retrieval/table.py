@@ -69,6 +69,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("n", lambda row: str(row.n)),
     ("correct", lambda row: "yes" if row.correct else "NO"),
 )
+_FIRST = ("memory", "espnx", "cascade-ssd-64", "mmap-1", "mmap-willneed")  # of a table with a column for each system
 _COMPARED = ("mmap", "swap", "no-prefetch", "id-order", "fp16")
 
 
@@ -100,7 +101,8 @@ def by_memory(rows: Sequence[Row]) -> Table:
 
 def by_size(rows: Sequence[Row]) -> Table:
     """A line for each size of the records, a column for each system: median milliseconds, and the recall@10 that they gave."""
-    systems = list(dict.fromkeys(row.system for row in rows))
+    found = list(dict.fromkeys(row.system for row in rows))
+    systems = [name for name in _FIRST if name in found] + [name for name in found if name not in _FIRST]
     points: dict[tuple[str, int, str], list[Row]] = {}
     for row in rows:
         points.setdefault((row.params["corpus"], row.params["documents"], _memory(row)), []).append(row)

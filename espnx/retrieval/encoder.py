@@ -181,8 +181,9 @@ class FunctionEncoder:
 
     >>> import numpy as np
     >>> encoder = FunctionEncoder(lambda texts: [([1.0, 0.0], np.ones((len(t.split()), 2))) for t in texts], "toy@1", d_cls=2, dim=2)
-    >>> [tuple(each.tokens.shape) for each in encoder.encode_documents(["two words", ""])]
-    [(2, 2), (0, 2)]
+    >>> two, none = encoder.encode_documents(["two words", ""])
+    >>> tuple(two.tokens.shape), tuple(none.tokens.shape)
+    ((2, 2), (0, 2))
     """
 
     def __init__(
