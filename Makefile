@@ -56,7 +56,7 @@ DOCS_PACKAGES = mkdocs-material==9.8.1 mkdocs==1.6.1 mkdocstrings==1.0.8 mkdocst
 docs: setup ## the documentation as a site, in build/site; warnings are errors, dead links among them
 	@$(PYTHON_VENV) -c 'import material, mkdocstrings' 2>/dev/null || $(PYTHON_VENV) -m pip install --progress-bar off -q $(DOCS_PACKAGES)
 	@NO_MKDOCS_2_WARNING=1 $(PYTHON_VENV) -m mkdocs build --strict
-	@echo "open build/site/index.html"
+	@echo "open build/site/index.html (search works there too, without a server)"
 
 gpu-check: setup ## everything that needs a CUDA machine, in one command, as JSON
 	@bash scripts/gpu_check.sh
