@@ -30,7 +30,7 @@ RANK = {
     "cli": 9,  # `espnx bench` runs the registered benchmarks
 }
 # Modules directly under espnx/ that know nothing of the rest.
-BASE_MODULES = {"errors", "_version", "sizes", "checks", "forks", "log", "tables"}
+BASE_MODULES = {"errors", "_version", "sizes", "checks", "forks", "log", "suggestions", "tables"}
 # The package's front page and `python -m espnx` only pass on what is below.
 FACADES = {"", "__main__"}
 NATIVE_USERS = {"storage", "ops", "device", "graph", "postings", "cli"}

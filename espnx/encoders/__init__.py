@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..checks import check_path
 from ..errors import InvalidInputError
+from ..suggestions import suggests_keywords
 
 if TYPE_CHECKING:
     from ..retrieval.encoder import Encoder
@@ -20,6 +21,7 @@ _SPARSE_NAMED = ("splade-tiny",)
 _ON_A_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
+@suggests_keywords
 def load_encoder(spec: str | os.PathLike[str], *, device: str = "cpu", dtype: str = "fp32") -> Encoder:
     """An encoder by its description, as on the command line.
 
@@ -78,6 +80,7 @@ def load_named(name: str, *, device: str = "cpu") -> Encoder:
     )
 
 
+@suggests_keywords
 def load_sparse_encoder(spec: str | os.PathLike[str] = "splade-tiny", *, device: str = "cpu") -> SparseEncoder:
     """An encoder that gives weights of terms, by its description.
 

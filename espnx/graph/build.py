@@ -16,6 +16,7 @@ from ..sizes import format_size, parse_size
 from ..storage import NativeEngine
 from ..storage.manifest import NAME
 from ..storage.native import given_engine
+from ..suggestions import suggests_keywords
 from .bounded import Seconds, build_bounded
 from .bounded.budget import available_bytes, fit_bytes, member_bytes, plan_parts, resident_bytes
 from .codebook import Codebook, train_codebook
@@ -77,6 +78,7 @@ class GraphReport:
         )
 
 
+@suggests_keywords
 def build(
     vectors: Any, path: str | os.PathLike[str], *, metric: str = "l2", max_degree: int = 64, search_list_size: int = 100,
     alpha: float = 1.2, codes: str = "inline", inline_pq: int | None = None, pq_bytes: int | None = None,

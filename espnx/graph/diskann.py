@@ -22,6 +22,7 @@ from ..storage import NativeEngine, Plan
 from ..storage.files import make_given_directory, write_error
 from ..storage.manifest import NAME
 from ..storage.native import given_engine
+from ..suggestions import suggests_keywords
 from . import diskann_files as theirs
 from .codebook import Codebook
 from .format import N_ENTRIES_MAX, NODES, GraphFacts, parse_pages, read_codes, read_graph
@@ -119,6 +120,7 @@ class _Index:
     disk_book: Codebook | None = None
 
 
+@suggests_keywords
 def import_diskann(
     prefix: str | os.PathLike[str],
     path: str | os.PathLike[str],
@@ -342,6 +344,7 @@ def _without_added_dimension(engine: NativeEngine, prefix: str, found: _Index) -
     )  # fmt: skip
 
 
+@suggests_keywords
 def export_diskann(path: str | os.PathLike[str], prefix: str | os.PathLike[str], *, engine: NativeEngine | None = None) -> ExportReport:
     """Writes an index that DiskANN's C++ library and diskannpy's StaticDiskIndex search, with a graph's edges and codes.
 

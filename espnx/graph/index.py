@@ -18,6 +18,7 @@ from ..ops._native import load_extension
 from ..ops.distances import distances
 from ..sizes import format_size
 from ..storage import FaultRule, NativeEngine, Plan
+from ..suggestions import suggests_keywords
 from .codebook import Codebook
 from .filters import FilterReader, NodeFilter, RowFilter, row_mask
 from .format import CODES, NODES, ROWS, GraphFacts, GraphSections, RecallPoint, parse_pages, read_codes, read_graph
@@ -176,6 +177,7 @@ class GraphIndex:
         PathUnavailableError: the named path cannot be had here.
     """
 
+    @suggests_keywords
     def __init__(
         self, path: str | os.PathLike[str] | GraphSections, *, threads: int = 2, walks: int = 32, engine: str = "auto",
         code_cache_bytes: int = 5 << 20, rules: Sequence[FaultRule] = (),
@@ -262,6 +264,7 @@ class GraphIndex:
         found = [*reached, *self.facts.recall[-1:]]
         return found[0].list_size if found else max(10, min(len(self), _UNMEASURED))
 
+    @suggests_keywords
     def search(
         self,
         queries: Any,

@@ -13,6 +13,7 @@ import torch
 
 from .. import errors
 from ..checks import check_path
+from ..suggestions import suggests_keywords
 
 #: What `read_vectors` knows by a file's ending.
 SUFFIXES = (".npy", ".fvecs", ".bvecs", ".fbin", ".u8bin", ".i8bin", ".parquet")
@@ -43,6 +44,7 @@ class Vectors:
     column: str | None = None
 
 
+@suggests_keywords
 def read_vectors(source: Any, *, column: str | None = None) -> Vectors:
     """Vectors of a source, of which only a block at a time is read into memory.
 

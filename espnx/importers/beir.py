@@ -9,6 +9,7 @@ from pathlib import Path
 from ..checks import check_path
 from ..errors import InvalidInputError
 from ..retrieval.evaluate import read_qrels
+from ..suggestions import suggests_keywords
 from .corpus import Corpus
 from .queries import read_queries
 
@@ -30,6 +31,7 @@ class BeirFolder:
     qrels: dict[str, dict[str, int]]
 
 
+@suggests_keywords
 def read_beir(folder: str | os.PathLike[str], split: str = "test") -> BeirFolder:
     """A test collection in BEIR's form.
 

@@ -17,6 +17,7 @@ from ..checks import check_path
 from ..encoders.minilm import WHEEL
 from ..errors import FormatError, InvalidInputError, MissingDependencyError
 from ..retrieval.build.documents import check_documents, to_document
+from ..suggestions import suggests_keywords
 
 _TOKENS_MAX = 1 << 30
 _WORD = re.compile(r"\w+|[^\w\s]")
@@ -62,6 +63,7 @@ class _Splitter:
         return [Chunk(part, begin, begin + len(part)) for begin, part in found]
 
 
+@suggests_keywords
 def chunk(text: str, tokens: int = 256, overlap: int = 32, *, tokenizer: Any = None) -> list[Chunk]:
     """A text as passages, in order.
 
@@ -85,6 +87,7 @@ def chunk(text: str, tokens: int = 256, overlap: int = 32, *, tokenizer: Any = N
     return split(to_document(("text", text), 0).text)
 
 
+@suggests_keywords
 def chunk_documents(documents: Iterable[Any], tokens: int = 256, overlap: int = 32, *, tokenizer: Any = None) -> Iterator[dict[str, Any]]:
     """Documents as passages, as `espnx.build` takes them, one document in memory at a time.
 

@@ -16,6 +16,7 @@ from ..retrieval.encoder import EncoderLike, encoder_of
 from ..retrieval.sparse_encoder import SparseEncoderLike
 from ..storage import NativeEngine
 from ..storage.documents.ids import DocumentId
+from ..suggestions import suggests_keywords
 from .colbert import ColBERTIndex
 from .collection import Texts, text_for, texts_of
 from .fast_plaid import FastPlaidIndex
@@ -62,6 +63,7 @@ def inspect_index(folder: str | os.PathLike[str]) -> IndexSummary:
     return IndexSummary(index.documents, index.tokens, index.dim, index.format, index.codebook.n_centroids)
 
 
+@suggests_keywords
 def import_index(
     folder: str | os.PathLike[str],
     path: str | os.PathLike[str],

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from ..checks import check_path
 from ..errors import InvalidInputError
+from ..suggestions import suggests_keywords
 from .corpus_lines import csv_rows, json_rows
 
 FORMATS = ("jsonl", "csv", "tsv", "parquet", "arrow", "folder")
@@ -125,6 +126,7 @@ class Corpus:
         return lines if self.format == "jsonl" else max(0, lines - 1)
 
 
+@suggests_keywords
 def read_corpus(
     path: str | os.PathLike[str],
     *,

@@ -15,6 +15,7 @@ import numpy as np
 from ..checks import check_path
 from ..errors import InvalidInputError
 from ..retrieval.evaluate import document_of
+from ..suggestions import suggests_keywords
 
 _GZIP = b"\x1f\x8b"
 _COLUMNS = "query, Q0, document, rank, score, tag"
@@ -69,6 +70,7 @@ def _by_score(scores: dict[str, float]) -> list[tuple[str, float]]:
     return [(document, scores[document]) for document in documents]
 
 
+@suggests_keywords
 def write_run(path: str | os.PathLike[str], rankings: Mapping[Any, Sequence[Any]], *, tag: str = "espnx") -> None:
     """Writes rankings as a run file, which is whole when this returns, or as it was before.
 

@@ -20,6 +20,7 @@ from ..storage.files import Section, StreamWriter, crc32c, names_in, read_file, 
 from ..storage.manifest import NAME as MANIFEST
 from ..storage.replacing import StoreKind
 from ..storage.work import WORK, check_work, is_own_work
+from ..suggestions import CALL_FRAMES
 from .build.writer import SectionContent
 from .compaction import Rounding
 from .deletions import Deletions
@@ -73,12 +74,12 @@ class PostingsReport:
 
 
 def warn_of_rounding(directory: str, rounding: Rounding, stacklevel: int) -> None:
-    """Warns where many weights are not what they were."""
+    """Warns where many weights are not what they were. `stacklevel` leads to a public function, as `warnings.warn` counts it."""
     if rounding.n_raised > _RAISED_SHARE * rounding.n_postings:
         warnings.warn(
             f"{directory}: {rounding.n_raised:,} of {rounding.n_postings:,} weights are below half a step of their lists, "
             "and are stored as a whole one; build with exact=True (--exact) to keep them as they are",
-            stacklevel=stacklevel + 1,
+            stacklevel=stacklevel + 1 + CALL_FRAMES,
         )
 
 

@@ -17,6 +17,7 @@ from ..storage import FaultRule, NativeEngine
 from ..storage.documents.ids import DocumentId, document_ids
 from ..storage.manifest import open_current
 from ..storage.replacing import writing_to
+from ..suggestions import suggests_keywords
 from .adding import built_segment
 from .analyzer import Analyzer
 from .bm25 import BM25
@@ -58,6 +59,7 @@ class Postings:
         PathUnavailableError: the named path cannot be had here.
     """
 
+    @suggests_keywords
     def __init__(
         self, path: str | os.PathLike[str], *, engine: str | os.PathLike[str] = "auto", rules: Sequence[FaultRule] = (), fault_seed: int = 0
     ):
@@ -82,6 +84,7 @@ class Postings:
         return cls(path, **options)
 
     @classmethod
+    @suggests_keywords
     def build(
         cls,
         path: str | os.PathLike[str],
@@ -239,6 +242,7 @@ class Postings:
             return f"BM25 {rule.variant}, k1 {rule.k1:g}, b {rule.b:g}, where a search does not say"
         return "sparse vectors, weights in one byte" if self.facts.kind == "impact" else "sparse vectors, weights in float32"
 
+    @suggests_keywords
     def search(
         self,
         queries: Query | Sequence[Query],
@@ -286,6 +290,7 @@ class Postings:
     def _rows(self, numbers: list[int]) -> list[tuple[DocumentId, str | None]]:
         return [(identifier, text if self.facts.has_texts else None) for identifier, text in self._documents.get(numbers)]
 
+    @suggests_keywords
     def search_two_step(
         self,
         queries: Query | Sequence[Query],

@@ -14,6 +14,7 @@ from .. import errors
 from ..checks import check_whole, plain
 from ..storage.documents.ids import DocumentId, require_known
 from ..storage.work import remove_work
+from ..suggestions import suggests_keywords
 from .adding import built_segment
 from .build.builder import MEMORY_BYTES, SegmentBuilder
 from .build.records import CsrArrays, Records
@@ -26,6 +27,7 @@ from .queries import ids_or_mask, marked
 _IDS_AT_ONCE = 4096
 
 
+@suggests_keywords
 def add(
     path: str | os.PathLike[str],
     texts: Iterable[Any] | None = None,
@@ -118,6 +120,7 @@ def _replace(draft: Draft, segment: SegmentFacts, *, replace: bool) -> int:
     return draft.delete(np.sort(np.concatenate(found)))
 
 
+@suggests_keywords
 def delete(path: str | os.PathLike[str], records: Any, *, missing_ok: bool = False) -> int:
     """Takes records out: they are found no more, and count no more in the totals, so scores of BM25 are those of an index of the others.
 
@@ -157,6 +160,7 @@ def _numbers(draft: Draft, records: Any, *, missing_ok: bool) -> np.ndarray:
     return np.unique(found[found >= 0])
 
 
+@suggests_keywords
 def compact(path: str | os.PathLike[str], *, memory_bytes: int = MEMORY_BYTES, progress: Progress | None = None) -> PostingsReport | None:
     """Merges all segments into one, without what was deleted. Numbers of records stay.
 

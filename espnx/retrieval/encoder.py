@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from espnx.errors import InvalidInputError
 from espnx.forks import compute_alone
+from espnx.suggestions import suggests_keywords
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -186,6 +187,7 @@ class FunctionEncoder:
     ((2, 2), (0, 2))
     """
 
+    @suggests_keywords
     def __init__(
         self,
         fn: Callable[[list[str]], Iterable[Any]],

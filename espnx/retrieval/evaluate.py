@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from .. import errors
+from ..suggestions import suggests_keywords
 
 #: query -> document -> how relevant (0: judged and not relevant).
 Qrels = Mapping[Any, Mapping[Any, int]]
@@ -24,6 +25,7 @@ _METRICS = "nDCG@k, MRR@k, MAP@k, recall@k, P@k or success@k"
 _DRAWN_AT_ONCE = 1 << 20
 
 
+@suggests_keywords
 def evaluate(rankings: Rankings, qrels: Qrels, metrics: Sequence[str] = DEFAULT_METRICS) -> dict[str, float]:
     """Means over the queries that have a relevant document; one that is missing from `rankings` counts as having found nothing, but they
     may not all be missing: their ids are then of another kind.
@@ -44,6 +46,7 @@ def evaluate(rankings: Rankings, qrels: Qrels, metrics: Sequence[str] = DEFAULT_
     return {metric: math.fsum(values.values()) / len(values) for metric, values in each.items()}
 
 
+@suggests_keywords
 def evaluate_each(rankings: Rankings, qrels: Qrels, metrics: Sequence[str] = DEFAULT_METRICS) -> dict[str, dict[Any, float]]:
     """What `evaluate` takes the means of: metric -> query -> value."""
     parsed = [_parse(metric) for metric in metrics]
@@ -101,6 +104,7 @@ class Comparison:
         )
 
 
+@suggests_keywords
 def compare_rankings(
     rankings: Rankings,
     baseline: Rankings,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInputError
+from ..suggestions import suggests_keywords
 from .encoder import Encoded, EncoderLike, check_texts, encoder_of
 from .first_stage.pooling import MeanPooling
 
@@ -47,6 +48,7 @@ class SingleVectorEncoder(ABC):
         return [Encoded(torch.empty(0), vector[None]) for vector in made]
 
 
+@suggests_keywords
 def text_vectors(encoder: EncoderLike, texts: Iterable[str], *, queries: bool = False) -> np.ndarray:
     """One vector for each text, as `espnx.graph.build` and a graph's `search` take them.
 

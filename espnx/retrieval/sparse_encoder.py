@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from ..errors import InvalidInputError
+from ..suggestions import suggests_keywords
 
 
 class SparseVector(NamedTuple):
@@ -67,6 +68,7 @@ _BY_DESCRIPTION = EntryPoint("by description", f"{_FAMILIES}:load_sparse_encoder
 _BY_NAME = EntryPoint("by name", f"{_FAMILIES}:load_sparse_named", _FAMILIES)
 
 
+@suggests_keywords
 def term_vectors(encoder: SparseEncoderLike, texts: Iterable[str], *, queries: bool = False) -> Iterator[dict[str, float]]:
     """The weights of the terms of each text by their names, as `espnx.Postings` takes and asks for them.
 

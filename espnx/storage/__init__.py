@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInputError
+from ..suggestions import suggests_keywords
 from .engine import DEFAULT_DEADLINE_S, PATHS, Engine, EngineStats, FileHandle, Future, Plan
 from .native import FaultRule, FaultyEngine, NativeEngine
 from .settings import EngineSettings, is_file
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 
+@suggests_keywords
 def open_engine(
     path: str | os.PathLike[str] = "auto",
     *,

@@ -22,6 +22,7 @@ from ...checks import check_path
 from ...forks import check_own, compute_alone
 from ...sizes import parse_size
 from ...storage import Engine, open_engine
+from ...suggestions import suggests_keywords
 from ...weights.layers import Share, share
 from ...weights.safetensors_files import find_tensors
 from ...weights.stream import WeightFiles, WeightStream
@@ -32,6 +33,7 @@ from .model import ModelWeights, empty_model, fill_buffers, find_layers, main_dt
 __all__ = ["GroupedCache", "StreamedWeights", "load_streamed", "micro_batches"]
 
 
+@suggests_keywords
 def load_streamed(
     path: str | os.PathLike[str],
     memory: int | str,

@@ -31,6 +31,7 @@ from ...kv.striping import Storage, directories_of
 from ...kv.visibility import Visibility
 from ...sizes import parse_size
 from ...storage.engine import paths_of, reasons_of
+from ...suggestions import CALL_FRAMES, suggests_keywords
 from .attention import NAME, awaited
 from .graphs import outside_graphs
 from .identity import fingerprint as fingerprints
@@ -85,6 +86,7 @@ class KVCache(Cache):
             was before that forward pass, and can go on.
     """
 
+    @suggests_keywords
     def __init__(
         self,
         config: PreTrainedConfig,
@@ -128,7 +130,8 @@ class KVCache(Cache):
         log.debug("%d layers go to %s, %d stay in memory (windows or states)", len(self._stored), storage, len(self._in_memory))
         if not self._stored:
             warnings.warn(
-                "no layer of this model is full attention alone: nothing of this cache goes to SSD, all of it stays in memory", stacklevel=2
+                "no layer of this model is full attention alone: nothing of this cache goes to SSD, all of it stays in memory",
+                stacklevel=2 + CALL_FRAMES,
             )
         super().__init__(layers=layers)
         self.tokens: torch.Tensor | None = None

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from ... import errors
 from ...forks import compute_alone
+from ...suggestions import suggests_keywords
 
 _NEEDED = ("gguf", "accelerate")  # transformers asks for both
 
@@ -38,6 +39,7 @@ def find_gguf(path: str | os.PathLike[str]) -> Path | None:
     return found[0] if found else None
 
 
+@suggests_keywords
 def load_gguf(path: str | os.PathLike[str], dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """A model and its tokenizer from a GGUF file.
 

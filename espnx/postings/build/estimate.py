@@ -12,6 +12,7 @@ import numpy as np
 
 from ... import errors
 from ...sizes import format_size
+from ...suggestions import suggests_keywords
 from ..analyzer import Analyzer
 from .builder import BYTES_A_TOKEN, MEMORY_BYTES
 from .records import CsrArrays, Records
@@ -41,6 +42,7 @@ class SpoolEstimate:
         return f"{self.n_records:,} records, about {self.n_postings:,} postings; {spool}"
 
 
+@suggests_keywords
 def estimate_spool(
     n_records: int | None = None,
     *,

@@ -15,12 +15,14 @@ from ... import errors
 from ...checks import check_whole, plain
 from ...storage import NativeEngine, Plan
 from ...storage.native import load_native
+from ...suggestions import suggests_keywords
 from ..bm25 import BM25
 from ..stored.layout import COUNT
 from .plan import QueryPlan, QueryTerms
 from .search import Found, PostingsSearch
 
 
+@suggests_keywords
 def search_two_step(
     search: PostingsSearch,
     queries: Sequence[QueryTerms],

@@ -19,6 +19,7 @@ from ...storage import NativeEngine
 from ...storage.files import Section, make_given_directory
 from ...storage.replacing import check_target, writing_to
 from ...storage.work import remove_work
+from ...suggestions import suggests_keywords
 from ..analyzer import Analyzer
 from ..bm25 import BM25
 from ..build.builder import MEMORY_BYTES, SegmentBuilder
@@ -37,6 +38,7 @@ _WHOLE = "s0"  # name of the segment of all lists, before terms are placed: no v
 _BYTES_A_MERGED_POSTING = 64
 
 
+@suggests_keywords
 def build_split(
     paths: Sequence[str | os.PathLike[str]],
     texts: Iterable[str] | None = None,

@@ -31,6 +31,7 @@ from ...storage.lock import LOCK_NAME, DirectoryLock
 from ...storage.native import free_bytes, given_engine
 from ...storage.parse import Fields
 from ...storage.replacing import check_target
+from ...suggestions import suggests_keywords
 from ..encoder import Encoder, EncoderLike, encoder_of
 from ..first_stage.interface import FirstStage
 from ..first_stage.registry import described, parse_stage
@@ -424,6 +425,7 @@ class Builder:
         return parse_stage(Fields(arranged.first_stage, state, fix=DISCARD), self.recipe.spooled.d_cls, self.recipe.spooled.dim)
 
 
+@suggests_keywords
 def build(
     path: str | os.PathLike[str],
     documents: Iterable[Any],
@@ -495,6 +497,7 @@ def build(
         return Builder(where, makes, chosen, owned, recipe, progress, trained=trained).run(documents, restart, replace)
 
 
+@suggests_keywords
 def train(
     path: str | os.PathLike[str],
     documents: Iterable[Any],

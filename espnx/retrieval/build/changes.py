@@ -15,6 +15,7 @@ from ...storage import NativeEngine
 from ...storage.documents.ids import DocumentId, document_ids, require_known
 from ...storage.lock import DirectoryLock
 from ...storage.native import given_engine
+from ...suggestions import suggests_keywords
 from ..encoder import AUTO, Encoder, EncoderLike, check_same_encoder, encoder_of, remembered_encoder
 from ..first_stage.interface import FirstStage
 from ..first_stage.registry import kinds_of, new_stage, with_sparse_encoder
@@ -71,6 +72,7 @@ def _refuse_interrupted_build(path: str, engine: NativeEngine, live_generation: 
         )  # fmt: skip
 
 
+@suggests_keywords
 def add(
     path: str | os.PathLike[str],
     documents: Iterable[Any],
@@ -165,6 +167,7 @@ def settings_of(manifest: Manifest) -> dict[str, Any]:
     }
 
 
+@suggests_keywords
 def delete(path: str | os.PathLike[str], ids: Iterable[DocumentId], *, missing_ok: bool = False, engine: NativeEngine | None = None) -> int:
     """Deletes documents by id; their bytes stay until `compact`. Returns how many there were.
 
@@ -190,6 +193,7 @@ def delete(path: str | os.PathLike[str], ids: Iterable[DocumentId], *, missing_o
         return len(found)
 
 
+@suggests_keywords
 def compact(
     path: str | os.PathLike[str], *, memory: int | str | None = None, engine: NativeEngine | None = None, progress: Progress = _ignore
 ) -> CompactReport:
@@ -205,6 +209,7 @@ def compact(
         return _compacted(version, MemoryBudget(memory), progress)
 
 
+@suggests_keywords
 def add_first_stage(
     path: str | os.PathLike[str],
     kind: str,

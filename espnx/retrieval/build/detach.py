@@ -14,6 +14,7 @@ from ...storage.files import StreamWriter, file_sums, make_directory, read_windo
 from ...storage.lock import DirectoryLock
 from ...storage.manifest import write_manifest
 from ...storage.native import given_engine
+from ...suggestions import suggests_keywords
 from ..store.manifest import MAGIC, Manifest, read_store_manifest
 from ..store.part import PartEntry
 from ..store.part_file import VERSION
@@ -24,6 +25,7 @@ from .options import BuildOptions, given_options
 from .reports import DetachReport
 
 
+@suggests_keywords
 def detach(
     path: str | os.PathLike[str],
     *,

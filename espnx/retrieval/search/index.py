@@ -24,6 +24,7 @@ from ...sizes import format_size, parse_size
 from ...storage import Engine, NativeEngine, open_engine
 from ...storage.documents.ids import DocumentId, document_id, document_ids
 from ...storage.native import host_engine
+from ...suggestions import suggests_keywords
 from ...tables import render_table
 from ..build.documents import check_count
 from ..encoder import AUTO, Encoded, Encoder, EncoderLike, check_same_encoder, encoder_of, remembered_encoder
@@ -84,6 +85,7 @@ class Index:
         StoreNotFoundError, FormatError, ForeignFileError, TruncatedFileError, ChecksumError: nothing damaged is opened.
     """
 
+    @suggests_keywords
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -324,6 +326,7 @@ class Index:
     @overload
     def search(self, queries: Mapping[Any, Query], k: int = ..., **options: Unpack[SearchKeywords]) -> dict[Any, SearchResult]: ...
 
+    @suggests_keywords
     def search(
         self,
         queries: Query | Queries | Mapping[Any, Query],
