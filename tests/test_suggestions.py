@@ -86,10 +86,10 @@ def test_only_the_call_itself_is_mended() -> None:
     assert takes(2, threads=3) == 6
     with pytest.raises(TypeError, match=r"takes\(\) got an unexpected keyword argument 'colour'$"):
         takes(1, colour=2)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'a'$"):
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
         takes()  # type: ignore[call-arg]
     if sys.version_info < (3, 13):
-        with pytest.raises(TypeError, match="unexpected keyword argument 'thread'$"):
+        with pytest.raises(TypeError, match=r"unexpected keyword argument 'thread'$"):
             takes(-1)  # what the function does with others is its own affair
 
 

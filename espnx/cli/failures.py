@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ..errors import EspnxError, InvalidInputError, MissingDependencyError, PathUnavailableError, StorageError, WriteError
+from ..suggestions import nearest
 from .output import json_document, write_json
 
 OK, FAILED, USAGE, MISSING_HARDWARE, INTERRUPTED = 0, 1, 2, 3, 130
@@ -18,16 +20,42 @@ NOT_WHOLE = 4
 class UsageError(Exception):
     """Words that a parser does not take."""
 
-    def __init__(self, parser: argparse.ArgumentParser, message: str):
+    def __init__(self, parser: Parser, message: str):
         super().__init__(message)
         self.parser = parser
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises `UsageError` where argparse would end the process, so that wrong usage can be told as JSON, too."""
+    """Raises `UsageError` where argparse would end the process, so that wrong usage can be told as JSON, too; and says what a mistyped
+    word was meant to be."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(self, message)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Commands, and options with choices: argparse would list them all."""
+        if action.choices is not None and isinstance(value, str) and value not in action.choices:
+            meant = nearest(value, map(str, action.choices))
+            if meant is not None:
+                raise argparse.ArgumentError(action, f"got {value!r}; did you mean {meant}?")
+        super()._check_value(action, value)
+
+    def usage_line(self) -> str:
+        """What has to be given, in one line: argparse's own has every option, 30 lines of a large command."""
+        formatter = argparse.HelpFormatter(self.prog, width=10_000)
+        formatter.add_usage(None, [each for each in self._actions if each.required or not each.option_strings], [])
+        options = "" if self._subparsers else f" [options]; `{self.prog} --help` lists them"
+        return formatter.format_help().strip() + options
+
+    def meant_by(self, words: Sequence[str]) -> list[str]:
+        """A question for each option among the words of a command line that there is not, where one looks like it."""
+        known, found = self._option_string_actions, list[str]()
+        for word in itertools.takewhile(lambda word: word != "--", words):
+            name = word.partition("=")[0]
+            is_known = any(each.startswith(name) for each in known)  # argparse takes options cut short
+            if name.startswith("--") and not is_known and (meant := nearest(name, known)):
+                found.append(f"{name}: did you mean {meant}?")
+        return found
 
 
 def json_of(argv: Sequence[str]) -> str | None:
@@ -50,7 +78,7 @@ def report(error: BaseException, *, command: str | None, json: str | None, code:
     """
     code = code_of(error) if code is None else code
     if isinstance(error, UsageError):
-        error.parser.print_usage(sys.stderr)
+        print(error.parser.usage_line(), file=sys.stderr)
         print(f"{error.parser.prog}: error: {error}", file=sys.stderr)
     else:
         print(f"espnx: {'' if isinstance(error, KeyboardInterrupt) else 'error: '}{sentence(error)}", file=sys.stderr)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from .._version import __version__
-from .failures import FAILED, USAGE, Parser, json_of, report
+from .failures import FAILED, USAGE, Parser, UsageError, json_of, report
 from .output import check_json
 from .registry import COMMANDS, GROUPS, Command
 
@@ -77,10 +77,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The words of a command line, read. Raises UsageError."""
-    args, unknown = build_parser(chosen_command(argv)).parse_known_args(argv)
-    if unknown:  # argparse would show the usage of the whole program
-        parser: argparse.ArgumentParser = args.parser if hasattr(args, "parser") else build_parser()
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    try:
+        args, unknown = build_parser(chosen_command(argv)).parse_known_args(argv)
+        if unknown:  # argparse would show the usage of the whole program
+            parser: argparse.ArgumentParser = args.parser if hasattr(args, "parser") else build_parser()
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    except UsageError as error:  # a mistyped option shows as one that is missing, too
+        raise UsageError(error.parser, "; ".join([str(error), *error.parser.meant_by(argv)])) from None
     return args
 
 

@@ -68,17 +68,36 @@ def test_wrong_usage_exits_with_2(words: tuple[str, ...]) -> None:
     assert not done.stdout
 
 
-def test_wrong_usage_shows_the_usage_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """Not of the program, which is a list of commands."""
+def test_wrong_usage_shows_one_line_of_usage_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not of the program, which is a list of commands, and not its 30 options."""
     for words, usage in (
-        (["cache", "ls", ".", "--alll"], "usage: espnx cache ls [-h]"),
-        (["bench", "io", "--nope"], "usage: espnx bench io [-h]"),
-        (["bench", "--list"], "usage: espnx bench [-h]"),
+        (["cache", "ls", ".", "--alll"], "usage: espnx cache ls DIR [options]; `espnx cache ls --help` lists them"),
+        (["index", "build", "s", "--corpus", "c", "--nope"], "usage: espnx index build --corpus PATH store [options]; `"),
+        (["bench", "io", "--nope"], "usage: espnx bench io [options]; `espnx bench io --help`"),
+        (["bench", "--list"], "usage: espnx bench CASE ..."),
     ):
         assert cli.main(words) == 2
-        err = capsys.readouterr().err
-        assert err.startswith(usage)
-        assert "unrecognized arguments" in err.splitlines()[-1]
+        first, second = capsys.readouterr().err.splitlines()
+        assert first.startswith(usage)
+        assert "unrecognized arguments" in second
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("serach my.index x", "got 'serach'; did you mean search?"),
+        ("index biuld x", "espnx index: error: argument COMMAND: got 'biuld'; did you mean build?"),
+        ("index build x --corpus c --fromat int8", "unrecognized arguments: --fromat int8; --fromat: did you mean --format?"),
+        ("index build x --corpsu=c", "required: --corpus; --corpsu: did you mean --corpus?"),
+        ("index build x --corpus c --encoder-dtype fp3", "got 'fp3'; did you mean fp32?"),
+        ("index build x --corpus c --xyzzy", "unrecognized arguments: --xyzzy\n"),
+        ("xyzzy", "invalid choice: 'xyzzy' (choose from"),
+        ("index build x --corpus c --form int8 --nope", "unrecognized arguments: --nope\n"),  # --form is --format, cut short
+    ],
+)
+def test_a_mistyped_word_is_told_with_the_one_that_was_meant(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(line.split()) == 2
+    assert said in capsys.readouterr().err
 
 
 EXAMPLES = [line for command in COMMANDS.values() for line in command.examples]

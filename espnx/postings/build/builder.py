@@ -14,6 +14,7 @@ import numpy as np
 
 from ... import errors
 from ...storage import NativeEngine
+from ...suggestions import suggests_keywords
 from ..analyzer import Analyzer
 from ..stored.layout import COUNT, RECORDS_MAX
 from ..stored.terms import term_bytes
@@ -61,6 +62,7 @@ class SegmentBuilder:
         n_raised: of impacts, then: weights below half a step, which are stored as one.
     """
 
+    @suggests_keywords
     def __init__(
         self,
         engine: NativeEngine,

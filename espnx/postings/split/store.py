@@ -22,6 +22,7 @@ from ...device.interface import DeviceStats
 from ...device.postings import PostingsDevice, ScanTicket
 from ...device.registry import Devices, devices_in
 from ...storage import NativeEngine
+from ...suggestions import suggests_keywords
 from ..inspection import VerifyReport, verify
 from ..queries import Query, mask_of, rule_of, terms_of
 from ..search.plan import QueryPlan
@@ -69,6 +70,7 @@ class SplitPostings:
         PathUnavailableError: the named path cannot be had here.
     """
 
+    @suggests_keywords
     def __init__(self, paths: Sequence[str | os.PathLike[str]], *, device: Devices = "ssd", engine: NativeEngine | str = "auto"):
         self._parts, self.facts, self.split = read_parts(paths)
         self.directories = [each.directory for each in self._parts]

@@ -12,6 +12,7 @@ import torch
 from ... import errors
 from ...storage import FileHandle, NativeEngine, Plan
 from ...storage.files import Region, read_range
+from ...suggestions import suggests_keywords
 from .dictionary import Dictionary, parse_group
 from .forward import ForwardRows, term_bytes
 from .layout import COUNT, DICTIONARY, FLOAT, FORWARD, GROUP_TERMS, LENGTHS, LISTS, PLACES, TERMS
@@ -65,6 +66,7 @@ class Segment:
         FormatError, ChecksumError, TruncatedFileError, FileMissingError, ReadError: a section that is not what was written.
     """
 
+    @suggests_keywords
     def __init__(
         self,
         engine: NativeEngine,
