@@ -53,7 +53,7 @@ THIRD_PARTY = {
     "encoders": {"torch", "numpy", "safetensors", "tokenizers", "transformers", "gensim"},
     "importers": {"torch", "numpy", "safetensors", "pyarrow", "tokenizers", "semantic_text_splitter"},
     "integrations": {"torch", "numpy", "safetensors", "tokenizers", "transformers", "flexgen", "lm_eval"},
-    "cli": {"torch", "numpy", "rich"},
+    "cli": {"torch", "numpy", "rich", "shtab"},
     "benchmarks": {
         "torch",
         "numpy",

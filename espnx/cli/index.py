@@ -1,4 +1,4 @@
-"""``espnx index build | add | delete | compact | postings | detach | verify | info``."""
+"""``espnx index build | add | delete | compact | postings | detach | ls | verify | info``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInputError
+from ..sizes import format_size
 from ..tables import render_table
 from .output import add_json_option, emit, json_document
 from .progress import ProgressLine
@@ -241,6 +242,29 @@ def run_detach(args: argparse.Namespace) -> int:
 
     report = detach(args.store, directories=args.directory, adopt=args.adopt)
     emit(args, report.summary(), json_document("index detach", report=asdict(report)))
+    return 0
+
+
+def configure_ls(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", nargs="?", default=".", help="where indexes lie (default: the current one)")
+    add_json_option(parser)
+
+
+def run_ls(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from ..retrieval.store.listing import entries
+
+    found = entries(args.directory)
+    headers = ("index", "documents", "token vectors", "size", "format", "encoder", "state")
+    rows = [
+        (each.path, f"{each.documents:,}", f"{each.tokens:,}", format_size(each.size_bytes), each.format, each.encoder, each.state)
+        if each.state == "published"
+        else (each.path, None, None, None, None, None, each.state)
+        for each in found
+    ]
+    text = render_table(headers, rows, right=headers[1:4]) if rows else f"no index in {args.directory}"
+    emit(args, text, json_document("index ls", indexes=[asdict(each) for each in found]))
     return 0
 
 

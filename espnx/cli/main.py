@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from .._version import __version__
 from .failures import FAILED, USAGE, Parser, UsageError, json_of, report
 from .output import check_json
-from .registry import COMMANDS, GROUPS, Command
+from .registry import COMMANDS, GROUPS
 
 _EPILOG = """exit codes: 0 ok, 1 a check failed or an error, 2 wrong usage, 3 missing hardware, 4 not everything
 could be checked, 130 interrupted
@@ -18,9 +18,8 @@ Tables go to standard output, progress and messages to standard error; --json FI
 (docs/json.md). ESPNX_LOG=debug says which paths were taken, and why; ESPNX_DEBUG=1 shows tracebacks."""
 
 
-def build_parser(chosen: str | None = None, commands: dict[str, Command] | None = None) -> argparse.ArgumentParser:
-    """The parser of the whole command line. Only the command named `chosen` (a key of `commands`) is imported and has its options."""
-    commands = COMMANDS if commands is None else commands
+def build_parser(*chosen: str | None) -> argparse.ArgumentParser:
+    """The parser of the whole command line. Only the commands that are `chosen` (keys of `COMMANDS`) are imported and have their options."""
     parser = Parser(
         prog="espnx",
         description="Inference larger than memory: KV caches and multi-vector retrieval served from SSD.",
@@ -30,7 +29,7 @@ def build_parser(chosen: str | None = None, commands: dict[str, Command] | None 
     parser.add_argument("--version", action="version", version=f"espnx {__version__}")
     top = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     groups = {}
-    for key, command in commands.items():
+    for key, command in COMMANDS.items():
         words = key.split()
         where, name = top, words[-1]
         if len(words) == 2:
@@ -43,18 +42,17 @@ def build_parser(chosen: str | None = None, commands: dict[str, Command] | None 
             name, help=command.help, description=command.help, epilog=command.epilog, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         sub.set_defaults(parser=sub)
-        if key == chosen:
+        if key in chosen:
             configure, run = command.load()
             configure(sub)
             sub.set_defaults(run=run)
     return parser
 
 
-def chosen_command(argv: Sequence[str], commands: dict[str, Command] | None = None) -> str | None:
+def chosen_command(argv: Sequence[str]) -> str | None:
     """The key of the command that the arguments name, or None. Options before the command (``--version``) take no values."""
-    commands = COMMANDS if commands is None else commands
     words = [word for word in argv if not word.startswith("-")]
-    return next((key for key in (" ".join(words[:2]), " ".join(words[:1])) if key in commands), None)
+    return next((key for key in (" ".join(words[:2]), " ".join(words[:1])) if key in COMMANDS), None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

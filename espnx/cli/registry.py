@@ -90,6 +90,7 @@ COMMANDS = {
         "espnx.cli.import_", "make a store of an index of ColBERT, fast-plaid or PyLate",
         {"index import indexes/mine my.index --texts collection.tsv --encoder colbertv2.0": ""},
     ),
+    "index ls": Command("espnx.cli.index:ls", "list the indexes of a directory", {"index ls": "", "index ls /mnt/nvme": ""}),
     "index verify": Command(
         "espnx.cli.index:verify", "read a whole index and check every record's checksum", {"index verify my.index": ""}
     ),
@@ -217,6 +218,14 @@ COMMANDS = {
             "bench io --path /mnt/nvme --baseline fio,mmap --json io.json": "a disk, beside fio and mmap",
             "bench io --path /mnt/nvme --tune nvme.toml": "the best settings for it, which --engine nvme.toml then takes",
             "bench clean --path /mnt/nvme": "remove the data files that benchmarks leave to use again",
+        },
+    ),
+    "completion": Command(
+        "espnx.cli.completion", "print a script by which a shell completes commands and options",
+        {
+            "completion bash > ~/.local/share/bash-completion/completions/espnx": "bash, from the next shell on",
+            'completion zsh > "${fpath[1]}/_espnx"': "zsh",
+            "completion fish > ~/.config/fish/completions/espnx.fish": "fish",
         },
     ),
     "report": Command(

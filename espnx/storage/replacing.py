@@ -53,7 +53,7 @@ def check_target(directory: str | os.PathLike[str], kind: StoreKind, *, replace:
     """
     where = os.fspath(directory)
     try:
-        magic = _magic(os.path.join(where, NAME))
+        magic = magic_of(os.path.join(where, NAME))
     except FileNotFoundError:
         if foreign := sorted(set(kind.foreign(where)) - {LOCK_NAME}):
             raise errors.InvalidInputError(
@@ -91,7 +91,7 @@ def writing_to(directory: str | os.PathLike[str], kind: StoreKind, *, replace: b
         yield check_target(directory, kind, replace=replace)
 
 
-def _magic(path: str) -> str | None:
+def magic_of(path: str) -> str | None:
     """Of a manifest; None where what is there does not begin as one. Raises OSError."""
     try:
         check_plain_file(path)

@@ -323,3 +323,27 @@ def test_a_folder_that_is_refused_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "corpus.jsonl").write_text('{"id": "a", "text": "b"}\n')
     assert main(["index", "build", str(tmp_path / "model"), "--corpus", str(tmp_path / "corpus.jsonl")]) != 0
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["config.json"]
+
+
+def test_ls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is published, what is unfinished, what is damaged; and nothing of what is no index."""
+    corpus = write_corpus(tmp_path / "corpus.jsonl", 12)
+    assert main(["index", "build", str(tmp_path / "b.index"), "--corpus", str(corpus), "--format", "fp32"]) == 0
+    (tmp_path / "a.index" / "building").mkdir(parents=True)
+    (tmp_path / "c.index").mkdir()
+    (tmp_path / "c.index" / "MANIFEST.json").write_text('{"magic": "espnx-embedding-store", "version": ')
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "MANIFEST.json").write_text('{"magic": "of somebody else"}')
+    capsys.readouterr()
+    assert main(["index", "ls", str(tmp_path), "--json", "-"]) == 0
+    document = strict_json(capsys.readouterr().out)
+    found = {Path(each["path"]).name: each for each in document["indexes"]}
+    assert {name: each["state"] for name, each in found.items()} == {"a.index": "unfinished", "b.index": "published", "c.index": "damaged"}
+    built = found["b.index"]
+    assert (built["documents"], built["format"], built["encoder"]) == (12, "fp32", toy_encoder().name)
+    assert built["size_bytes"] == sum(each.stat().st_size for each in (tmp_path / "b.index").glob("gen-*/*") if each.name != "MANIFEST.json")
+    assert main(["index", "ls", str(tmp_path / "b.index")]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == [str(tmp_path / "b.index"), "12"]
+    assert main(["index", "ls", str(tmp_path / "other")]) == 0
+    assert "no index in" in capsys.readouterr().out
+    assert main(["index", "ls", str(tmp_path / "nowhere")]) == 1
