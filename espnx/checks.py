@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from typing import Any
 
 from . import errors
@@ -43,3 +44,26 @@ def check_path(name: str, value: object) -> str:
     if not isinstance(path, str) or "\0" in path:
         raise errors.InvalidInputError(name, got=repr(value), expected="a str or a pathlib.Path, without NUL")
     return path
+
+
+def check_given_directory(path: str | os.PathLike[str]) -> None:
+    """Raises InvalidInputError unless a directory that a caller named is there, or can be made in one that is there; for a file, too.
+
+    A mistyped mount point, or a drive that is not mounted, would else be made as a folder, and gigabytes go to another disk.
+    """
+    where = os.path.abspath(path)
+    if os.path.lexists(where) and not os.path.isdir(where):
+        got = "a file" if os.path.exists(where) else "a link that leads nowhere"
+        raise errors.InvalidInputError(
+            f"directory {os.fspath(path)}", got=got,
+            expected="a directory, or a new name in one that is there", fix="name another one",
+        )  # fmt: skip
+    missing = None
+    above = os.path.dirname(where)
+    while not os.path.isdir(where) and not os.path.lexists(above):
+        missing, above = above, os.path.dirname(above)
+    if missing is not None:
+        raise errors.InvalidInputError(
+            f"directory {os.fspath(path)}", got=f"no directory {missing}", expected="a directory, or a new name in one that is there",
+            fix=f"is the drive mounted? If that is the right place: mkdir -p {shlex.quote(os.path.dirname(where))}",
+        )  # fmt: skip

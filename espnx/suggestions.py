@@ -1,4 +1,4 @@
-"""What a mistyped word was meant to be: a command, an option, a keyword argument."""
+"""What was meant by what there is not: a mistyped command, option or keyword argument, or a model of a hub in place of a folder."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 #: Frames that `suggests_keywords` puts between a function and its caller: for the `stacklevel` of warnings.
 CALL_FRAMES = 0 if sys.version_info >= (3, 13) else 1
 
+_ON_A_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _UNEXPECTED = re.compile(r".* got an unexpected keyword argument '(\w+)'")
 
 
@@ -21,6 +22,14 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     import difflib  # only where something has gone wrong
 
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.7)), None)
+
+
+def downloading(name: str) -> str | None:
+    """What to do about a path that leads nowhere and could be the name of a model of the Hugging Face hub; None for any other."""
+    if _ON_A_HUB.fullmatch(name) is None:
+        return None
+    folder = name.partition("/")[2]
+    return f"a model of the Hugging Face hub is not downloaded of itself: hf download {name} --local-dir {folder}, then {folder}"
 
 
 def suggests_keywords(function: _Function) -> _Function:

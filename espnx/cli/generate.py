@@ -7,7 +7,9 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..checks import check_given_directory
 from ..errors import InvalidInputError
+from ..suggestions import downloading
 from ..tables import render_table
 from .device_options import add_device_options, at_least_0, devices_of, emulated_note
 from .output import add_json_option, emit, json_document
@@ -79,8 +81,13 @@ def run(args: argparse.Namespace) -> int:
     out = args.out or (f"{args.prompts}.out.jsonl" if args.prompts else None)
     if not os.path.exists(args.model):  # before seconds of imports
         raise InvalidInputError(
-            f"model in {args.model}", got="no such folder", expected="a folder with model and tokenizer, or a GGUF file"
-        )
+            f"model in {args.model}", got="no such folder", expected="a folder with model and tokenizer, or a GGUF file",
+            fix=downloading(args.model),
+        )  # fmt: skip
+    for directory in args.storage:
+        check_given_directory(directory)
+    if args.prompts and not os.path.exists(args.prompts):
+        raise InvalidInputError(f"prompts {args.prompts}", got="no such file", expected="a prompt a line, or JSON lines")
     with ProgressLine() as progress:
         try:
             report = _generate(args, out, progress)
@@ -105,11 +112,8 @@ def _generate(args: argparse.Namespace, out: str | None, progress: ProgressLine)
         from ..integrations.generate.generate import generate_file
         from ..integrations.generate.model_folder import load_model, model_fingerprint
         from ..integrations.generate.prompt_files import Prompt, read_done, read_prompts
-        from ..storage.files import check_given_directory
 
     prompts = read_prompts(args.prompts) if args.prompts else [Prompt(str(i), text) for i, text in enumerate(args.prompt, 1)]
-    for directory in args.storage:
-        check_given_directory(directory)
     torch.manual_seed(args.seed)
     generate_options: dict[str, Any] = {
         "max_new_tokens": args.max_new_tokens,

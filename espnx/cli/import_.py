@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
+from ..checks import check_given_directory
 from .output import add_json_option, emit, json_document
 from .progress import ProgressLine
 
@@ -37,6 +38,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
+    for directory in (args.store, *args.directory):
+        check_given_directory(directory)
     from ..importers.convert import import_index, inspect_index
 
     found = inspect_index(args.folder)

@@ -6,14 +6,24 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
+from ..checks import check_given_directory
 from ..errors import InvalidInputError
 from ..sizes import format_size
 from ..tables import render_table
 from .output import add_json_option, emit, json_document
 from .progress import ProgressLine
+from .search import check_store
 
 if TYPE_CHECKING:
     from ..importers.corpus import Corpus
+
+#: Known here, so that a wrong one is told before PyTorch is imported. Of the coarse records those from int8 on.
+FORMATS = ("fp32", "fp16", "bf16", "int8", "bit1", "residual1", "residual2", "residual4")
+POOLINGS = ("cls", "mean", "muvera")
+#: Those that are called as the options of `espnx.build` are.
+_BUILD_OPTIONS = (
+    "format", "pca", "language", "sparse_encoder", "first_stage_code", "coarse", "pooling", "nlist", "cls_weight", "memory",
+)  # fmt: skip
 
 
 def configure_build(parser: argparse.ArgumentParser) -> None:
@@ -25,11 +35,15 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
         help="what it computes in; bf16 is faster on processors that multiply it, which `espnx doctor` tells (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--format", default="fp16", metavar="F",
-        help="of the stored token vectors: fp32, fp16, bf16, int8, bit1, residual1, residual2, residual4 (default: %(default)s)",
+        "--format", default="fp16", choices=FORMATS, metavar="F",
+        help=f"of the stored token vectors: {', '.join(FORMATS)} (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--coarse", metavar="F", help="a second, small record of every document for the cascade, such as bit1")
-    parser.add_argument("--pooling", metavar="P", help="first-stage vectors: cls, mean or muvera (default: cls where the encoder has one)")
+    parser.add_argument(
+        "--coarse", choices=FORMATS[3:], metavar="F", help="a second, small record of every document for the cascade, such as bit1"
+    )
+    parser.add_argument(
+        "--pooling", choices=POOLINGS, metavar="P", help="first-stage vectors: cls, mean or muvera (default: cls where the encoder has one)"
+    )
     parser.add_argument("--pca", type=int, metavar="DIM", help="project token vectors to fewer dimensions")
     parser.add_argument(
         "--first-stage-code",
@@ -88,35 +102,25 @@ def run_build(args: argparse.Namespace) -> int:
     import warnings
     from dataclasses import asdict
 
+    corpus = _corpus(args)  # what is wrong with it shows before anything takes time
+    for directory in (args.store, *args.directory):
+        check_given_directory(directory)
+    options = {name: getattr(args, name) for name in _BUILD_OPTIONS} | {
+        "first_stages": args.first_stages.split(","), "directories": [os.path.abspath(directory) for directory in args.directory]
+    }  # fmt: skip
     with ProgressLine() as progress, warnings.catch_warnings():
         with progress.loading(f"encoder {args.encoder}"):
             from .. import build, load_encoder
+            from ..retrieval.build.builder import check_place
+            from ..retrieval.build.options import BuildOptions, given_options
 
-            corpus = _corpus(args)  # what is wrong with it shows before anything else takes time
+            BuildOptions(**given_options(**options))
+            check_place(args.store, options["directories"], replace=args.replace)
             encoder = load_encoder(args.encoder, dtype=args.encoder_dtype)
         warnings.simplefilter("default")
         warnings.showwarning = lambda message, *_: progress.say(str(message))
         progress.say(f"building {args.store} from {args.corpus}; {_disk_need(args.format, args.coarse, args.pca, encoder)}")
-        report = build(
-            args.store,
-            corpus,
-            encoder,
-            format=args.format,
-            pca=args.pca,
-            first_stages=args.first_stages.split(","),
-            language=args.language,
-            sparse_encoder=args.sparse_encoder,
-            first_stage_code=args.first_stage_code,
-            coarse=args.coarse,
-            pooling=args.pooling,
-            nlist=args.nlist,
-            cls_weight=args.cls_weight,
-            memory=args.memory,
-            directories=[os.path.abspath(directory) for directory in args.directory],
-            replace=args.replace,
-            restart=args.restart,
-            progress=progress.update,
-        )
+        report = build(args.store, corpus, encoder, **options, replace=args.replace, restart=args.restart, progress=progress.update)
     emit(args, report.summary(), json_document("index build", report=asdict(report)))
     return 0
 
@@ -134,11 +138,11 @@ def configure_add(parser: argparse.ArgumentParser) -> None:
 def run_add(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
+    corpus = _corpus(args)
+    check_store(args.store)
     with ProgressLine() as progress:
         with progress.loading("PyTorch, and an encoder where one is wanted"):
             from .. import add
-
-            corpus = _corpus(args)
         report = add(
             args.store,
             corpus,

@@ -19,7 +19,7 @@ Tables go to standard output, progress and messages to standard error; --json FI
 
 
 def build_parser(*chosen: str | None) -> argparse.ArgumentParser:
-    """The parser of the whole command line. Only the commands that are `chosen` (keys of `COMMANDS`) are imported and have their options."""
+    """The parser of the whole command line. Only `chosen` commands (keys of `COMMANDS`) are imported and have their options."""
     parser = Parser(
         prog="espnx",
         description="Inference larger than memory: KV caches and multi-vector retrieval served from SSD.",

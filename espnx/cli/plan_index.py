@@ -9,6 +9,7 @@ from ..errors import InvalidInputError
 from ..sizes import format_size
 from ..tables import render_table
 from .host import usable_memory_bytes
+from .index import FORMATS, POOLINGS
 from .output import emit, json_document
 
 if TYPE_CHECKING:
@@ -26,10 +27,10 @@ def configure_index(parser: ArgumentParser) -> None:
     add("--d-cls", type=int, default=0, metavar="D", help="of its CLS vectors (default: none)")
     add("--encoder", metavar="E", help="instead of both: minilm, or the folder of one; with --storage it is measured too")
     add("--encoder-dtype", choices=("fp32", "bf16"), default="fp32", help="what it computes in (default: %(default)s)")
-    add("--format", default="fp16", metavar="F", help="default: %(default)s")
-    add("--coarse", metavar="F")
+    add("--format", default="fp16", choices=FORMATS, metavar="F", help="default: %(default)s")
+    add("--coarse", choices=FORMATS[3:], metavar="F")
     add("--pca", type=int, metavar="DIM")
-    add("--pooling", metavar="P")
+    add("--pooling", choices=POOLINGS, metavar="P")
     add("--first-stage-code", default="sq8", metavar="CODE", help="default: %(default)s")
     add("--nlist", type=int, metavar="N")
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checks import check_path
 from ..errors import InvalidInputError
-from ..suggestions import suggests_keywords
+from ..suggestions import downloading, suggests_keywords
 
 if TYPE_CHECKING:
     from ..retrieval.encoder import Encoder
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 #: Encoders that need no folder.
 _NAMED = ("minilm",)
 _SPARSE_NAMED = ("splade-tiny",)
-_ON_A_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @suggests_keywords
@@ -56,11 +54,7 @@ def load_encoder(spec: str | os.PathLike[str], *, device: str = "cpu", dtype: st
 
 def _fix(spec: str) -> str:
     """What to do about a description that leads to no folder."""
-    text = "give the folder that holds config.json"
-    if _ON_A_HUB.fullmatch(spec):
-        folder = spec.partition("/")[2]
-        text += f"; a model of the Hugging Face hub is not downloaded of itself: hf download {spec} --local-dir {folder}, then {folder}"
-    return text
+    return "; ".join(filter(None, ["give the folder that holds config.json", downloading(spec)]))
 
 
 def load_named(name: str, *, device: str = "cpu") -> Encoder:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno as codes
 import os
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from .. import errors
+from ..checks import check_given_directory as check_given_directory
 from .engine import FileHandle, Future, Plan
 from .native import NativeEngine, load_native
 
@@ -41,29 +41,6 @@ def make_directory(path: str | os.PathLike[str]) -> None:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
         raise write_error("cannot create directory", path, error) from error
-
-
-def check_given_directory(path: str | os.PathLike[str]) -> None:
-    """Raises InvalidInputError unless a directory that a caller named is there, or can be made in one that is there; for a file, too.
-
-    A mistyped mount point, or a drive that is not mounted, would else be made as a folder, and gigabytes go to another disk.
-    """
-    where = os.path.abspath(path)
-    if os.path.lexists(where) and not os.path.isdir(where):
-        got = "a file" if os.path.exists(where) else "a link that leads nowhere"
-        raise errors.InvalidInputError(
-            f"directory {os.fspath(path)}", got=got,
-            expected="a directory, or a new name in one that is there", fix="name another one",
-        )  # fmt: skip
-    missing = None
-    above = os.path.dirname(where)
-    while not os.path.isdir(where) and not os.path.lexists(above):
-        missing, above = above, os.path.dirname(above)
-    if missing is not None:
-        raise errors.InvalidInputError(
-            f"directory {os.fspath(path)}", got=f"no directory {missing}", expected="a directory, or a new name in one that is there",
-            fix=f"is the drive mounted? If that is the right place: mkdir -p {shlex.quote(os.path.dirname(where))}",
-        )  # fmt: skip
 
 
 def make_given_directory(path: str | os.PathLike[str]) -> None:

@@ -15,10 +15,15 @@ from typing import Any
 
 import pytest
 
+import espnx
+from espnx.cli.index import FORMATS, POOLINGS
 from espnx.cli.main import main
+from espnx.device.record_layout import FORMAT_NUMBERS
+from espnx.errors import InvalidInputError
 
 pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
 
+from espnx.retrieval.build.options import COARSE_FORMATS, BuildOptions
 from tests.cli.documents import strict_json
 from tests.forks import Forks
 from tests.retrieval.common import toy_encoder
@@ -325,6 +330,40 @@ def test_a_folder_that_is_refused_stays_as_it_is(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["config.json"]
 
 
+def test_what_is_wrong_shows_before_the_encoder_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A store that is there, and options that contradict themselves; by the function as well."""
+    corpus, store = write_corpus(tmp_path / "corpus.jsonl", 3), tmp_path / "a.index"
+    words = ["index", "build", str(store), "--corpus", str(corpus)]
+    assert main(words) == 0
+
+    def load(name: str, **options: Any) -> None:
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr("espnx.encoders.load_encoder", load)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "letter.txt").write_text("")
+    for wrong, said in (
+        (words, "already holds a store"),
+        ([*words[:2], str(tmp_path / "full"), *words[3:]], "is not empty and no store"),
+        ([*words[:2], str(tmp_path / "b"), *words[3:], "--first-stage-code", "sq9"], "first-stage code"),
+    ):
+        assert main(wrong) == 2
+        assert said in capsys.readouterr().err
+    with pytest.raises(InvalidInputError, match="already holds a store"):
+        espnx.build(store, [("a", "red")], "minilm")
+
+
+def test_known_words_are_those_of_a_build() -> None:
+    for word in FORMATS:
+        BuildOptions(format=word)
+    for word in POOLINGS:
+        BuildOptions(pooling=word)
+    assert set(FORMATS) == set(FORMAT_NUMBERS)
+    assert set(FORMATS[3:]) == set(COARSE_FORMATS)
+
+
 def test_ls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is published, what is unfinished, what is damaged; and nothing of what is no index."""
     corpus = write_corpus(tmp_path / "corpus.jsonl", 12)
@@ -341,7 +380,9 @@ def test_ls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {name: each["state"] for name, each in found.items()} == {"a.index": "unfinished", "b.index": "published", "c.index": "damaged"}
     built = found["b.index"]
     assert (built["documents"], built["format"], built["encoder"]) == (12, "fp32", toy_encoder().name)
-    assert built["size_bytes"] == sum(each.stat().st_size for each in (tmp_path / "b.index").glob("gen-*/*") if each.name != "MANIFEST.json")
+    assert built["size_bytes"] == sum(
+        each.stat().st_size for each in (tmp_path / "b.index").glob("gen-*/*") if each.name != "MANIFEST.json"
+    )
     assert main(["index", "ls", str(tmp_path / "b.index")]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[:2] == [str(tmp_path / "b.index"), "12"]
     assert main(["index", "ls", str(tmp_path / "other")]) == 0

@@ -301,9 +301,19 @@ def test_format_size(size_bytes: int, text: str) -> None:
         (["search", "nope", "hi"], "no published store in nope"),
         (["evaluate", "nope", "--queries", "q", "--qrels", "r"], "nope"),
         (["generate", "--model", "nope", "--storage", "x", "--prompt", "a"], "model in nope"),
+        (["generate", "--model", "meta-llama/Llama-3-8B", "--storage", "x", "--prompt", "a"], "hf download meta-llama/Llama-3-8B"),
+        (["generate", "--model", ".", "--storage", "/nodrive/kv", "--prompt", "a"], "is the drive mounted?"),
+        (["generate", "--model", ".", "--storage", ".", "--prompts", "nope.txt"], "prompts nope.txt; got no such file"),
+        (["index", "build", "my.index", "--corpus", "nope.jsonl"], "nope.jsonl"),
+        (["index", "build", "/nodrive/my.index", "--corpus", "c.jsonl"], "is the drive mounted?"),
+        (["index", "build", "my.index", "--corpus", "c.jsonl", "--directory", "/nodrive/a"], "is the drive mounted?"),
+        (["index", "build", "my.index", "--corpus", "c.jsonl", "--format", "int9"], "got 'int9'; did you mean int8?"),
+        (["index", "add", "nope", "--corpus", "c.jsonl"], "no published store in nope"),
+        (["index", "import", "x", "/nodrive/my.index"], "is the drive mounted?"),
     ],
 )
-def test_a_path_that_is_not_there_shows_before_anything_heavy_is_imported(words: list[str], says: str, tmp_path: Path) -> None:
+def test_what_is_wrong_shows_before_anything_heavy_is_imported(words: list[str], says: str, tmp_path: Path) -> None:
+    (tmp_path / "c.jsonl").write_text('{"id": "a", "text": "red"}\n')
     program = f"import sys; from espnx.cli.main import main; code = main({words!r}); sys.exit(code if 'torch' not in sys.modules else 99)"
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode in (1, 2), done.stderr

@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from ... import errors
 from ...encoders.checkpoints import TOKENIZER_FILES
+from ...suggestions import downloading
 from ...weights.safetensors_files import read_header
 from ..streamed.load import load_streamed
 from ..transformers.gguf import find_gguf, load_gguf
@@ -26,7 +27,7 @@ _EXPECTED = "a folder with model and tokenizer, or a GGUF file"
 
 def _check_folder(path: str) -> None:
     if not os.path.isdir(path) and find_gguf(path) is None:
-        raise errors.InvalidInputError(f"model in {path}", got="no such folder", expected=_EXPECTED)
+        raise errors.InvalidInputError(f"model in {path}", got="no such folder", expected=_EXPECTED, fix=downloading(os.fspath(path)))
     if os.path.isdir(path) and find_gguf(path) is None and not os.path.isfile(os.path.join(path, "config.json")):
         raise errors.InvalidInputError(f"model in {path}", got="a folder without config.json", expected=_EXPECTED)
 

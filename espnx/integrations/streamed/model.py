@@ -31,6 +31,7 @@ from transformers.core_model_loading import (
 )
 
 from ... import errors
+from ...suggestions import downloading
 from ...weights.layers import LayerWeights, Piece, Weight
 from ...weights.safetensors_files import StoredTensor
 
@@ -53,7 +54,12 @@ def read_config(path: str | os.PathLike[str]) -> PreTrainedConfig:
     where = Path(path)
     file = where / "config.json" if where.is_dir() else where
     if not file.is_file():
-        raise errors.InvalidInputError(f"model {where}", got="no config.json", expected="a Hugging Face model's folder, or its config.json")
+        raise errors.InvalidInputError(
+            f"model {where}",
+            got="no config.json",
+            expected="a Hugging Face model's folder, or its config.json",
+            fix=downloading(str(where)),
+        )
     try:
         fields = json.loads(file.read_bytes())
         kind = fields.pop("model_type", None) if isinstance(fields, dict) else None

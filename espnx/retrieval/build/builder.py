@@ -487,6 +487,7 @@ def build(
     chosen = BuildOptions(**given) if trained is None else options_of(trained, given)
     check_documents(documents)
     check_callable("progress", progress)
+    check_place(path, chosen.directories, replace=replace)
     makes = encoder_of(encoder, built_with=trained.encoder if trained else None)
     checked = _checked_dims(makes, dims, trained)
     stage = None if trained is None else trained.first_stage
@@ -553,6 +554,15 @@ def _checked_dims(encoder: Encoder | None, dims: tuple[int, int] | None, trained
     if dims is None:
         raise errors.InvalidInputError("build needs an encoder, or dims=(d_cls, dim) and documents with vectors")
     return checked_dims(dims)
+
+
+def check_place(path: str | os.PathLike[str], directories: Sequence[str], *, replace: bool) -> None:
+    """What can be told of where a build is to write before a model is loaded. Raises InvalidInputError, ReadError."""
+    where = check_path("path of a store", path)
+    for directory in (where, *directories):
+        check_given_directory(directory)
+    if os.path.isdir(where):
+        check_target(where, under_way.KIND, replace=replace)
 
 
 @contextmanager

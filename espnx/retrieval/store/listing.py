@@ -17,8 +17,8 @@ class Entry:
     """An index.
 
     Attributes:
-        state: ``published``, ``unfinished`` (a build was interrupted, or is under way, and nothing is published) or ``damaged``; of the last
-            two the figures are 0.
+        state: ``published``, ``unfinished`` (a build was interrupted, or is under way, and nothing is published) or ``damaged``; the
+            figures of the last two are 0.
         documents, tokens: that are stored; deleted ones no more.
         encoder: name of the one it was built with, None where documents brought their vectors.
         format: of its records.
@@ -36,7 +36,7 @@ class Entry:
 
 
 def entries(directory: str | os.PathLike[str]) -> list[Entry]:
-    """The directory itself where it is an index, and those right below it, by name. Raises StoreNotFoundError: there is no such directory."""
+    """The directory itself where it is an index, and those right below it, by name. Raises StoreNotFoundError: there is none."""
     where = os.fspath(directory)
     try:
         names = sorted(os.listdir(where))
