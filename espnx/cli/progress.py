@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -63,11 +64,12 @@ class ProgressLine:
             self._end_phase()
             self._phase, self._begun, self._last, self._first_done = phase, now, now - _PLAIN_EVERY_S, done
             if self._bar is not None:
-                self._task = self._bar.add_task(phase, total=total, shown="")
+                self._task = self._bar.add_task(phase, total=total, shown="", ends_at=None)
         rate = (done - self._first_done) / max(now - self._begun, 1e-9)
         if self._bar is not None:
             shown = _rate(rate) if total is not None else f"{done:,}  {_rate(rate)}"
-            self._bar.update(self._task, completed=done, total=total, shown=shown)
+            ends_at = now + (total - done) / rate if total and rate > 0 else None
+            self._bar.update(self._task, completed=done, total=total, shown=shown, ends_at=ends_at)
             return
         left = f", {(total - done) / rate:,.0f} s left" if total and rate > 0 and done < total else ""
         self._line = f"{phase}: {done:,}{f' of {total:,}' if total else ''}{', ' if rate > 0 else ''}{_rate(rate)}{left}"
@@ -109,7 +111,6 @@ def _make_bar() -> Any:
         Task,
         TextColumn,
         TimeElapsedColumn,
-        TimeRemainingColumn,
     )
     from rich.text import Text
 
@@ -124,12 +125,21 @@ def _make_bar() -> Any:
             column = self._column if task.total is not None else self._otherwise
             return Text("") if column is None else column.render(task)
 
+    class Left(ProgressColumn):
+        """Time left, from the first piece of work on; rich's own waits for a second."""
+
+        def render(self, task: Task) -> Any:
+            ends_at = task.fields.get("ends_at")
+            if ends_at is None:
+                return Text("")
+            return Text(f"{timedelta(seconds=max(0, round(ends_at - time.monotonic())))} left")
+
     return Progress(
         TextColumn("{task.description}"),
         Counted(BarColumn(), SpinnerColumn("line")),
         Counted(MofNCompleteColumn()),
         TextColumn("{task.fields[shown]}"),
         TimeElapsedColumn(),
-        Counted(TimeRemainingColumn()),
+        Counted(Left()),
         console=Console(stderr=True),
     )

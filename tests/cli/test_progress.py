@@ -66,13 +66,28 @@ def test_the_end_of_a_phase_is_said(clock: Clock, capsys: pytest.CaptureFixture[
     ]
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_says_the_time_left_after_the_first_piece(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich", reason="rich is not installed (extra [bench])")
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    with ProgressLine() as progress:
+        progress.update("spool", 0, 3000)
+        clock.now += 1
+        progress.update("spool", 16, 3000)
+    assert "0:03:06 left" in shown.getvalue()
+    assert "-:--:--" not in shown.getvalue()
+
+
 def test_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal; without a known end there is none that could look full."""
     pytest.importorskip("rich", reason="rich is not installed (extra [bench])")
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
 
     shown = Terminal()
     monkeypatch.setattr(sys, "stderr", shown)

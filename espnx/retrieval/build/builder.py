@@ -190,7 +190,10 @@ class Builder:
         """Returns how many documents are an interrupted build's. An error in the documents leaves nothing to resume."""
         total = count_hint(documents)
         try:
-            stream = batches(documents, BATCH_DOCUMENTS, self.budget.encoded_bytes(), self.recipe.spooled.dim)
+            # What is added has ids of its own: a number would be that of another document.
+            stream = batches(
+                documents, BATCH_DOCUMENTS, self.budget.encoded_bytes(), self.recipe.spooled.dim, numbers_texts=self.kind != "add"
+            )
             first, resumed = self._confirm(stream, total, published)
             if first or self.state.phase == "spool":
                 self._append(itertools.chain([first] if first else [], stream), total)
@@ -456,7 +459,8 @@ def build(
 
     Args:
         path: the store's directory; made if need be.
-        documents: an iterable, read once: ``(id, text)`` pairs, mappings with ``id`` and ``text``, or `Document`. Only a batch is held.
+        documents: an iterable, read once: ``(id, text)`` pairs, mappings with ``id`` and ``text``, or `Document`. Only a batch is held. Of
+            a list of texts (or an iterator) the ids are their places, 0, 1, 2, ...
         encoder: turns texts into vectors, or a description of one as `espnx.load_encoder` takes it; needed unless every document brings
             its own vectors.
         format, coarse, pca, pooling, first_stages, language, sparse_encoder: see `BuildOptions`; None: its default, or what `trained` was

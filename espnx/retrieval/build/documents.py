@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from ...storage.documents.ids import DocumentId, document_id
 from ..encoder import Encoded, Encoder
 
 DIGEST_BYTES = 16
+_FIRST_DOCUMENTS = 16  # of the first batch; the next has twice as many, and so on
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +49,9 @@ def to_document(item: Any, number: int) -> Document:
         item = Document(*item)
     if not isinstance(item, Document):
         raise errors.InvalidInputError(
-            f"document {number}", got=type(item).__name__, expected="a Document, an (id, text) pair or a mapping with id and text"
-        )
+            f"document {number}", got=type(item).__name__, expected="a Document, an (id, text) pair or a mapping with id and text",
+            fix="enumerate(texts) numbers them" if isinstance(item, str) else None,
+        )  # fmt: skip
     identifier = document_id(item.id, f"id of document {number}")
     if identifier is not item.id:
         item = replace(item, id=identifier)
@@ -110,24 +112,29 @@ def check_documents(items: object) -> None:
         raise errors.InvalidInputError("documents", got=type(items).__name__, expected="an iterable of documents")
 
 
-def batches(items: Iterable[Any], limit: int, limit_bytes: int, dim: int) -> Iterator[list[Document]]:
+def batches(items: Iterable[Any], limit: int, limit_bytes: int, dim: int, *, numbers_texts: bool = False) -> Iterator[list[Document]]:
     """Documents in batches of at most `limit`, whose vectors are expected to take at most `limit_bytes` (or of one document).
 
-    A text is taken to have a token for every four characters, as English has; the estimate steers memory, nothing else.
+    The first batches are smaller, so that progress can soon say how long it takes. A text is taken to have a token for every four
+    characters, as English has; the estimate steers memory, nothing else.
+
+    numbers_texts: texts alone are documents, too, whose ids are their places.
     """
+    # What yields texts where documents were meant (a mapping its ids, a data frame its columns) is none of these.
+    numbers_texts = numbers_texts and isinstance(items, (Sequence, Iterator))
     batch: list[Document] = []
-    held_bytes = 0
+    held_bytes, most = 0, min(limit, _FIRST_DOCUMENTS)
     for number, item in enumerate(items):
-        document = to_document(item, number)
+        document = to_document(Document(number, item) if numbers_texts and isinstance(item, str) else item, number)
         expected_bytes = _expected_tokens(document) * dim * 4
         if batch and held_bytes + expected_bytes > limit_bytes:
             yield batch
             batch, held_bytes = [], 0
         batch.append(document)
         held_bytes += expected_bytes
-        if len(batch) == limit:
+        if len(batch) == most:
             yield batch
-            batch, held_bytes = [], 0
+            batch, held_bytes, most = [], 0, min(limit, 2 * most)
     if batch:
         yield batch
 

@@ -381,8 +381,8 @@ class Index:
             k, candidates, rerank, cascade, nprobe, prefetch_step, cls_weight, include, exclude, explain, deadline_s, first_stage, fuse,
         )  # fmt: skip
         is_one = isinstance(queries, (str, Encoded))
-        if not is_one and not isinstance(queries, Iterable):
-            raise errors.InvalidInputError("a query", got=type(queries).__name__, expected="a str or an Encoded, or a list of them")
+        if not is_one and (not isinstance(queries, Iterable) or isinstance(queries, torch.Tensor) or getattr(queries, "ndim", 0) > 1):
+            raise self._no_query(queries, "a str or an Encoded, or a list of them")
         if isinstance(queries, Mapping):
             wanted: Sequence[Query] = list(queries.values())
         else:
@@ -395,7 +395,7 @@ class Index:
     def _search(self, wanted: Sequence[Query], options: SearchOptions) -> list[SearchResult]:
         for query in wanted:
             if not isinstance(query, (str, Encoded)):
-                raise errors.InvalidInputError("a query", got=type(query).__name__, expected="a str or an Encoded")
+                raise self._no_query(query, "a str or an Encoded")
         with self._current() as version:
             begun, stage = time.perf_counter(), version.stage(options)
             encoded = self._encode(wanted) if options.reads_records or stage.loaded.needs_vectors else version.without_vectors(wanted)
@@ -412,6 +412,14 @@ class Index:
                 vectors = [version.query(query, text, weight, stage) for query, text in zip(encoded, texts, strict=True)]
                 encode_s += (time.perf_counter() - begun) / max(1, len(wanted))  # a stage of words may have a model of its own
                 return list(search_in_batches(version, stage, self._gate, vectors, options, encode_s, is_alone=is_alone))
+
+    def _no_query(self, given: object, expected: str) -> errors.InvalidInputError:
+        """For what is no query; vectors are told how they become one."""
+        shape, built = getattr(given, "shape", None), self.store.manifest.encoder
+        got = type(given).__name__ + ("" if shape is None else f" of shape {list(shape)}")
+        cls = f"of shape [{built.d_cls}]" if built.d_cls else "torch.zeros(0)"
+        fix = f"espnx.Encoded(cls=..., tokens=...), cls {cls}, tokens of shape [n, {built.dim}]"
+        return errors.InvalidInputError("a query", got=got, expected=expected, fix=None if shape is None else fix)
 
     def _check_open(self) -> None:
         check_own(self._process, "the index")

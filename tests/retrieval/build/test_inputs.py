@@ -43,6 +43,11 @@ def query(cls: Any = None, tokens: Any = None) -> espnx.Encoded:
         ([5], "a query; got int"),
         (b"text", "a query; got int"),
         ([query(), torch.ones(D_CLS)], "a query; got Tensor"),
+        (
+            torch.ones(3, DIM),
+            rf"a query; got Tensor of shape \[3, {DIM}\].*Fix: espnx.Encoded\(cls=..., tokens=...\), cls of shape \[{D_CLS}\]",
+        ),
+        (np.ones((3, DIM)), rf"a query; got ndarray of shape \[3, {DIM}\].*tokens of shape \[n, {DIM}\]"),
         (None, "a query; got NoneType"),
         (5, "a query; got int"),
         (espnx.Encoded(None, torch.ones(2, DIM)), "query vectors"),  # type: ignore[arg-type]
@@ -243,7 +248,7 @@ def test_a_generator_that_raises_midway(folder: Path, monkeypatch: pytest.Monkey
 
     with pytest.raises(OddError):
         build(folder / "s", stops())
-    assert build(folder / "s", iter(documents)).resumed_documents == 256
+    assert build(folder / "s", iter(documents)).resumed_documents == 16 + 32 + 64 + 128
     check_store(folder / "s", documents)
 
 
@@ -270,11 +275,33 @@ def test_another_encoder_than_the_stores(folder: Path) -> None:
         assert len(index.search(["xx", queries(1)[0]], k=4)) == 2
 
 
+@pytest.mark.parametrize("given", [list, tuple, iter])
+def test_texts_alone_are_numbered(folder: Path, given: Any) -> None:
+    texts = ["red", "green", "blue"]
+    build(folder / "s", given(texts), encoder=Scripted(), dims=None)
+    with espnx.open(folder / "s", Scripted()) as index:
+        assert index.get([0, 1, 2]) == texts
+        assert set(index) == {0, 1, 2}
+    with pytest.raises(errors.InvalidInputError, match=r"document 0; got str.*Fix: enumerate\(texts\)"):
+        espnx.add(folder / "s", ["a fourth"], Scripted())
+    with espnx.open(folder / "s", Scripted()) as index:
+        assert len(index) == 3
+
+
+@pytest.mark.parametrize("given", [dict.fromkeys(["a", "b"], "text"), {"a", "b"}])
+def test_what_yields_ids_is_no_list_of_texts(folder: Path, given: Any) -> None:
+    with pytest.raises(errors.InvalidInputError, match="document 0; got str"):
+        build(folder / "s", given, encoder=Scripted(), dims=None)
+    assert not (folder / "s").exists()
+
+
 def test_batches_cut_by_bytes_and_number() -> None:
     """A batch holds at most so many documents, and at most so many bytes of expected vectors unless it is a single document."""
     long = [espnx.Document(i, "", espnx.Encoded(torch.zeros(8), torch.zeros(n, 8))) for i, n in enumerate([1, 10, 1, 1, 50, 1, 0, 0])]
     sizes = [[len(d.vectors.tokens) for d in batch if d.vectors] for batch in batches(long, 3, 12 * 8 * 4, 8)]
     assert sizes == [[1, 10, 1], [1], [50], [1, 0, 0]]
+    many = ((i, "") for i in range(600))
+    assert [len(batch) for batch in batches(many, 256, 1 << 30, 8)] == [16, 32, 64, 128, 256, 104], "the first are smaller"
 
 
 def test_vectors_that_documents_bring_go_before_the_encoders() -> None:
