@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them: ``64KiB``, ``800MB``, ``1.5GiB``."""
+"""Sizes in bytes as people write them, ``64KiB``, ``800MB``, ``1.5GiB``; rates as drives are sold, ``3.00 GB/s``."""
 
 from __future__ import annotations
 
@@ -35,6 +35,16 @@ def parse_size(text: str | int) -> int:
     if rest and factor == 1:
         raise InvalidInputError("a size is a whole number of bytes", got=repr(text))
     return scaled
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """``3.0e9`` -> ``3.00 GB/s``: in powers of 1000 and three digits, as drives and links are sold."""
+    value, unit = float(bytes_per_s), "B/s"
+    for larger in ("kB/s", "MB/s", "GB/s", "TB/s"):
+        if abs(value) < 999.5:
+            break
+        value, unit = value / 1000, larger
+    return f"{f'{value:#.3g}'.rstrip('.')} {unit}"
 
 
 def format_size(size_bytes: int | float, *, digits: int = 4) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InvalidInputError
 from ..sizes import format_size
 from ..tables import render_table
+from .device_info import rows_of
 from .device_options import at_least_0
 from .failures import FAILED, MISSING_HARDWARE, NOT_WHOLE, OK
 from .output import add_json_option, emit, json_document, write_whole
@@ -59,18 +60,8 @@ def run_info(args: argparse.Namespace) -> int:
         facts: dict[str, Any] = device.describe() | {"capabilities": asdict(device.capabilities)}
     finally:
         device.close()
-    emit(args, render_table(("what", "value"), list(_flat(facts))), json_document("device info", device=facts))
+    emit(args, render_table(("", "", ""), rows_of(facts)), json_document("device info", device=facts))
     return 0
-
-
-def _flat(facts: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    rows = list[tuple[str, str]]()
-    for name, value in facts.items():
-        if isinstance(value, dict):
-            rows += _flat(value, f"{prefix}{name}.")
-        else:
-            rows.append((prefix + name, "-" if value is None else str(value)))
-    return rows
 
 
 def configure_calibrate(parser: argparse.ArgumentParser) -> None:

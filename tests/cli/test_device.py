@@ -4,6 +4,7 @@ JSON."""
 from __future__ import annotations
 
 import datetime
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +67,19 @@ def test_ls(capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, out.split()[:3]) == (0, ["device", "from", "what"])
 
 
+def table(out: str) -> dict[str, str]:
+    """Rows of three columns by their first."""
+    parts = (re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in out.splitlines())
+    return {part[0]: re.sub(r"\s{2,}", "  ", part[1]) for part in parts if len(part) == 2}
+
+
 def test_info(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "device", "info", "ssd", "--path", folder, "--json", "-")
     facts = strict_json(out)["device"]
     assert (code, facts["name"], facts["kind"], facts["path"]) == (0, "ssd", "plain", str(folder))
     assert facts["capabilities"]["attends_window"] is True
-    assert "capabilities.attends_widths" in run(capsys, "device", "info", "ssd", "--path", folder)[1]
+    shown = table(run(capsys, "device", "info", "ssd", "--path", folder)[1])
+    assert (shown["head dimensions"], shown["rows outlive the process"], shown["path"]) == ("all", "yes", str(folder))
     code, _, err = run(capsys, "device", "info", "sdd")
     assert code == 2
     assert "'ssd'?" in err
@@ -79,10 +87,17 @@ def test_info(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_info_says_what_paces(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "device", "info", "smartssd", "--path", folder)
-    said = {line.split()[0].removeprefix("figures."): line for line in out.splitlines() if line.startswith("figures.")}
-    assert "82 us (derived; paces)" in said["flash.read_latency"]
-    assert "(paper; informs)" in said["flash.page"]
-    assert "46.8 GFLOPS (paper; paces)" in said["accelerator.rates.4"]
+    shown = table(out)
+    assert shown["read latency"] == "82 us  derived; paces"
+    assert shown["page"] == "4 KiB  paper; informs"
+    assert shown["rates, 4"] == "46.8 GFLOPS  paper; paces"
+    assert shown["device 0 flash read"] == "3.00 GB/s"
+    assert shown["uplink in"] == "31.5 GB/s"
+    assert shown["memory of each"] == "4 GiB"
+    assert shown["head dimensions"] == "128"
+    assert not re.search(r"e\+|\(128,|\bTrue\b|_", out.replace(str(folder), "")), "units and words, not Python's own"
+    facts = strict_json(run(capsys, "device", "info", "smartssd", "--path", folder, "--json", "-")[1])["device"]
+    assert facts["links"]["device 0 flash read"] == 3e9
 
 
 def outcomes(out: str) -> dict[str, str]:

@@ -149,7 +149,7 @@ class EmulatedDevice(NearStorageDevice):
         return super().describe() | {
             "spec": spec.name, "title": spec.title, "devices": self.topology.n_devices, "stretch": self.topology.stretch,
             "near_storage": self.near_storage, "hand_over": self.hand_over, "memory_bytes": None if memory is None else int(memory.value),
-            "links": {name: f"{per_s:.4g}/s" for name, per_s in self.topology.links.items()}, "figures": figures_of(spec),
+            "links": self.topology.links, "figures": figures_of(spec),
         }  # fmt: skip
 
     def report(self) -> Report:

@@ -118,14 +118,15 @@ def batches(items: Iterable[Any], limit: int, limit_bytes: int, dim: int, *, num
     The first batches are smaller, so that progress can soon say how long it takes. A text is taken to have a token for every four
     characters, as English has; the estimate steers memory, nothing else.
 
-    numbers_texts: texts alone are documents, too, whose ids are their places.
+    numbers_texts: where the first is a text alone, all are, and their ids are their places.
     """
     # What yields texts where documents were meant (a mapping its ids, a data frame its columns) is none of these.
     numbers_texts = numbers_texts and isinstance(items, (Sequence, Iterator))
     batch: list[Document] = []
     held_bytes, most = 0, min(limit, _FIRST_DOCUMENTS)
     for number, item in enumerate(items):
-        document = to_document(Document(number, item) if numbers_texts and isinstance(item, str) else item, number)
+        numbers_texts = numbers_texts and (number > 0 or isinstance(item, str))
+        document = to_document(Document(number, item) if numbers_texts else item, number)
         expected_bytes = _expected_tokens(document) * dim * 4
         if batch and held_bytes + expected_bytes > limit_bytes:
             yield batch

@@ -282,6 +282,8 @@ def test_texts_alone_are_numbered(folder: Path, given: Any) -> None:
     with espnx.open(folder / "s", Scripted()) as index:
         assert index.get([0, 1, 2]) == texts
         assert set(index) == {0, 1, 2}
+    with pytest.raises(errors.InvalidInputError, match="text of document 1; got tuple; expected a str"):
+        build(folder / "t", given(["red", ("b", "green")]), encoder=Scripted(), dims=None)
     with pytest.raises(errors.InvalidInputError, match=r"document 0; got str.*Fix: enumerate\(texts\)"):
         espnx.add(folder / "s", ["a fourth"], Scripted())
     with espnx.open(folder / "s", Scripted()) as index:
