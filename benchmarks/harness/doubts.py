@@ -41,6 +41,11 @@ def without_doubtful(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
+def is_unsteady(row: Row) -> bool:
+    """Whether the times of a row's own runs spread by more than half of their median: the next run may as well take twice as long."""
+    return bool(row.median_s) and row.iqr_s is not None and row.iqr_s > WIDE_SHARE * float(row.median_s or 0.0)
+
+
 def _point(row: Row, *, but: Sequence[str] = ()) -> str:
     """Where a row was measured, as a key."""
     params: dict[str, Any] = {name: value for name, value in row.params.items() if name not in but}

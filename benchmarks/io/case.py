@@ -29,7 +29,7 @@ ENGINES = ("uring", "posix", "memory")
 BASELINES = ("fio", "mmap")
 OPS = ("read", "write")
 PATTERNS = ("random", "sequential")
-FILE_NAME = "espnx-bench-io.data"
+FILE_NAME, QUICK_NAME = "espnx-bench-io.data", "espnx-bench-io-quick.data"
 # The throttle grants in slices of 0.1 s: a run that follows another at once inherits part of a slice, 2 % of a run of 4 s.
 THROTTLE_SETTLE_S = 0.5
 SCRATCH_NAME = "espnx-bench-io-write.data"
@@ -54,6 +54,7 @@ class Options:
 
     path: Path
     size_bytes: int
+    file_name: str
     points: list[Point]
     engines: list[str]
     baselines: list[str]
@@ -68,7 +69,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.add_argument("--path", metavar="DIR", default=".", help="a directory on the disk to measure (default: the current one)")
-    parser.add_argument("--size", metavar="SIZE", default="4GiB", help="of the data file, made once and used again (default: 4GiB)")
+    parser.add_argument("--size", metavar="SIZE", help="of the data file, made once and used again (default: 4GiB, with --quick 256MiB)")
     parser.add_argument("--block", metavar="SIZE,...", help="block sizes, multiples of 4KiB")
     parser.add_argument("--pattern", metavar="P,...", help="random, sequential")
     parser.add_argument("--queue-depth", metavar="N,...", help="requests with the device at a time")
@@ -110,7 +111,8 @@ def read_options(args: Namespace) -> Options:
     seconds = {"random": 0.4, "sequential": 1.1, "throttled": 3.0}
     return Options(
         path=path,
-        size_bytes=parse_size(args.size),
+        size_bytes=parse_size(args.size or ("256MiB" if args.quick else "4GiB")),
+        file_name=QUICK_NAME if args.quick and not args.size else FILE_NAME,
         points=points,
         engines=choices(args.engine, ENGINES, "engine"),
         baselines=choices(args.baseline, BASELINES, "baseline"),
@@ -151,7 +153,7 @@ def _data_file(options: Options, op: str, say: Say) -> DataFile:
     from .content import ensure_file
 
     if op == "read":
-        return ensure_file(options.path / FILE_NAME, options.size_bytes, options.seed, say)
+        return ensure_file(options.path / options.file_name, options.size_bytes, options.seed, say)
     # Overwritten by the runs, so its stamp never fits again; what it held before does not matter.
     return ensure_file(options.path / SCRATCH_NAME, options.size_bytes, options.seed + 1, say)
 
@@ -253,7 +255,7 @@ def standalone(args: Namespace, say: Say) -> str | None:
 
 def leaves(directory: Path) -> list[Path]:
     """The data files, and what is noted of their contents beside them."""
-    names = [name for data in (FILE_NAME, SCRATCH_NAME) for name in (data, f"{data}{STAMP_SUFFIX}")]
+    names = [name for data in (FILE_NAME, QUICK_NAME, SCRATCH_NAME) for name in (data, f"{data}{STAMP_SUFFIX}")]
     return [directory / name for name in names if (directory / name).is_file()]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from espnx.sizes import format_size
 
 from ..harness.cells import baselines_of, number, ratio
+from ..harness.doubts import is_unsteady
 from ..harness.result import Row
 
 
@@ -22,6 +23,7 @@ def _cells(row: Row, baselines: Sequence[str]) -> list[str]:
     metrics = row.metrics
     path = row.effective_path if row.effective_path == row.requested_path else f"{row.requested_path} -> {row.effective_path}"
     time = "-" if row.median_s is None or row.iqr_s is None else f"{row.median_s * 1e3:.0f} ({row.iqr_s * 1e3:.0f})"
+    time += " unsteady" if is_unsteady(row) else ""
     cells = [
         what(row),
         row.system,

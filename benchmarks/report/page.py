@@ -103,7 +103,7 @@ def _figures(rows: Sequence[Row]) -> Iterator[str]:
     """Pictures of right results that have times: over a parameter that has several values, else a bar for each; and by recall."""
     timed = [row for row in rows if row.correct and row.median_s]
     swept = _swept(timed)
-    drawn = [_curves(timed, swept) if swept else _bars(timed), _by_recall(timed)]
+    drawn = [(_curves(timed, swept) if swept else None) or _bars(timed), _by_recall(timed)]
     for figure in drawn:
         if figure is not None:
             text = io.StringIO()
@@ -143,9 +143,13 @@ def _parameter(name: str, value: Any) -> str:
 
 
 def _curves(rows: Sequence[Row], name: str) -> Any:
-    lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    """None where a line would be a single point, unless there are too many rows for bars: then the others."""
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
-        lines[_label(row, rows, but=[name])].append((float(row.params[name]), float(row.median_s or 0)))
+        found[_label(row, rows, but=[name])].append((float(row.params[name]), float(row.median_s or 0)))
+    lines = {label: points for label, points in found.items() if len({x for x, _ in points}) > 1}
+    if not lines or (len(lines) < len(found) and len(rows) <= _BARS_MOST):
+        return None
     figure, axes = _axes(0.45 * len(lines) / 2 + 3.4, name, "median time of a run, s")
     for label, points in lines.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, linewidth=1, label=label)
@@ -168,9 +172,12 @@ def _by_recall(rows: Sequence[Row]) -> Any:
     if len({row.metrics["recall"] for row in found}) < _POINTS_LEAST:
         return None
     figure, axes = _axes(4, "recall", "median time of a run, s")
-    for label in dict.fromkeys(_label(row, found, but=["nprobe", "recall_wanted"]) for row in found):
-        points = [(row.metrics["recall"], row.median_s) for row in found if _label(row, found, but=["nprobe", "recall_wanted"]) == label]
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, linewidth=1, label=label)
+    lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in found:
+        lines[_label(row, found, but=["nprobe", "recall_wanted"])].append((row.metrics["recall"], float(row.median_s or 0)))
+    for label, points in lines.items():
+        if len(points) > 1:
+            axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, linewidth=1, label=label)
     axes.set(yscale="log")
     axes.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))
     return figure

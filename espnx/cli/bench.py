@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ..benchmarks.harness.doubts import doubtful, without_doubtful
+from ..benchmarks.harness.doubts import doubtful, is_unsteady, without_doubtful
 from ..benchmarks.harness.registry import Case, cases
 from ..benchmarks.harness.result import Row, make_document
 from ..errors import InvalidInputError, MissingDependencyError
@@ -133,6 +133,9 @@ def run_case(args: Namespace) -> int:
 
 def _tell_doubts(rows: Sequence[Row]) -> None:
     """Why there are fewer ratios than were measured."""
+    if unsteady := [row for row in rows if is_unsteady(row)]:
+        systems = ", ".join(dict.fromkeys(row.system for row in unsteady))
+        say(f"{len(unsteady)} of {len(rows)} rows are unsteady ({systems}): their runs spread by more than half of the median")
     if any(doubtful(row) for row in rows):
         say("some ratios are withheld: their spread is above half of them (unsteady), or more threads made the baseline slower, so that "
             "something else had the cores. Measure again on an idle machine, with more --pairs")  # fmt: skip

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import asdict
 from typing import Any
 
+from ..checks import check_given_directory
 from ..errors import InvalidInputError
-from ..sizes import format_size
+from ..sizes import format_size, parse_size
 from ..tables import render_table
 from .output import add_json_option, emit, json_document
 
 _SHOWN = 10
+#: Below what any build takes: PyTorch and NumPy alone hold 220 MiB and more, and 48 MiB are buffers. What one needs is told by `build`.
+LEAST_MEMORY_BYTES = 256 << 20
 
 
 # Options of the command line are those of the functions, by name.
@@ -35,6 +39,16 @@ def _add_shared_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of samples, entry points and the order of insertion (default: 0)")
     parser.add_argument("--column", help="of a Parquet file of vectors (default: its only one of lists)")
     parser.add_argument("--replace", action="store_true", help="publish over the graph that is there")
+
+
+def check_build_memory(memory: str | None) -> None:
+    """Before seconds of imports. Raises InvalidInputError."""
+    if memory is not None and parse_size(memory) < LEAST_MEMORY_BYTES:
+        raise InvalidInputError(
+            "--memory of a graph's build", got=format_size(parse_size(memory)),
+            expected=f"more than {format_size(LEAST_MEMORY_BYTES)}: the whole process counts, and PyTorch alone takes nearly as much",
+            fix="about 300MiB for small inputs; `espnx plan --vectors N --dim D` says it for others",
+        )  # fmt: skip
 
 
 def _chosen(args: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -77,6 +91,10 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
 
 
 def run_build(args: argparse.Namespace) -> int:
+    check_build_memory(args.memory)
+    check_given_directory(args.graph)
+    if not os.path.exists(args.vectors):
+        raise InvalidInputError(f"vectors {args.vectors}", got="no such file", expected="a file of vectors, such as .npy or .fbin")
     from ..graph import build
     from .progress import ProgressLine
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from typing import Any
 
+from ..checks import check_given_directory
 from ..errors import InvalidInputError
 from ..sizes import format_size, parse_size
+from ..suggestions import downloading
 from ..tables import render_table
 from .host import usable_memory_bytes
 from .output import add_json_option, emit, json_document
@@ -18,7 +21,8 @@ DESCRIPTION = """Of a model (--model): sizes come from the configuration and the
 moment each; the time of a decoding step is modelled from that as a lower bound: every byte and operation once, all resources at work at a
 time. So is the time to compute a prompt anew, and with it the bandwidth from which on reading its kept K and V is sooner (break-even).
 
-Of an index (--documents, --tokens, and --dim or --encoder): bytes on SSD and in memory, and with --storage what a build takes at least.
+Of an index (--documents; without --tokens and --dim of 80 tokens x 128 dimensions, and it says so): bytes on SSD and in memory, and with
+--storage what a build takes at least.
 
 Of a graph of vectors (--vectors, --dim): bytes on SSD and in memory by where its codes lie, of a build, and with prices the cost."""
 DTYPES = ("float32", "float16", "bfloat16")
@@ -44,13 +48,21 @@ def run(args: Namespace) -> int:
     runs = {"--model": run_model, "--documents": run_index, "--vectors": run_graph}
     given = [name for name in runs if getattr(args, name[2:]) is not None]
     if len(given) != 1:
-        raise InvalidInputError("plan", got=" and ".join(given) or "none of them", expected="--model, --documents or --vectors")
+        fix = "one at a time" if given else "--model DIR --context S, --documents N or --vectors N --dim D"
+        raise InvalidInputError("plan", got=" and ".join(given) or "nothing to plan", expected=f"one of {', '.join(runs)}", fix=fix)
     return runs[given[0]](args)
 
 
 def run_model(args: Namespace) -> int:
+    if not os.path.exists(args.model):
+        raise InvalidInputError(
+            f"plan --model {args.model}", got="no such folder", expected="a Hugging Face model's folder, or its config.json",
+            fix=downloading(args.model),
+        )  # fmt: skip
     if args.context is None:
-        raise InvalidInputError("plan --model", got="no --context", expected="the tokens of each prompt")
+        raise InvalidInputError("plan --model", got="no --context", expected="the tokens of each prompt", fix="--context 32000, say")
+    if args.storage is not None:
+        check_given_directory(args.storage)
     from dataclasses import asdict
 
     try:

@@ -10,6 +10,7 @@ from ..checks import check_finite
 from ..errors import InvalidInputError
 from ..sizes import format_size
 from ..tables import render_table
+from .graph import check_build_memory
 from .output import emit, json_document
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ def configure_graph(parser: ArgumentParser) -> None:
 
 def run_graph(args: Namespace) -> int:
     if args.dim is None:
-        raise InvalidInputError("plan --vectors", got="no --dim", expected="the dimensions of a vector")
+        raise InvalidInputError("plan --vectors", got="no --dim", expected="the dimensions of a vector", fix="--dim 384, say")
+    check_build_memory(args.memory)
     prices = {"ssd": args.price_per_tb_ssd, "ram": args.price_per_gb_ram}
     for name, price in prices.items():
         check_finite(f"price of {name}", price or 0.0)

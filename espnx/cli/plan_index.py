@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
+from ..checks import check_given_directory
 from ..errors import InvalidInputError
 from ..sizes import format_size
 from ..tables import render_table
@@ -16,14 +17,15 @@ if TYPE_CHECKING:
     from ..retrieval.build.planning import IndexPlan
 
 FITS = "it fits in memory, you need none of this"
+_TOKENS, _DIM = 80, 128
 _OPTIONS = ("format", "coarse", "pca", "pooling", "first_stage_code", "nlist")
 
 
 def configure_index(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("an index", "options as of `espnx index build`").add_argument
     add("--documents", type=int, metavar="N", help="how many")
-    add("--tokens", type=int, metavar="T", help="of each document")
-    add("--dim", type=int, metavar="D", help="of the encoder's token vectors; of a graph's vectors")
+    add("--tokens", type=int, metavar="T", help="of each document (default: 80)")
+    add("--dim", type=int, metavar="D", help="of the encoder's token vectors (default: 128); of a graph's vectors")
     add("--d-cls", type=int, default=0, metavar="D", help="of its CLS vectors (default: none)")
     add("--encoder", metavar="E", help="instead of both: minilm, or the folder of one; with --storage it is measured too")
     add("--encoder-dtype", choices=("fp32", "bf16"), default="fp32", help="what it computes in (default: %(default)s)")
@@ -38,8 +40,11 @@ def configure_index(parser: ArgumentParser) -> None:
 def run_index(args: Namespace) -> int:
     from dataclasses import asdict
 
-    if args.tokens is None or (args.dim is None) == (args.encoder is None):
-        raise InvalidInputError("plan --documents", got="too little, or both", expected="--tokens, and --dim or --encoder")
+    if args.dim is not None and args.encoder is not None:
+        raise InvalidInputError("plan --documents", got="--dim and --encoder", expected="one of them: an encoder has its own dimensions")
+    if args.storage is not None:
+        check_given_directory(args.storage)
+    assumed = _assumed(args)
     from ..retrieval.build.options import BuildOptions
     from ..retrieval.build.planning import plan_index
 
@@ -56,9 +61,25 @@ def run_index(args: Namespace) -> int:
     fit["fits"] = usable is not None and plan.disk["total_bytes"] <= usable
     inputs = {"documents": args.documents, "tokens": args.tokens, "d_cls": dims[0], "dim": dims[1], "storage": args.storage, **options}
     kinds = {"sizes": "computed", "speeds": "measured", "seconds": "modelled"}
-    rows = [*_sizes(plan, inputs), _says(fit), *_times(plan)]
-    emit(args, render_table(("", "", ""), rows), json_document("plan", inputs=inputs, kinds=kinds, fit=fit, **asdict(plan)))
+    rows = [*_sizes(plan, inputs), *assumed.values(), _says(fit), *_times(plan)]
+    emit(
+        args,
+        render_table(("", "", ""), rows),
+        json_document("plan", inputs=inputs, assumed=list(assumed), kinds=kinds, fit=fit, **asdict(plan)),
+    )
     return 0
+
+
+def _assumed(args: Namespace) -> dict[str, tuple[str, str, str]]:
+    """What nobody has said is that of ColBERT on short passages: set in `args`, and a row for each."""
+    found = {}
+    if args.tokens is None:
+        args.tokens = _TOKENS
+        found["tokens"] = ("  assumed", f"{_TOKENS} tokens", "of a document: say yours with --tokens")
+    if args.dim is None and args.encoder is None:
+        args.dim = _DIM
+        found["dim"] = ("  assumed", f"{_DIM} dimensions", "of a token's vector: say yours with --dim or --encoder")
+    return found
 
 
 def _sizes(plan: IndexPlan, inputs: dict[str, Any]) -> list[tuple[str, str, str]]:

@@ -38,7 +38,7 @@ def test_build_search_info_verify(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_build_in_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(tmp_path / "base.npy", np.random.default_rng(0).standard_normal((300, 8)).astype(np.float32))
     given = ["graph", "build", str(tmp_path / "base.npy"), str(tmp_path / "g"), "--codes", "memory", "--inline-pq", "3"]
-    assert main([*given, "--memory", "1MiB"]) == 2
+    assert main([*given, "--memory", "256MiB"]) == 2
     assert "at least" in capsys.readouterr().err
     assert main([*given, "--memory", "16GiB"]) == 0
     assert "divide: 300 of 300" in capsys.readouterr().err

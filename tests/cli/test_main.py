@@ -310,6 +310,10 @@ def test_format_size(size_bytes: int, text: str) -> None:
         (["index", "build", "my.index", "--corpus", "c.jsonl", "--format", "int9"], "got 'int9'; did you mean int8?"),
         (["index", "add", "nope", "--corpus", "c.jsonl"], "no published store in nope"),
         (["index", "import", "x", "/nodrive/my.index"], "is the drive mounted?"),
+        (["graph", "build", "c.jsonl", "g", "--memory", "200MiB"], "got 200 MiB; expected more than 256 MiB"),
+        (["graph", "build", "nope.npy", "g"], "vectors nope.npy; got no such file"),
+        (["graph", "build", "c.jsonl", "/nodrive/g"], "is the drive mounted?"),
+        (["plan", "--vectors", "1000", "--dim", "32", "--memory", "200MiB"], "got 200 MiB; expected more than 256 MiB"),
     ],
 )
 def test_what_is_wrong_shows_before_anything_heavy_is_imported(words: list[str], says: str, tmp_path: Path) -> None:

@@ -239,16 +239,36 @@ def test_an_index(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
 
 
 @pytest.mark.parametrize(
+    ("words", "assumed", "lines"),
+    [((), ["tokens", "dim"], 2), (("--tokens", 20), ["dim"], 1), (("--dim", 32), ["tokens"], 1), (("--tokens", 20, "--dim", 32), [], 0)],
+)
+def test_what_is_not_said_of_an_index_is_assumed_and_marked(
+    words: tuple[object, ...], assumed: list[str], lines: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = plan(capsys, "--documents", 1000, *words)
+    assert found["assumed"] == assumed
+    said = dict(zip(words[::2], words[1::2], strict=True))
+    tokens, dim = said.get("--tokens", 80), said.get("--dim", 128)
+    assert (found["inputs"]["tokens"], found["inputs"]["dim"]) == (tokens, dim)
+    assert plan(capsys, "--documents", 1000, "--tokens", tokens, "--dim", dim)["disk"] == found["disk"]
+    assert main(["plan", "--documents", "1000", *map(str, words)]) == 0
+    assert capsys.readouterr().out.count("  assumed") == lines
+
+
+@pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        ((), 2, "--model, --documents or --vectors"),
+        ((), 2, "nothing to plan; expected one of --model, --documents, --vectors. Fix: --model DIR --context S, --documents N"),
+        (("--model", "nope"), 2, "plan --model nope; got no such folder"),
+        (("--model", "meta-llama/Llama-3-8B"), 2, "hf download meta-llama/Llama-3-8B"),
+        (("--model", "{llama}"), 2, "got no --context"),
+        (("--documents", "3", "--storage", "/nodrive/x"), 2, "is the drive mounted?"),
+        (("--vectors", "3"), 2, "got no --dim"),
         (("--model", "{llama}", "--context", "1", "--documents", "3"), 2, "got --model and --documents"),
-        (("--documents", "3", "--tokens", "2"), 2, "--dim or --encoder"),
-        (("--documents", "3", "--dim", "8"), 2, "--tokens"),
-        (("--documents", "3", "--tokens", "2", "--dim", "8", "--encoder", "minilm"), 2, "--dim or --encoder"),
+        (("--documents", "3", "--tokens", "2", "--dim", "8", "--encoder", "minilm"), 2, "got --dim and --encoder"),
         (("--documents", "0", "--tokens", "2", "--dim", "8"), 2, "documents"),
         (("--documents", "3", "--tokens", "70000", "--dim", "8"), 2, "at most 65535"),
-        (("--documents", "3", "--tokens", "2", "--dim", "8", "--format", "fp17"), 2, "record format"),
+        (("--documents", "3", "--tokens", "2", "--dim", "8", "--format", "fp17"), 2, "got 'fp17'; did you mean fp16?"),
         (("--model", "/absent", "--context", "1"), 2, "config.json"),
         (("--model", "{llama}", "--context", "0"), 2, "context"),
         (("--model", "{llama}", "--context", "1", "--batch", "0"), 2, "batch"),

@@ -64,6 +64,7 @@ from .training import Recipe, check_trained, options_of, train_recipe
 
 CHECKPOINT_S = 5.0
 BATCH_DOCUMENTS = 256  # encoded together, at most
+FIRST_DOCUMENTS = 16  # of the first batch, encoded before the rest of it, so that progress can say at once how long it takes
 
 #: Called with (phase, done, total or None): ``confirm`` (documents of an interrupted build, compared with the corpus), ``spool``,
 #: ``arrange``, ``write``.
@@ -234,11 +235,15 @@ class Builder:
         spool = SpoolWriter(self.engine, self.building, self.recipe.spooled, self.state, self.recipe.stage, self.options.format)
         try:
             self.progress("spool", spool.count, total)
-            last = time.monotonic()
+            last, begun = time.monotonic(), spool.count
             for batch in stream:
                 decoded = decode_rows(batch, self.recipe.schema.format, self.recipe.spooled.dim, self.recipe.codebook)
                 try:
-                    vectors = encode(decoded, self.encoder)
+                    head = FIRST_DOCUMENTS if spool.count == begun else 0
+                    vectors = encode(decoded[:head], self.encoder) if head else []
+                    if head:
+                        self.progress("spool", begun + len(vectors), total)
+                    vectors += encode(decoded[head:], self.encoder)
                 except Exception as error:
                     # Once mended, it may make other vectors under the same name; of a machine that was too small that is not to be feared.
                     self._encoder_failed = not isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError))

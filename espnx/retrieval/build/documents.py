@@ -18,7 +18,6 @@ from ...storage.documents.ids import DocumentId, document_id
 from ..encoder import Encoded, Encoder
 
 DIGEST_BYTES = 16
-_FIRST_DOCUMENTS = 16  # of the first batch; the next has twice as many, and so on
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,15 +114,14 @@ def check_documents(items: object) -> None:
 def batches(items: Iterable[Any], limit: int, limit_bytes: int, dim: int, *, numbers_texts: bool = False) -> Iterator[list[Document]]:
     """Documents in batches of at most `limit`, whose vectors are expected to take at most `limit_bytes` (or of one document).
 
-    The first batches are smaller, so that progress can soon say how long it takes. A text is taken to have a token for every four
-    characters, as English has; the estimate steers memory, nothing else.
+    A text is taken to have a token for every four characters, as English has; the estimate steers memory, nothing else.
 
     numbers_texts: where the first is a text alone, all are, and their ids are their places.
     """
     # What yields texts where documents were meant (a mapping its ids, a data frame its columns) is none of these.
     numbers_texts = numbers_texts and isinstance(items, (Sequence, Iterator))
     batch: list[Document] = []
-    held_bytes, most = 0, min(limit, _FIRST_DOCUMENTS)
+    held_bytes = 0
     for number, item in enumerate(items):
         numbers_texts = numbers_texts and (number > 0 or isinstance(item, str))
         document = to_document(Document(number, item) if numbers_texts else item, number)
@@ -133,9 +131,9 @@ def batches(items: Iterable[Any], limit: int, limit_bytes: int, dim: int, *, num
             batch, held_bytes = [], 0
         batch.append(document)
         held_bytes += expected_bytes
-        if len(batch) == most:
+        if len(batch) == limit:
             yield batch
-            batch, held_bytes, most = [], 0, min(limit, 2 * most)
+            batch, held_bytes = [], 0
     if batch:
         yield batch
 

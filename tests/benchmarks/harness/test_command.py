@@ -17,7 +17,7 @@ from espnx.benchmarks.harness.result import load, rows_of
 from espnx.benchmarks.io import case as io_case
 from espnx.benchmarks.io import engine as io_engine
 from espnx.cli import bench
-from espnx.cli.main import main
+from espnx.cli.main import main, parse
 from espnx.storage import FaultRule, FaultyEngine, open_engine
 from tests.retrieval.common import build
 from tests.retrieval.common import corpus as documents
@@ -170,6 +170,14 @@ def test_without_fio_the_package_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     assert bench_io(tmp_path, "--baseline", "fio,mmap") == 3
     assert "apt install fio" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())  # said before gigabytes are written
+
+
+@pytest.mark.parametrize(("words", "size_bytes", "name"), [(["--quick"], 256 << 20, io_case.QUICK_NAME), ([], 4 << 30, io_case.FILE_NAME)])
+def test_a_quick_run_has_a_small_file_of_its_own(tmp_path: Path, words: list[str], size_bytes: int, name: str) -> None:
+    options = io_case.read_options(parse(["bench", "io", "--path", str(tmp_path), "--pairs", "2", *words]))
+    assert (options.size_bytes, options.file_name) == (size_bytes, name)
+    (tmp_path / name).write_text("")
+    assert io_case.leaves(tmp_path) == [tmp_path / name]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from espnx.benchmarks.harness import cells, doubts
 from espnx.benchmarks.harness.doubts import doubtful, without_doubtful
 from espnx.benchmarks.harness.result import Row, make_document
+from espnx.benchmarks.io.table import table as io_table
 from tests.benchmarks.common import MACHINE
 
 OURS = Row("maxsim", {"threads": 1, "d": 32}, "espnx", "measured", "memory", "memory", "warm", 3, 1.0, 1.0, 0.0, 100, 100, True)
@@ -25,6 +26,13 @@ def compared(ratio: float, iqr: float, **params: int) -> Row:
     return replace(
         OURS, params={**OURS.params, **params}, ratio={"torch": ratio}, metrics={"ratio_iqr_torch": iqr, "over_torch": 1 / ratio}
     )
+
+
+@pytest.mark.parametrize(("iqr_s", "marked"), [(0.0, False), (0.5, False), (0.51, True), (None, False)])
+def test_runs_that_spread_are_marked(iqr_s: float | None, marked: bool) -> None:
+    row = replace(OURS, params={"op": "read", "pattern": "random", "block_bytes": 4096, "queue_depth": 1}, iqr_s=iqr_s)
+    assert doubts.is_unsteady(row) == marked
+    assert any("unsteady" in cell for cell in io_table([row])[1][0]) == marked
 
 
 @pytest.mark.parametrize(("iqr", "is_kept"), [(0.0, True), (1.0, True), (1.01, False)])

@@ -85,6 +85,18 @@ def test_pictures() -> None:
     assert render_page({Path("r.json"): document(recall)}).count("<svg") == 2
 
 
+@needs_matplotlib
+def test_no_line_is_a_single_point() -> None:
+    """Where a system has one, there are bars: an axis of powers of ten around dots says nothing."""
+    several = [io_row(4096 << i) for i in range(3)]
+    page = render_page({Path("s.json"): document([*several, io_row(4096, "fio")])})
+    assert page.count("<svg") == 1
+    assert "median time of a run, s, and its interquartile range" in page, "bars"
+    alone = [io_row(4096 << i, f"system-{i}") for i in range(3)]
+    assert "and its interquartile range" in render_page({Path("s.json"): document(alone)})
+    assert "and its interquartile range" not in render_page({Path("s.json"): document(several)})
+
+
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     page = render_page({Path("b.json"): document([io_row(4096), io_row(4096, "fio")])})
