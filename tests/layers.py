@@ -48,7 +48,7 @@ THIRD_PARTY = {
     "device": {"torch", "numpy", "yaml"},
     "graph": {"torch", "numpy", "pyarrow"},
     "postings": {"torch", "numpy"},
-    "retrieval": {"torch", "numpy", "faiss", "safetensors"},
+    "retrieval": {"torch", "numpy", "faiss", "safetensors", "ir_measures"},
     "kv": {"torch", "numpy", "safetensors"},
     "encoders": {"torch", "numpy", "safetensors", "tokenizers", "transformers", "gensim"},
     "importers": {"torch", "numpy", "safetensors", "pyarrow", "tokenizers", "semantic_text_splitter"},

@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--metrics",
         default="nDCG@10,MRR@10,recall@100",
         metavar="M,...",
-        help="nDCG@k, MRR@k, MAP@k, recall@k, P@k and success@k (default: %(default)s)",
+        help="nDCG@k, MRR@k, MAP@k, recall@k, P@k and success@k; others by ir-measures where it is installed (default: %(default)s)",
     )
     parser.add_argument("--save-run", metavar="FILE", help="write what was found as a run file, as deep as the metrics go")
     parser.add_argument(
@@ -47,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ..importers.trec import read_run, write_run
-    from ..retrieval.evaluate import compare_rankings, evaluate, read_qrels
+    from ..retrieval.evaluate import compare_rankings, depth_of, evaluate, read_qrels
 
     is_run = os.path.isfile(args.store)
     if not is_run:
@@ -60,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
         )
     qrels = read_qrels(args.qrels)
     baseline = None if args.against is None else read_run(args.against)
-    metrics = [metric.strip() for metric in args.metrics.split(",")]
+    metrics = [metric.strip() for metric in re.split(r",(?![^(]*\))", args.metrics)]  # AP(rel=2,judged_only=True)@10 is one
+    depth_of(metrics)  # one that is not known is told before an encoder is loaded
     asked: Collection[str]
     if is_run:
         rankings, path = read_run(args.store), ""

@@ -12,6 +12,7 @@ import numpy as np
 
 from .. import errors
 from ..suggestions import suggests_keywords
+from .named_measures import depth_of_named, measured, named_measure
 
 #: query -> document -> how relevant (0: judged and not relevant).
 Qrels = Mapping[Any, Mapping[Any, int]]
@@ -36,7 +37,9 @@ def evaluate(rankings: Rankings, qrels: Qrels, metrics: Sequence[str] = DEFAULT_
     Args:
         rankings: query -> documents, best first: ids, pairs of id and score (as `read_run` gives), or the hits of a search.
         qrels: query -> id -> relevance. Above 0 is relevant; nDCG takes it as the gain, discounted by log2(rank + 1).
-        metrics: of ``nDCG@k``, ``MRR@k``, ``MAP@k``, ``recall@k``, ``P@k`` (precision) and ``success@k`` (whether there is any).
+        metrics: of ``nDCG@k``, ``MRR@k``, ``MAP@k``, ``recall@k``, ``P@k`` (precision) and ``success@k`` (whether there is any). Any other
+            name is one of ir-measures, which computes it where it is installed (``pip install 'espnx[metrics]'``): ``RR@10``, ``ERR@20``,
+            ``Bpref``, ``AP(rel=2)@100``. It sees rankings in their order, without scores.
 
     Raises:
         InvalidInputError: an unknown metric, no query with a relevant document, rankings of no query that is judged, or a ranking that
@@ -49,19 +52,24 @@ def evaluate(rankings: Rankings, qrels: Qrels, metrics: Sequence[str] = DEFAULT_
 @suggests_keywords
 def evaluate_each(rankings: Rankings, qrels: Qrels, metrics: Sequence[str] = DEFAULT_METRICS) -> dict[str, dict[Any, float]]:
     """What `evaluate` takes the means of: metric -> query -> value."""
-    parsed = [_parse(metric) for metric in metrics]
+    own = {metric: found for metric in metrics if (found := _own(metric)) is not None}
+    named = {metric: named_measure(metric, _METRICS) for metric in metrics if metric not in own}
     judged = {query: relevant for query, relevant in qrels.items() if any(gain > 0 for gain in relevant.values())}
     if not judged:
         raise errors.InvalidInputError("evaluate", got="no query with a relevant document", expected="qrels: query -> id -> relevance")
     check_judged(rankings, qrels)
     found: dict[str, dict[Any, float]] = {metric: {} for metric in metrics}
+    ranked: dict[Any, list[Any]] = {}
     for query, relevant in judged.items():
         ranking = [document_of(item) for item in rankings.get(query, ())]
         if len(set(ranking)) != len(ranking):
             raise errors.InvalidInputError(f"ranking of query {query!r}", got="a document twice", expected="every document at most once")
         gains = [max(0, relevant.get(document, 0)) for document in ranking]
-        for metric, (kind, depth) in zip(metrics, parsed, strict=True):
+        for metric, (kind, depth) in own.items():
             found[metric][query] = _KINDS[kind](gains[:depth], relevant, depth)
+        ranked[query] = ranking
+    for metric, measure in named.items():
+        found[metric] = measured(measure, ranked, judged)
     return found
 
 
@@ -173,16 +181,16 @@ def _kind(ids: Collection[Any]) -> str:
     return "no query ids" if first is None else f"query ids such as {first!r} ({type(first).__name__})"
 
 
-def _parse(metric: str) -> tuple[str, int]:
+def _own(metric: str) -> tuple[str, int] | None:
+    """(kind, depth) of a metric that is computed here; None: it is another one."""
     match = _METRIC.fullmatch(metric)
-    if match is None:
-        raise errors.InvalidInputError("metric", got=repr(metric), expected=_METRICS)
-    return match[1].lower(), int(match[2])
+    return None if match is None else (match[1].lower(), int(match[2]))
 
 
 def depth_of(metrics: Sequence[str]) -> int:
     """How deep rankings must be for all of them. Raises InvalidInputError for an unknown one."""
-    return max((_parse(metric)[1] for metric in metrics), default=10)
+    depths = (own[1] if (own := _own(metric)) else depth_of_named(named_measure(metric, _METRICS)) for metric in metrics)
+    return max(depths, default=10)
 
 
 def _dcg(gains: Sequence[int]) -> float:

@@ -79,6 +79,20 @@ def test_runs_saved_and_compared(store: Path, tmp_path: Path, capsys: pytest.Cap
     assert "+0.0000, 95% interval +0.0000 to +0.0000" in text
 
 
+def test_measures_of_ir_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By their own names, commas in brackets among them."""
+    pytest.importorskip("ir_measures", reason="ir-measures is not installed (extra [metrics])")
+    (tmp_path / "a.run").write_text("q Q0 a 1 2.0 x\nq Q0 b 2 1.0 x\n")
+    (tmp_path / "qrels").write_text("q 0 a 1\nq 0 b 2\n")
+    words = ["evaluate", tmp_path / "a.run", "--qrels", tmp_path / "qrels", "--json", "-", "--metrics"]
+    code, out, _ = run(capsys, *words, "nDCG@10,AP(rel=2,judged_only=True)@10,RR(rel=2)")
+    found = strict_json(out)["metrics"]
+    assert code == 0
+    assert list(found) == ["nDCG@10", "AP(rel=2,judged_only=True)@10", "RR(rel=2)"]
+    assert list(found.values())[1:] == [0.5, 0.5]
+    assert run(capsys, *words, "nonsense")[0] == 2
+
+
 def test_runs_and_stores_are_told_apart(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.run").write_text("q1 Q0 a 1 1.0 other\n")
     qrels = ["--qrels", tmp_path / "beir.tsv"]

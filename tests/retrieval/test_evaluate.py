@@ -47,7 +47,7 @@ def test_depth_counts_only_so_far() -> None:
             ["MRR@10"],
             OTHER_KIND,
         ),
-        ({}, {"q": {"a": 1}}, ["MAP"], "nDCG@k, MRR@k, MAP@k"),
+        ({}, {"q": {"a": 1}}, ["BLEU"], "nDCG@k, MRR@k, MAP@k"),
         ({}, {"q": {"a": 1}}, ["MRR@0"], "nDCG@k, MRR@k, MAP@k"),
     ],
 )

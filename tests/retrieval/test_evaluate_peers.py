@@ -4,6 +4,7 @@ names; the bootstrap interval against NumPy's own draws."""
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import espnx
 from espnx import errors
 from espnx.importers.trec import read_run, write_run
-from espnx.retrieval.evaluate import compare_rankings, evaluate, evaluate_each
+from espnx.retrieval.evaluate import compare_rankings, depth_of, evaluate, evaluate_each
 
 NAMES = {"nDCG": "nDCG", "MRR": "RR", "MAP": "AP", "recall": "R", "P": "P", "success": "Success"}
 METRICS = [f"{kind}@{depth}" for kind in NAMES for depth in (1, 3, 10, 100)]
@@ -216,3 +217,40 @@ def test_paired_bootstrap():
     for options in ({"confidence": 1.0}, {"confidence": 95}, {"samples": 0}, {"seed": -1}, {"metrics": ["x@1"]}):
         with pytest.raises(errors.InvalidInputError):
             compare_rankings(ours, other, qrels, **options)
+
+
+def test_their_names_are_computed_by_them():
+    """And agree with ours where both have a name for it; 7 and "7" are two documents, and a query that found nothing has a zero."""
+    pytest.importorskip("ir_measures", reason="ir-measures is not installed (extra [metrics])")
+    rng = np.random.default_rng(3)
+    documents = [7, "7", *(f"d{number}" for number in range(30))]
+    order = [rng.permutation(len(documents))[:20] for _ in range(6)]
+    run = {f"q{number}": [documents[place] for place in places] for number, places in enumerate(order)}
+    qrels = {f"q{number}": {each: int(rng.integers(0, 3)) for each in documents} for number in range(7)}
+    for judged in qrels.values():
+        judged[7], judged["7"] = 2, 0
+    pairs = {"RR@3": "MRR@3", "AP@10": "MAP@10", "R@5": "recall@5"}
+    found = evaluate_each(run, qrels, [*pairs, *pairs.values(), "Bpref", "ERR@20"])
+    for theirs_, ours in pairs.items():
+        assert list(found[theirs_]) == list(found[ours]) == list(qrels)
+        assert list(found[theirs_].values()) == pytest.approx(list(found[ours].values()), abs=1e-9, rel=0)
+        assert found[theirs_]["q6"] == 0
+    assert 0 < sum(found["Bpref"].values()) < 7
+    assert depth_of(["nDCG@10", "RR@30"]) == 30
+    assert depth_of(["Bpref"]) == 1000
+    [compared] = compare_rankings(run, run, qrels, ["ERR@20"])
+    assert compared.difference == 0
+
+
+@pytest.mark.parametrize("metric", ["nope@10", "foo bar", "", "RBP(p=0.8,rel=2)", "alpha_nDCG@10", "INST"])
+def test_what_ir_measures_does_not_compute(metric):
+    pytest.importorskip("ir_measures", reason="ir-measures is not installed (extra [metrics])")
+    with pytest.raises(errors.InvalidInputError, match="metric; got"):
+        evaluate({"q": ["a"]}, {"q": {"a": 1}}, [metric])
+
+
+def test_without_ir_measures_their_names_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ir_measures", None)
+    with pytest.raises(errors.InvalidInputError, match=r"got 'ERR@20'; expected nDCG@k.*pip install 'espnx\[metrics\]'"):
+        evaluate({"q": ["a"]}, {"q": {"a": 1}}, ["ERR@20"])
+    assert evaluate({"q": ["a"]}, {"q": {"a": 1}}, ["nDCG@10"]) == {"nDCG@10": 1.0}

@@ -28,7 +28,7 @@ from ...suggestions import suggests_keywords
 from ...tables import render_table
 from ..build.documents import check_count
 from ..encoder import AUTO, Encoded, Encoder, EncoderLike, check_same_encoder, encoder_of, remembered_encoder
-from ..evaluate import DEFAULT_METRICS, Qrels, check_judged, evaluate
+from ..evaluate import DEFAULT_METRICS, Qrels, check_judged, depth_of, evaluate
 from ..first_stage.interface import LoadedStage
 from ..sparse_encoder import SparseEncoderLike, sparse_encoder_of
 from ..store.manifest import data_directories, read_store_manifest
@@ -465,12 +465,12 @@ class Index:
 
         Args:
             queries, qrels: texts or vectors, and judgements, by the same names of queries.
-            metrics: of ``nDCG@k``, ``MRR@k``, ``recall@k``.
+            metrics: as of `espnx.evaluate`.
             candidates, first_stage, fuse, rerank, cascade, nprobe, prefetch_step, cls_weight, include, exclude, deadline_s: as of `search`.
 
         Raises what `search` and `evaluate` raise.
         """
-        k = max((int(metric.rpartition("@")[2]) for metric in metrics if metric.rpartition("@")[2].isdigit()), default=10)
+        k = depth_of(metrics)
         check_judged(queries, qrels)
         judged = [query for query in queries if query in qrels]
         self._check_known({document for query in judged for document in qrels[query]})
