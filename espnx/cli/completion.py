@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         wanted = shtab.DIRECTORY if each.metavar in _DIRECTORIES else shtab.FILE
         is_place = each.metavar in _FILES | _DIRECTORIES or (not each.option_strings and each.dest in _PLACES)
         if is_place and each.choices is None:
-            each.complete = wanted  # type: ignore[attr-defined]  # where shtab looks
+            each.complete = wanted  # where shtab looks
     print(shtab.complete(parser, shell=args.shell))
     return 0
 

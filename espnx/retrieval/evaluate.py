@@ -52,7 +52,7 @@ def evaluate(rankings: Rankings, qrels: Qrels, metrics: Sequence[str] = DEFAULT_
 @suggests_keywords
 def evaluate_each(rankings: Rankings, qrels: Qrels, metrics: Sequence[str] = DEFAULT_METRICS) -> dict[str, dict[Any, float]]:
     """What `evaluate` takes the means of: metric -> query -> value."""
-    own = {metric: found for metric in metrics if (found := _own(metric)) is not None}
+    own = {metric: parsed for metric in metrics if (parsed := _own(metric)) is not None}
     named = {metric: named_measure(metric, _METRICS) for metric in metrics if metric not in own}
     judged = {query: relevant for query, relevant in qrels.items() if any(gain > 0 for gain in relevant.values())}
     if not judged:
