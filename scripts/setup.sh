@@ -157,7 +157,9 @@ install_packages() {
   fi
   packages "installing what espnx runs on" numpy safetensors pyyaml triton || no_packages
   packages "installing the coarse index, the tests and the linters" \
-    faiss-cpu rich tokenizers transformers pytest pytest-timeout pytest-xdist jsonschema ir-measures shtab ruff mypy clang-format || no_packages
+    faiss-cpu rich tokenizers transformers pytest pytest-timeout pytest-xdist jsonschema ir-measures ruff mypy clang-format || no_packages
+  packages "installing what writes completions for shells" shtab ||
+    say "going on without shtab: 'espnx completion' needs it, nothing else does"
   packages "installing what stems words, and the BM25 that ours is held against" PyStemmer bm25s || no_packages
   packages "installing what reads Parquet and Arrow files" pyarrow ||
     say "going on without pyarrow: corpora in Parquet and Arrow files need it"

@@ -15,6 +15,7 @@ from .host import usable_memory_bytes
 from .output import add_json_option, emit, json_document
 from .plan_graph import configure_graph, run_graph
 from .plan_index import FITS, configure_index, run_index
+from .plan_postings import configure_postings, run_postings
 
 DESCRIPTION = """Of a model (--model): sizes come from the configuration and the headers of the weights; nothing of it is loaded. With
 --storage the disk is measured (a temporary file of at most 256 MiB, read past the page cache), and memory and matrix products for a
@@ -24,7 +25,9 @@ time. So is the time to compute a prompt anew, and with it the bandwidth from wh
 Of an index (--documents; without --tokens and --dim of 80 tokens x 128 dimensions, and it says so): bytes on SSD and in memory, and with
 --storage what a build takes at least.
 
-Of a graph of vectors (--vectors, --dim): bytes on SSD and in memory by where its codes lie, of a build, and with prices the cost."""
+Of a graph of vectors (--vectors, --dim): bytes on SSD and in memory by where its codes lie, of a build, and with prices the cost.
+
+Of posting lists (--postings): bytes on SSD and in memory."""
 DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -42,13 +45,14 @@ def configure(parser: ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, help="of weights, K and V (default: as stored, else as the config says)")
     configure_index(parser)
     configure_graph(parser)
+    configure_postings(parser)
 
 
 def run(args: Namespace) -> int:
-    runs = {"--model": run_model, "--documents": run_index, "--vectors": run_graph}
+    runs = {"--model": run_model, "--documents": run_index, "--vectors": run_graph, "--postings": run_postings}
     given = [name for name in runs if getattr(args, name[2:]) is not None]
     if len(given) != 1:
-        fix = "one at a time" if given else "--model DIR --context S, --documents N or --vectors N --dim D"
+        fix = "one at a time" if given else "--model DIR --context S, --documents N, --vectors N --dim D, or --postings N"
         raise InvalidInputError("plan", got=" and ".join(given) or "nothing to plan", expected=f"one of {', '.join(runs)}", fix=fix)
     return runs[given[0]](args)
 

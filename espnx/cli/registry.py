@@ -206,7 +206,8 @@ COMMANDS = {
         {
             "plan --model llama-8b --batch 4 --context 128000 --memory 8GiB --storage /mnt/nvme": "",
             "plan --model config.json --batch 1 --context 32768": "sizes alone",
-            "plan --documents 10000000 --tokens 80 --dim 128": "an index",
+            "plan --documents 10000000": "an index, of 80 tokens x 128 dimensions where nothing else is said",
+            "plan --postings 10000000": "BM25",
             "plan --vectors 100000000 --dim 128 --price-per-tb-ssd 80 --price-per-gb-ram 4": "a graph",
             "plan --documents 1000000 --tokens 180 --encoder minilm --pca 128 --storage /mnt/nvme": "",
         },

@@ -258,7 +258,11 @@ def test_what_is_not_said_of_an_index_is_assumed_and_marked(
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        ((), 2, "nothing to plan; expected one of --model, --documents, --vectors. Fix: --model DIR --context S, --documents N"),
+        (
+            (),
+            2,
+            "nothing to plan; expected one of --model, --documents, --vectors, --postings. Fix: --model DIR --context S, --documents N",
+        ),
         (("--model", "nope"), 2, "plan --model nope; got no such folder"),
         (("--model", "meta-llama/Llama-3-8B"), 2, "hf download meta-llama/Llama-3-8B"),
         (("--model", "{llama}"), 2, "got no --context"),

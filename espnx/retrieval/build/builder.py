@@ -464,8 +464,8 @@ def build(
 
     Args:
         path: the store's directory; made if need be.
-        documents: an iterable, read once: ``(id, text)`` pairs, mappings with ``id`` and ``text``, or `Document`. Only a batch is held. Of
-            a list of texts (or an iterator) the ids are their places, 0, 1, 2, ...
+        documents: an iterable, read once, a batch at a time: ``(id, text)`` pairs, mappings with ``id`` and ``text``, or `Document`; or
+            a list (or an iterator) of texts, whose ids are their places, 0, 1, 2, ...
         encoder: turns texts into vectors, or a description of one as `espnx.load_encoder` takes it; needed unless every document brings
             its own vectors.
         format, coarse, pca, pooling, first_stages, language, sparse_encoder: see `BuildOptions`; None: its default, or what `trained` was
@@ -495,12 +495,11 @@ def build(
             raise errors.InvalidInputError(name, got=type(value).__name__, expected=f"a {kind.__name__}, or None")
     chosen = BuildOptions(**given) if trained is None else options_of(trained, given)
     check_documents(documents)
-    check_callable("progress", progress)
     check_place(path, chosen.directories, replace=replace)
+    check_callable("progress", progress)
     makes = encoder_of(encoder, built_with=trained.encoder if trained else None)
-    checked = _checked_dims(makes, dims, trained)
     stage = None if trained is None else trained.first_stage
-    recipe = Recipe.of(chosen, checked, makes.name if makes else None, codebook=codebook, stage=stage)
+    recipe = Recipe.of(chosen, _checked_dims(makes, dims, trained), makes.name if makes else None, codebook=codebook, stage=stage)
     if trained is not None:
         check_trained(trained, recipe)
     with _locked(path, engine, chosen.directories) as (where, owned):
