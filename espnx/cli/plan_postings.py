@@ -1,4 +1,5 @@
-"""``espnx plan --postings``: what BM25, or an index of sparse vectors, needs on SSD and in memory."""
+"""``espnx plan --postings``: what BM25, or an index of sparse vectors, needs on SSD and in memory. A file of its own as the plan of
+each other kind of store is."""
 
 from __future__ import annotations
 
@@ -34,18 +35,18 @@ def run_postings(args: Namespace) -> int:
     rows.append(
         ("on SSD", format_size(plan.disk["total_bytes"]), f"{plan.disk['total_bytes'] / plan.n_postings:.2f} bytes a posting (modelled)")
     )
-    rows += [_part(name, size) for name, size in plan.disk.items()]
+    rows += _parts(plan.disk)
     rows.append(("in memory", format_size(plan.memory["total_bytes"]), f"{plan.memory['total_bytes'] / args.postings:.2f} bytes a record"))
-    rows += [_part(name, size) for name, size in plan.memory.items()]
+    rows += _parts(plan.memory)
     inputs = {"postings": args.postings, "terms": terms, "vocabulary": vocabulary, "weights": args.weights}
     document = json_document("plan", inputs=inputs, assumed=assumed, kinds={"disk": "modelled", "memory": "computed"}, **asdict(plan))
-    emit(args, render_table(("", "", ""), [row for row in rows if row], right=()), document)
+    emit(args, render_table(("", "", ""), rows), document)
     return 0
 
 
-def _part(name: str, size_bytes: int) -> tuple[str, str, str] | None:
+def _parts(sizes: dict[str, int]) -> list[tuple[str, str, str]]:
     words = {
         "lists_bytes": "lists of records and values", "dictionary_bytes": "where each list is", "names_bytes": "terms",
         "forward_bytes": "terms of each record, for exact scores", "places_bytes": "where each of those is", "lengths_bytes": "of records",
     }  # fmt: skip
-    return None if name == "total_bytes" else (f"  {name.removesuffix('_bytes')}", format_size(size_bytes), words[name])
+    return [(f"  {name.removesuffix('_bytes')}", format_size(sizes[name]), what) for name, what in words.items() if name in sizes]
