@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     for directory in args.storage:
         check_given_directory(directory)
     if args.prompts and not os.path.exists(args.prompts):
-        raise InvalidInputError(f"prompts {args.prompts}", got="no such file", expected="a prompt a line, or JSON lines")
+        raise InvalidInputError(f"prompts {args.prompts}", got="no such file", expected="a readable file, a prompt a line or JSON lines")
     with ProgressLine() as progress:
         try:
             report = _generate(args, out, progress)
