@@ -31,10 +31,10 @@ install() { "$1/bin/python" -m pip install --progress-bar off "${@:2}"; }
 
 pylate() { install "$1" pylate==1.6.0; }
 
-# PyLate pins an older one. This one is put before it, with the same torch, which both pin.
+# PyLate pins an older one. This one is put before it, with the same torch, which both pin; numkong is what usearch asks for.
 fast_plaid() {
   [ -e "$ENVIRONMENTS/pylate/ready" ] || { echo "it takes torch from the environment of PyLate, which is not there"; return 1; }
-  install "$1" --no-deps fast-plaid==1.7.0.2110 usearch==2.26.6 || return
+  install "$1" --no-deps fast-plaid==1.7.0.2110 usearch==2.26.6 numkong==7.8.6 || return
   ls -d "$PWD/$ENVIRONMENTS"/pylate/lib/python*/site-packages >"$(ls -d "$1"/lib/python*/site-packages)/pylate.pth"
 }
 

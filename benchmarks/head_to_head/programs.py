@@ -41,7 +41,7 @@ def chosen(args: Namespace, systems: Sequence[str]) -> list[str]:
 
 
 def ask(program: str, environments: Path, job: Mapping[str, Any], scratch: Path, *, limit_s: float | None = None) -> dict[str, Any]:
-    """What a process of ``scripts/head_to_head/PROGRAM.py`` answers, or ``why`` there is no answer.
+    """What a process of ``scripts/head_to_head/PROGRAM.py`` answers, or ``why`` there is no answer; both where its time ended amid it.
 
     Args:
         job: with its ``system``, and what it is asked to ``do``, one of `PHASES`.
@@ -60,7 +60,8 @@ def ask(program: str, environments: Path, job: Mapping[str, Any], scratch: Path,
         with log.open("w") as said:
             code = _run(command, json.dumps({**job, "out": str(out)}), said, {**os.environ, **own}, limit_s)
     except subprocess.TimeoutExpired:
-        return {"why": f"did not finish {PHASES[job['do']]} in {limit_s:g} s"}
+        so_far: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
+        return {**so_far, "why": f"did not finish {PHASES[job['do']]} in {limit_s:g} s"}
     if code or not out.is_file():
         return {"why": f"exit code {code}: {(log.read_text(errors='replace').strip().splitlines() or [''])[-1]}"}
     answer: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))

@@ -117,16 +117,17 @@ def _compared(args: Namespace, corpus: Corpus, scratch: Path, say: Say) -> list[
         if "why" not in built:
             answer = ask("search", Path(args.environments), {**job, "do": "search"}, scratch, limit_s=limit_s)
         shutil.rmtree(scratch / "index", ignore_errors=True)
-        if "why" in answer:
-            found.append(row_of({**params, "effort": {}}, system, answer, {}))
-            say(shown(found[-1]))
         for point in answer.get("points", []):
             truth = truth or point["found"]  # where exact was not asked for, the others are compared with the first
             metrics = {name: float(built[name]) for name in ("build_s", "index_bytes")} | _quality(corpus, point["found"], truth)
-            metrics |= {name: float(point[name]) for name in ("held_bytes", "mapped_bytes")}
+            metrics |= {name: float(point[name]) for name in ("held_bytes", "mapped_bytes", "together_s")}
+            metrics["together_recall"] = _quality(corpus, point["found_together"], truth)[f"recall@{K}"]
             answered = {**point, "version": answer["version"]}
-            found.append(row_of({**params, "effort": point["effort"]}, system, answered, metrics))
+            found.append(row_of({**params, "effort": point["effort"], "options": point["options"]}, system, answered, metrics))
             say(f"{shown(found[-1])}, recall {metrics[f'recall@{K}']:.3f}")
+        if "why" in answer:  # after the efforts that it did come to the end of
+            found.append(row_of({**params, "effort": {}}, system, answer, {}))
+            say(shown(found[-1]))
     return found
 
 

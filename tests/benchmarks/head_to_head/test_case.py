@@ -29,16 +29,23 @@ from tests.benchmarks.kv.test_resume import LLAMA
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def ask_here(program: str, environments: Path, job: dict[str, Any], scratch: Path, *, limit_s: float | None) -> dict[str, Any]:
-    """In this process, where this Python runs the system: importing torch again takes longer than all else."""
-    if job["system"] in programs.ENVIRONMENTS:
-        return programs.ask(program, environments, job, scratch, limit_s=limit_s)
+def script(program: str) -> Any:
+    """The module that a program's process runs."""
     spec = importlib.util.spec_from_file_location(f"head_to_head_{program}", ROOT / "scripts" / "head_to_head" / f"{program}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return json.loads(json.dumps(module.answer(job)))
+    return module
+
+
+def ask_here(program: str, environments: Path, job: dict[str, Any], scratch: Path, *, limit_s: float | None) -> dict[str, Any]:
+    """In this process, where this Python runs the system: importing torch again takes longer than all else."""
+    if job["system"] in programs.ENVIRONMENTS:
+        return programs.ask(program, environments, job, scratch, limit_s=limit_s)
+    module = script(program)
+    *_, found = module.answers(job) if program == "search" else (module.answer(job),)
+    return json.loads(json.dumps(found))
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +70,9 @@ def test_indexes_of_the_same_vectors(tmp_path: Path) -> None:
     assert most.params["effort"] == {"candidates": 4000}  # more than there are
     assert (most.metrics["recall@10"], most.n, most.correct) == (1.0, 10, True)
     assert most.bytes_moved > 0
+    assert most.metrics["together_s"] > 0
+    assert most.metrics["together_recall"] == 1.0
+    assert most.params["options"] == {}
     assert systems["espnx"][0].metrics["recall@10"] < 1.0
     assert len(systems["fast-plaid"]) == 1
     missing = systems["fast-plaid"][0]
@@ -181,6 +191,42 @@ def test_a_program_whose_time_is_up_says_so_and_the_next_one_runs(tmp_path: Path
     for pid in pids.read_text().split():
         assert has_ended(int(pid))
     assert by_recall(rows)[1][1][-1] == "did not finish building in 1.5 s"
+
+
+def test_what_was_measured_before_the_time_was_up_is_kept(tmp_path: Path) -> None:
+    point = {
+        "effort": {"n": 2}, "options": {"threads": 1}, "seconds": [0.1] * 10, "found": [[0]] * 10, "found_together": [[0]] * 10,
+        "held_bytes": 1, "mapped_bytes": 2, "together_s": 0.05, "path": "mmap", "moved_bytes": 0,
+    }  # fmt: skip
+    built, searched = {"version": "1", "build_s": 1.0, "index_bytes": 9}, {"version": "1", "points": [point]}
+    answer = f"open(job['out'], 'w').write({json.dumps(built)!r} if is_build else {json.dumps(searched)!r})"
+    program = f"job = json.load(sys.stdin); is_build = job['do'] == 'build'; {answer}; is_build or time.sleep(60)"
+    stub(tmp_path / "none", "fast-plaid", f"exec {shlex.quote(sys.executable)} -ISc {shlex.quote(f'import json, sys, time; {program}')}")
+    rows = bench(tmp_path, "search", "--system", "exact,fast-plaid", "--time-limit", "1.5")[1:]
+    assert [(each.n, each.params["effort"], each.params["why"]) for each in rows] == [
+        (10, {"n": 2}, None), (0, {}, "did not finish searching in 1.5 s"),
+    ]  # fmt: skip
+    assert rows[0].params["options"] == {"threads": 1}
+    assert [line[2] for line in by_recall(rows)[1]] == ["n 2"]
+
+
+def test_the_fastest_options_are_used() -> None:
+    class Program:
+        efforts = ({"n": 1}, {"n": 2}, {"n": 3})
+        options = ({"batch_size": 64}, {"batch_size": 1}, {"batch_size": 16})
+        used, asked = list[int](), list[tuple[int, dict[str, int]]]()
+
+        def use(self, batch_size: int) -> None:
+            self.used.append(batch_size)
+
+        def search(self, tokens: int, effort: dict[str, int]) -> None:
+            self.asked.append((self.used[-1], effort))
+            time.sleep(self.used[-1] / 1000)
+
+    program = Program()
+    assert script("search").fastest(program, [1, 2, 3]) == {"batch_size": 1}
+    assert program.used == [64, 1, 16, 1]
+    assert {size for size, effort in program.asked if effort == {"n": 2}} == {64, 1, 16}
 
 
 def has_ended(pid: int) -> bool:
