@@ -20,8 +20,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from espnx.ops._native import load_ops
-
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -46,6 +44,8 @@ def killed_at(owner: Any, name: str, nth: int, after: bool) -> None:
 
 def load(*packages: str) -> None:
     """Imports whole packages, so that no child has to."""
+    from espnx.ops._native import load_ops  # of torch, which tests/conftest.py must not import before it has set how threads wait
+
     for package in packages:
         path = importlib.import_module(package).__path__
         for found in pkgutil.walk_packages(path, package + "."):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,3 +50,10 @@ def test_every_room_has_tests_and_a_place_in_the_smoke_selection() -> None:
     missing = {room for room in tops | inside if not any(line.startswith(f"tests/{room}/") for line in lines)}
     assert not missing, "tests/smoke.txt"
     assert lines == sorted(set(lines))
+
+
+def test_conftest_says_how_threads_wait_before_torch_reads_it() -> None:
+    """What it imports first brings no torch; threads that spin between two pieces of work take twice the suite's time."""
+    code = "import sys; import tests.forks; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from espnx.cli.main import main
 from espnx.device.conformance.row_checks import FAULT_CHECKS
+from tests.forks import Forks
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "espnx" / "device" / "example"
@@ -47,26 +48,35 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def run(installed: Path, *words: str, code: int = 0) -> str:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(installed), str(ROOT)])}
-    done = subprocess.run(
-        [sys.executable, *words], env=environment, cwd=installed.parent, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == code, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(installed: Path, open_forks: Callable[[str], Forks]) -> Callable[..., str]:
+    """Runs a program where the package is installed, in a process of its own that has imported espnx, and returns what it printed."""
+
+    def run(program: str, code: int = 0) -> str:
+        out, err = installed.parent / "stdout", installed.parent / "stderr"
+        text = f"import sys\n\nsys.path.insert(0, {str(installed)!r})\n{program}"
+        found = open_forks("tests.doc_examples").run(text=text, cwd=installed.parent, stdout=out, stderr=err)
+        assert found == code, err.read_text()
+        return out.read_text()
+
+    return run
 
 
-def test_it_is_listed_verified_and_used(installed: Path) -> None:
+def command(*words: str) -> str:
+    return f"from espnx.cli.main import main\n\nsys.exit(main({list(words)!r}))\n"
+
+
+def test_it_is_listed_verified_and_used(run: Callable[..., str]) -> None:
     """Damage cannot be tried on what reads past espnx's engine: that is less than a pass."""
-    listed = {each["name"]: each for each in json.loads(run(installed, "-m", "espnx", "device", "ls", "--json", "-"))["devices"]}
+    listed = {each["name"]: each for each in json.loads(run(command("device", "ls", "--json", "-")))["devices"]}
     assert listed["ram"]["from"] == "espnx-ram-device"
-    words = ("-m", "espnx", "device", "verify", "ram", "--soak", "1", "--json", "-")
-    outcomes = {each["check"]: each["outcome"] for each in json.loads(run(installed, *words, code=4))["checks"]}
+    verified = json.loads(run(command("device", "verify", "ram", "--soak", "1", "--json", "-"), code=4))
+    outcomes = {each["check"]: each["outcome"] for each in verified["checks"]}
     assert "failed" not in outcomes.values()
     assert [name for name, outcome in outcomes.items() if outcome == "not made"] == [f"rows: {name}" for name in FAULT_CHECKS]
     assert outcomes["rows: attends"] == outcomes["rows: a soak"] == outcomes["a generation"] == "ok"
     assert outcomes["clusters"] == "not offered"
-    assert run(installed, "-c", _GENERATES) == "the same tokens\n"
+    assert run(_GENERATES) == "the same tokens\n"
 
 
 def test_a_directory_that_is_not_empty_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,10 +90,10 @@ def stored_as(change: Callable[[Wrong, Any], None]) -> type[Wrong]:
     return Changed
 
 
-def flipped(bit: int) -> Callable[[Wrong, Any], None]:
+def flipped(bit: int, n: int = 1000) -> Callable[[Wrong, Any], None]:
     def flip(rows: Wrong, segment: Any) -> None:
         for head in segment.blocks:
-            if head.numel() and rows.rarely(1000):
+            if head.numel() and rows.rarely(n):
                 head.view(-1)[segment.n_rows * 2 - 1 if segment.n_rows > 9 else 1] ^= bit
 
     return flip
@@ -116,7 +116,7 @@ def replaced(view: SegmentView, **facts: Any) -> SegmentView:
 class LosesTickets(Wrong):
     def ahead(self, *args: Any) -> int:
         ticket = super().ahead(*args)
-        if self.rarely(1000):
+        if self.rarely(200):
             self._line.pop()
         return ticket
 
@@ -223,7 +223,7 @@ class ShowsTwice(Wrong):
     def visit(self, ticket: int, show: Show) -> None:
         def again(memory: torch.Tensor, pieces: np.ndarray) -> None:
             show(memory, pieces)
-            if self.rarely(1000):
+            if self.rarely(200):
                 show(memory, pieces)
 
         super().visit(ticket, again)
@@ -270,7 +270,7 @@ class JoinsTheFirstTwo(Wrong):
 
 class RaisesSometimes(Wrong):
     def put(self, *args: Any) -> list[Any]:
-        if self.rarely(1000):
+        if self.rarely(200):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return super().put(*args)
 
@@ -332,10 +332,10 @@ def _every(n: int, found: Callable[[torch.Tensor, torch.Tensor], Result]) -> typ
 SABOTAGES: dict[str, Callable[[], type[Wrong]]] = {
     "a result is wrong in 1 of 10 calls": lambda: _every(10, lambda o, lse: (o * 1.5, lse)),
     "a result is wrong in 1 of 1,000 calls": lambda: _every(1000, lambda o, lse: (o * 1.5 + 1, lse)),
-    "a result is no number in 1 of 1,000 calls": lambda: _every(1000, lambda o, lse: (o * torch.nan, lse)),
+    "a result is no number in 1 of 200 calls": lambda: _every(200, lambda o, lse: (o * torch.nan, lse)),
     "noise": lambda: result(noise),
     "lse is off": lambda: result(lambda rows, o, lse, *_: (o, lse + 1e-3)),
-    "the highest bit in 1 of 1,000 heads": lambda: stored_as(flipped(128)),
+    "the highest bit in 1 of 200 heads": lambda: stored_as(flipped(128, 200)),
     "the lowest bit in 1 of 1,000 heads": lambda: stored_as(flipped(1)),
     "rows are stale": lambda: result(stale),
     "rows are moved": lambda: stored_as(rows_changed),
@@ -346,7 +346,7 @@ SABOTAGES: dict[str, Callable[[], type[Wrong]]] = {
     "never written": lambda: NeverWritten,
     "not closed": lambda: NotClosed,
     "closes once": lambda: ClosesOnce,
-    "a ticket is lost in 1 of 1,000": lambda: LosesTickets,
+    "a ticket is lost in 1 of 200": lambda: LosesTickets,
     "a write is lost in 1 of 1,000": lambda: stored_as(zeroed),
     "the 4th sequence is zeros": lambda: on(lambda view: view.sequence == 3, lambda view: None),
     "heads from the 5th on are zeros": lambda: result(lambda rows, o, lse, *_: (torch.cat([o[:, :4], 0 * o[:, 4:]], dim=1), lse)),
@@ -362,7 +362,7 @@ SABOTAGES: dict[str, Callable[[], type[Wrong]]] = {
     "files are left open": lambda: LeaksFiles,
     "memory is kept": lambda: LeaksMemory,
     "what `show` raises is swallowed": lambda: SwallowsWhatShowRaises,
-    "rows are shown twice in 1 of 1,000": lambda: ShowsTwice,
+    "rows are shown twice in 1 of 200": lambda: ShowsTwice,
     "rows are not shown": lambda: ShowsTheFirstPieceAlone,
     "a line that devices share": lambda: SharedLine,
     "counters for one thread": lambda: StatsOfOneThread,
