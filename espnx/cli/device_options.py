@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ..errors import InvalidInputError
 
 if TYPE_CHECKING:
+    from ..device.emulation.use import DeviceUse
     from ..device.registry import Devices
 
 
@@ -63,21 +64,12 @@ def devices_of(args: argparse.Namespace, directories: Sequence[str], *, idle: Ca
             print(f"espnx: warning: the trace {args.record} is empty: {idle() or 'no device was asked for anything'}", file=sys.stderr)
 
 
-def emulated_note(devices: Devices | None) -> Callable[[], str]:
-    """From here on: what says how long work took emulated devices, or why that is not to be quoted (results are right all the same). Empty
-    of other devices."""
+def watch_devices(devices: Devices | None) -> Callable[..., DeviceUse | None]:
+    """From here on: what says how emulated devices were used (`espnx.device.emulation.use.watch`); None of other devices."""
     first = devices[0] if isinstance(devices, Sequence) and devices else devices
     topology = getattr(first, "topology", None)
     if topology is None:
-        return str
-    if not topology.stretch:
-        return lambda: "emulated, and not waited for: times are this machine's"
-    from ..device.emulation.report import report
+        return lambda beside_bytes=0: None
+    from ..device.emulation.use import watch
 
-    begun = topology.times()
-
-    def note() -> str:
-        found = report(topology, begun)
-        return str(found.refusal or f"emulated: {found.virtual_s:.3g} s on {topology.n_devices} x {topology.spec.name}")
-
-    return note
+    return watch(topology)

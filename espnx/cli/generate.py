@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..checks import check_given_directory
 from ..errors import InvalidInputError
 from ..suggestions import downloading
 from ..tables import render_table
-from .device_options import add_device_options, at_least_0, devices_of, emulated_note
+from .device_options import add_device_options, at_least_0, devices_of, watch_devices
 from .output import add_json_option, emit, json_document
 
 if TYPE_CHECKING:
+    from ..device.emulation.use import DeviceUse
     from ..integrations.generate.generate import Report
     from .progress import ProgressLine
 
@@ -90,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInputError(f"prompts {args.prompts}", got="no such file", expected="a readable file, a prompt a line or JSON lines")
     with ProgressLine() as progress:
         try:
-            report = _generate(args, out, progress)
+            report, use = _generate(args, out, progress)
         except BaseException as error:
             is_under_way = not isinstance(error, InvalidInputError) and out is not None and os.path.exists(out)
             if is_under_way and os.path.getsize(str(out)):
@@ -98,14 +100,14 @@ def run(args: argparse.Namespace) -> int:
             raise
     document = json_document(
         "generate", out=out, prompts=report.prompts, skipped=report.skipped, batches=report.stats, results=report.results,
-        note=report.note,
+        device=None if use is None else asdict(use),
     )  # fmt: skip
     texts = [f"{args.prompt[int(line['id']) - 1]}\n{line['text']}\n" for line in report.results]
-    emit(args, "\n".join([*texts, _text(report, out)]), document)
+    emit(args, "\n".join([*texts, _text(report, out, use)]), document)
     return 0
 
 
-def _generate(args: argparse.Namespace, out: str | None, progress: ProgressLine) -> Report:
+def _generate(args: argparse.Namespace, out: str | None, progress: ProgressLine) -> tuple[Report, DeviceUse | None]:
     with progress.loading("PyTorch and transformers"):
         import torch
 
@@ -142,21 +144,20 @@ def _generate(args: argparse.Namespace, out: str | None, progress: ProgressLine)
         cache_options = {
             "x_rows": args.x_rows, "format": args.format, "capacity_tokens": args.capacity, "engine": args.engine, "device": device,
         }  # fmt: skip
-        note = emulated_note(device)
+        use = watch_devices(device)
         report = generate_file(
             model, tokenizer, prompts, out, args.storage, batch_size=args.batch, settings=settings, cache_options=cache_options,
             generate_options=generate_options, progress=lambda done, total: progress.update("prompts", done, total),
         )  # fmt: skip
-        report.note = note()
-        return report
+        return report, use()
 
 
-def _text(report: Report, out: str | None) -> str:
+def _text(report: Report, out: str | None, use: DeviceUse | None) -> str:
     from ..integrations.transformers.summary import work
 
     rows: list[tuple[str, object]] = [("prompts", f"{report.prompts} now, {report.skipped} before")]
     if out is not None:
         rows.insert(0, ("results", out))
-    if report.note:
-        rows.append(("devices", report.note))
+    if use is not None:
+        rows.append(("devices", use.summary()))
     return render_table(("", ""), rows + (work(report.stats) if report.stats else []))

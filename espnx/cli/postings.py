@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InvalidInputError
 from ..sizes import format_size, parse_size
 from ..tables import render_table
-from .device_options import add_device_options, devices_of, emulated_note
+from .device_options import add_device_options, devices_of, watch_devices
 from .output import add_json_option, emit, json_document
 
 if TYPE_CHECKING:
@@ -278,14 +278,14 @@ def _split_search(args: argparse.Namespace) -> tuple[dict[str, Any], Found, list
     directories = [args.postings, *args.also]
     with devices_of(args, directories) as devices, SplitPostings(directories, device=devices or "ssd") as postings:
         queries = _queries(args, postings.facts.kind)
-        note = emulated_note(devices)
+        use = watch_devices(devices)
         found = postings.search(list(queries.values()), args.k, **_bm25_options(args))
         links = ", ".join(
             f"{format_size(round(_mean(each.sum(axis=1))))} {way}"
             for each, way in ((found.command_bytes, "to devices"), (found.reply_bytes, "back"), (found.flash_bytes, "from flash"))
         )
-        took = note()
-    said = f"\n{len(directories)} devices, by {postings.placement}: {links} a query{took and f'; {took}'}"
+        used = use()
+    said = f"\n{len(directories)} devices, by {postings.placement}: {links} a query{'' if used is None else f'; {used.summary()}'}"
     return queries, found, _results(queries, found), said
 
 

@@ -290,13 +290,17 @@ def test_on_emulated_devices(model: Path, folder: Path, capsys: pytest.CaptureFi
     words = ["--model", model, "--prompt", PROMPTS[1], "--storage", folder / "a", "--storage", folder / "b", *more]
     code, out, err = run(capsys, *words, "--json", folder / "report.json")
     assert code == 0, err
-    (stats,) = strict_json((folder / "report.json").read_text())["batches"]
+    document = strict_json((folder / "report.json").read_text())
+    (stats,), use = document["batches"], document["device"]
     assert stats["layers_attended_on_host"] == 0
     assert stats["bytes_asked"] > 0
-    assert re.search(r"devices +emulated, and not waited for", out)
+    assert re.search(r"devices +2 x smartssd, emulated: .* from flash, .* ms of their own, with this machine's work in no time", out)
+    assert (use["name"], use["devices"], use["host_share"], use["why"]) == ("smartssd", 2, None, "")
+    assert use["virtual_s"] > 0
+    assert use["flash_bytes"] > use["to_host_bytes"] > 0  # results cross the links, not rows
     code, recorded, err = run(capsys, *words, "--record", folder / "trace")
     assert code == 0, err
-    assert re.search(r"devices +emulated, and not waited for", recorded)
+    assert re.search(r"devices +2 x smartssd, emulated: .* ms of their own", recorded)
     code, _, err = run(capsys, *words[:6], "--stretch", 3)
     assert code == 2
     assert "--device smartssd" in err

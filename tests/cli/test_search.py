@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -166,3 +167,33 @@ def test_ids_that_nobody_has(store: Path, capsys: pytest.CaptureFixture[str]) ->
     assert err == "espnx: warning: --include: none of the 1 ids in the store; not nope\n"
     _, _, err = run(capsys, *words, "--include", "a", "--include", "3", "--include", "7", "--exclude", "b")
     assert err == "espnx: warning: --include: 2 of the 3 ids in the store; not 7\n"
+
+
+def test_how_an_emulated_device_was_used(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own time where nothing else is in it; bytes in any case, and why there is no time."""
+    words = ["search", store, "red green", "-k", 2, "--encoder", "toy", "--nprobe", 2]
+    code, plain, _ = run(capsys, *words, "--json", "-")
+    assert (code, strict_json(plain)["device"]) == (0, None)
+    code, out, err = run(capsys, *words, "--device", "smartssd", "--stretch", 0, "--json", "-")
+    assert code == 0, err
+    use = strict_json(out)["device"]
+    (result,) = strict_json(out)["results"]
+    assert use["flash_bytes"] == use["to_host_bytes"] == result["bytes_moved"] > 0  # no accelerator of its own for MaxSim
+    assert 82e-6 <= use["virtual_s"] < 1e-3  # one read alone takes 82 us
+    assert (use["host_share"], use["why"]) == (None, "")
+    code, out, _ = run(capsys, *words, "--device", "smartssd", "--stretch", 0.001)
+    assert code == 0
+    assert re.search(r"1 x smartssd, emulated: 0\.\d+ MB from flash, 0\.\d+ MB to the host; not timed: .*this machine's", out)
+
+
+def test_reads_past_the_devices_have_no_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A first stage on SSD reads by itself: its time would stand in the devices' as next to nothing."""
+    build(tmp_path / "words", TEXTS, encoder=toy_encoder(), dims=None, first_stages="bm25")
+    code, out, err = run(
+        capsys, "search", tmp_path / "words", "red green", "--encoder", "toy", "--device", "smartssd", "--stretch", 0, "--json", "-"
+    )
+    assert code == 0, err
+    use = strict_json(out)["device"]
+    assert use["virtual_s"] is None
+    assert "past the devices" in use["why"]
+    assert use["flash_bytes"] > 0

@@ -19,7 +19,7 @@ from ...storage import FileHandle, Future
 from ..interface import KeptRecords, Pairs, RecordDevice, RecordQuery, RecordTicket
 from ..record_layout import RecordLayout
 from .faults import Guard
-from .paced import Group, PacedDevice, PacedTicket, begins_read, groups_of, in_pages
+from .paced import Group, PacedDevice, PacedTicket, groups_of, page_reads
 from .topology import Topology, Transfer
 
 _SCORE_BYTES = 8  # a float32, and the record's number
@@ -99,15 +99,15 @@ class _EmulatedRecords:
         numbers = np.ascontiguousarray(numbers, dtype=np.int64)
         layout, pacing = self._layout, self._pacing
         file, offset_bytes, size_bytes = (each.numpy() for each in layout.locate(numbers))
-        pages, reads = in_pages(size_bytes), begins_read(file, offset_bytes, size_bytes, gap_bytes)
+        reads, moved_bytes = page_reads(file, offset_bytes, size_bytes, gap_bytes)
         wanted = np.ones(len(numbers), np.int64) if pairs is None else np.bincount(pairs.item, minlength=len(numbers))
         tokens = sum(len(each.tokens) for each in queries) / max(len(queries), 1)
         flop = 2.0 * layout.schema.dim * tokens * layout.n_tokens[numbers] * wanted
         asked, groups = pacing.queries(queries), list[Group]()
-        for begin, end in groups_of(pages):
+        for begin, end in groups_of(moved_bytes):
             part = slice(begin, end)
             sent = int(reads[part].sum()), float(flop[part].sum()), int(wanted[part].sum())
-            transfer = pacing.group(int(pages[part].sum()), *sent, asked)
+            transfer = pacing.group(int(moved_bytes[part].sum()), *sent, asked)
             groups.append(Group(begin, end, transfer))
         inner = self._inner.maxsim(numbers, queries, pairs, gap_bytes=gap_bytes, is_urgent=is_urgent, deadline_s=deadline_s)
         wall_s = deadline_s * max(pacing.topology.stretch, 1.0)

@@ -67,11 +67,14 @@ class Report:
         more = self.host_s * (1 - HOST_SHARE_MAX) / (HOST_SHARE_MAX * self.waited_s) if self.waited_s > 0 else math.inf
         return _rounded_up(self.stretch * more) if more <= _MORE_MAX else math.inf
 
-    @property
-    def _too_little(self) -> str:
+    def _way_out(self, stretch: float) -> str:
+        elsewhere = "`espnx bench device` measures such devices"
         if not self.waited_s:
-            return "nobody waited for an emulated device"
-        return f"its devices were waited for in {self.waited_s:.2g} s of it, too little to say which stretch would do: give them more to do"
+            return f"nobody waited for an emulated device; {elsewhere}"
+        if not math.isfinite(stretch):
+            waited = f"its devices were waited for in {self.waited_s:.2g} s of it, too little to say which stretch would do"
+            return f"{waited}: give them more to do; {elsewhere}"
+        return f"run it again with a stretch of {stretch:g}, for about {self.host_s + self.waited_s * stretch / self.stretch:.2g} s"
 
     @property
     def refusal(self) -> TimesNotValidError | None:
@@ -83,7 +86,7 @@ class Report:
             "the times of this emulated run are not the devices' (its results are right)",
             got=f"{self.host_share:.0%} of {self.wall_s:.3g} s that were this machine's, at a stretch of {self.stretch:g}",
             expected=f"at most {HOST_SHARE_MAX:.0%}",
-            fix=f"run it again with a stretch of {more:g}" if math.isfinite(more) else self._too_little,
+            fix=self._way_out(more),
             stretch_to_use=more,
         )
 

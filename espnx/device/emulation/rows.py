@@ -26,7 +26,7 @@ from ..space import FileSegment
 from ..ssd_rows import SsdRowDevice
 from ..writes import Writing
 from .faults import Faults, Guard
-from .paced import begins_read
+from .paced import page_reads
 from .row_pacing import HandOver, HeadRows, PacedReads, RowPacing, check_memory
 from .topology import Topology, Transfer
 
@@ -120,7 +120,7 @@ class EmulatedRowDevice(SsdRowDevice):
         heads = dict[tuple[int, int], HeadRows]()
         by_head = _by_head(layout, table)
         sizes = -(-by_head["n_rows"] // layout.block_rows) * layout.block_bytes
-        begins = begins_read(by_head["file"], by_head["offset_bytes"], sizes)
+        begins, _ = page_reads(by_head["file"], by_head["offset_bytes"], sizes)
         for row, size_bytes, is_first in zip(by_head, sizes.tolist(), begins.tolist(), strict=True):
             unit = int(row["sequence"]), int(row["first_head"])
             before = heads.get(unit, HeadRows(0, 0, 0))

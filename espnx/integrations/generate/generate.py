@@ -24,13 +24,12 @@ Progress = Callable[[int, int], None]
 @dataclass
 class Report:
     """What a run did. Attributes: prompts written now, and those found from an earlier run; `stats` of each batch's cache; `results`, in
-    the order of the prompts, where they went to no file; `note`: what is to be known of its times."""
+    the order of the prompts, where they went to no file."""
 
     prompts: int = 0
     skipped: int = 0
     stats: list[dict[str, Any]] = field(default_factory=list)
     results: list[dict[str, Any]] = field(default_factory=list)
-    note: str = ""
 
     def total(self, name: str) -> float:
         return sum(stats[name] or 0 for stats in self.stats)

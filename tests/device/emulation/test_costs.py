@@ -13,7 +13,7 @@ import pytest
 
 from espnx import errors
 from espnx.device.emulation.costs import PACING, FlashCosts, check_latency, figures_of, is_pacing
-from espnx.device.emulation.paced import begins_read
+from espnx.device.emulation.paced import page_reads
 from espnx.device.emulation.rows import capabilities_of
 from espnx.device.emulation.topology import ROUTES, Topology
 from espnx.device.model.spec import (
@@ -185,19 +185,24 @@ def test_specs_without_latency() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_reads_that_are_made_of_places(seed: int) -> None:
-    """As many as there are runs of pages, gaps below a limit included."""
+    """As many as there are runs of pages, gaps below a limit included, and each page once."""
     rng = np.random.default_rng(seed)
     n, gap_pages = int(rng.integers(0, 40)), int(rng.integers(0, 3))
     file, begin, size = rng.integers(0, 3, n), rng.integers(0, 200_000, n), rng.integers(0, 9000, n)
     size[begin % 7 == 0] = 0
-    found = begins_read(file, begin, size, gap_pages * 4096)
-    runs = 0
+    begins, moved_bytes = page_reads(file, begin, size, gap_pages * 4096)
+    runs = read = 0
     for each in range(3):
         covered = np.zeros(100, dtype=bool)
         for b, s in zip(begin[file == each], size[file == each], strict=True):
-            covered[b // 4096 : -(-(b + s) // 4096)] = True
+            if s:
+                covered[b // 4096 : -(-(b + s) // 4096)] = True
         pages = np.flatnonzero(covered)
-        runs += int(len(pages) > 0) + int((np.diff(pages) - 1 > gap_pages).sum())
-    if (size > 0).all():
-        assert int(found.sum()) == runs
-    assert not found[size == 0][begin[size == 0] % 4096 == 0].any()
+        between = np.diff(pages) - 1
+        runs += int(len(pages) > 0) + int((between > gap_pages).sum())
+        read += len(pages) + int(between[between <= gap_pages].sum())
+    assert int(begins.sum()) == runs
+    assert int(moved_bytes.sum()) == read * 4096
+    assert (moved_bytes >= 0).all()
+    assert not begins[size == 0].any()
+    assert not moved_bytes[size == 0].any()

@@ -38,7 +38,7 @@ def test_the_limit_is_in() -> None:
 
 def test_the_refusal_says_what_to_do() -> None:
     with pytest.raises(
-        errors.TimesNotValidError, match=r"30% of 10 s .* stretch of 100; expected at most 20%\. Fix: run it again .* 180"
+        errors.TimesNotValidError, match=r"30% of 10 s .* stretch of 100; expected at most 20%\. Fix: run it again .* 180, for about 16 s"
     ) as raised:
         Report(100.0, 10.0, 7.0, 0.0).check()
     assert raised.value.stretch_to_use == 180.0
