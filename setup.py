@@ -1,4 +1,5 @@
-"""Builds the C++ extension ``espnx._C``, and makes the package's page of README.md; everything else is in pyproject.toml.
+"""Builds the C++ extension ``espnx._C``, notes the commit it is of, and makes the package's page of README.md; everything else is in
+pyproject.toml.
 
 Environment:
     MAX_JOBS: how many compilers run at once; by default one a core.
@@ -11,6 +12,7 @@ import copy
 import importlib.util
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -22,6 +24,8 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 CSRC = Path("csrc")
 # By folder: results of accelerator and postings are fixed to the bit, and a fused multiply-add has one rounding less.
@@ -119,6 +123,31 @@ class BuildOrReuse(build_ext):
                 shutil.copy2(built, target)
 
 
+class BuildPackage(build_py):
+    """The package's files, none that an earlier build has left, and a note of the commit and the sources that they are of."""
+
+    def run(self) -> None:
+        made = Path(self.build_lib, "espnx")
+        if not self.editable_mode:
+            shutil.rmtree(made, ignore_errors=True)
+        super().run()
+        if not self.editable_mode:  # a clone is asked itself, whenever it is used
+            note_origin(made)
+
+
+class SourceArchive(sdist):
+    """With the same note: what is built from it later knows no git."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        note_origin(Path(base_dir, "espnx"))
+
+
+def note_origin(package: Path) -> None:
+    origin = runpy.run_path(str(Path("espnx", "origin.py")))
+    origin["write_record"](package, origin["make_record"](Path.cwd()))
+
+
 def package_page(readme: str, source: str | None) -> str:
     """README.md as a package index shows it, away from the files beside it. `source` (pyproject's URL of that name) is where these can be
     looked at, https://HOST/OWNER/espnx/blob/v0.1.0; without one the words of their links stay, and links and pictures go."""
@@ -146,7 +175,7 @@ if __name__ == "__main__":
     urls = tomllib.loads(Path("pyproject.toml").read_text())["project"].get("urls", {})
     setup(
         ext_modules=[native_extension()],
-        cmdclass={"build_ext": BuildOrReuse},
+        cmdclass={"build_ext": BuildOrReuse, "build_py": BuildPackage, "sdist": SourceArchive},
         long_description=package_page(Path("README.md").read_text(), urls.get("Source")),
         long_description_content_type="text/markdown",
     )

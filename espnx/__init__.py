@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .integrations.transformers.enable import enable_kv_cache
     from .integrations.transformers.gguf import load_gguf
     from .kv.schedule import Decision
+    from .models import demo_model
     from .postings import Postings
     from .retrieval.build.builder import build, train
     from .retrieval.build.changes import add, add_first_stage, compact, delete
@@ -66,6 +67,7 @@ _HOME = {
     "integrations.transformers.enable": ["enable_kv_cache"],
     "integrations.transformers.gguf": ["load_gguf"],
     "kv.schedule": ["Decision"],
+    "models": ["demo_model"],
     "postings": ["Postings"],
     "retrieval.build.builder": ["build", "train"],
     "retrieval.build.changes": ["add", "add_first_stage", "compact", "delete"],
@@ -123,6 +125,7 @@ __all__ = [
     "compact",
     "compare_rankings",
     "delete",
+    "demo_model",
     "detach",
     "device",
     "enable_kv_cache",

@@ -2,20 +2,19 @@
 
     python examples/02_long_context.py
 
-The model is the small one of this repository, which recalls lines such as ``KEY garden: silver river``. Needs `espnx[kv]`.
+The model is the small one that comes with espnx, which recalls lines such as ``KEY garden: silver river``. Needs `espnx[kv]`.
 """
 
 from __future__ import annotations
 
 import tempfile
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import espnx
 
-MODEL = Path(__file__).resolve().parents[1] / "models/demo"
+MODEL = espnx.demo_model()
 LINES = 20 * "Return the sum of two numbers. "
 DOCUMENT = f"KEY garden: silver river\n{LINES}\nKEY window: yellow stone\n{LINES}\n"
 GREEDY = {"max_new_tokens": 6, "do_sample": False}

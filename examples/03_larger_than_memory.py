@@ -2,20 +2,19 @@
 
     python examples/03_larger_than_memory.py
 
-Needs `espnx[kv]`. The model is the small one of this repository; any folder of safetensors will do.
+Needs `espnx[kv]`. The model is the small one that comes with espnx; any folder of safetensors will do.
 """
 
 from __future__ import annotations
 
 import tempfile
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import espnx
 
-MODEL = Path(__file__).resolve().parents[1] / "models/demo"
+MODEL = espnx.demo_model()
 PROMPTS = ["Return the number of", "Remove all white space", "Read a file and return", "Open a connection to"]
 
 

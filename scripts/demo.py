@@ -45,8 +45,7 @@ QUESTIONS = ("Which function creates a temporary directory?", "How do I create a
 #: Inverted lists over vectors, in memory; BM25 from posting lists on SSD.
 STAGES = ("ivf", "bm25")
 PASSAGES = 8  # found for the first question, that a real model reads
-ROOT = Path(__file__).resolve().parent.parent
-TRAINED = ROOT / "models" / "demo"
+TRAINED = espnx.demo_model()
 TEXTS = 30  # found for a query, that a prompt of the small trained model is made of
 # Scores may differ by the order of additions; ranks may swap only where two scores are closer than this (docs/tolerances.md).
 SCORE_TOLERANCE = 1e-3
@@ -196,7 +195,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, default=2000)
     parser.add_argument("--directory", type=Path, default=Path(".cache/demo/index"))
-    parser.add_argument("--model", type=Path, help="a model's folder (default: SmolLM2 where it is installed, else models/demo)")
+    parser.add_argument("--model", type=Path, help="a model's folder (default: SmolLM2 where it is installed, else espnx.demo_model())")
     args = parser.parse_args()
     for folder in [TRAINED] if args.model is None else [args.model]:
         if not (folder / "config.json").is_file():

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Trains the small language model of the demos: a Llama of 6.7 million parameters, in less than an hour on two cores.
 
-    python scripts/train_demo_model.py --out models/demo
-    python scripts/train_demo_model.py --out models/demo --resume      (goes on from the last checkpoint)
+    python scripts/train_demo_model.py --out espnx/models/demo
+    python scripts/train_demo_model.py --out espnx/models/demo --resume      (goes on from the last checkpoint)
 
 The text is the documentation of the installed Python libraries (scripts/docstrings.py), cut by a byte-pair vocabulary trained on it.
 A share of the sequences is there so that a long context has something to lose: lines ``KEY garden: silver river`` between documentation,
@@ -389,7 +389,7 @@ def publish(model: Any, run: Run, data: Data, settings: Settings, out: Path, com
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains the small language model of the demos on docstrings.")
-    parser.add_argument("--out", type=Path, default=Path("models/demo"), help="folder of the model (default: models/demo)")
+    parser.add_argument("--out", type=Path, default=Path("espnx/models/demo"), help="folder of the model (default: %(default)s)")
     parser.add_argument("--work", type=Path, help="folder of tokens and checkpoints (default: OUT.work)")
     parser.add_argument("--minutes", type=float, default=50, help="processor minutes divided by threads; on a GPU, minutes (default: 50)")
     parser.add_argument("--steps", type=int, help="instead of --minutes: so many steps, for the same weights every time")

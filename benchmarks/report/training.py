@@ -14,7 +14,7 @@ from espnx.errors import FormatError
 
 from .looks import ESPNX, MEMORY, OTHER, WHOLE_INCHES, new_axes
 
-RECORD = "models/demo/training.json"
+RECORD = "espnx/models/demo/training.json"
 PLOT = "demo-model-loss"
 BLOCK = re.compile(r"(<!-- training -->\n).*?(<!-- /training -->)", re.DOTALL)
 

@@ -15,10 +15,10 @@ from ..benchmarks.harness.doubts import doubtful, is_unsteady, without_doubtful
 from ..benchmarks.harness.registry import Case, cases
 from ..benchmarks.harness.result import Row, make_document
 from ..errors import InvalidInputError, MissingDependencyError
+from ..origin import source_state
 from ..sizes import format_size
 from ..tables import render_table
 from . import host
-from .env import git_state, package_root
 from .failures import MISSING_HARDWARE, report
 from .output import add_json_option, emit, json_document
 
@@ -119,7 +119,7 @@ def run_case(args: Namespace) -> int:
         print(text, end="")
         return 0
     command = command_line(sys.argv[1:])
-    before = git_state(package_root())  # a result file written into the tree must not make it dirty
+    before = source_state()  # a result file written into the tree must not make it dirty
     rows = without_doubtful(case.run(args, say))
     document = make_document(command, before.get("commit"), before.get("dirty"), machine(args), rows, note=args.note)
     headers, cells = case.table(rows)

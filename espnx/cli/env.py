@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .._version import __version__
+from ..origin import source_state
 from . import host
 from .output import add_json_option, emit, json_document
 
@@ -49,8 +50,8 @@ facts["threads"] = torch.get_num_threads()
 if facts["cuda"]:
     facts["devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 try:
-    import espnx._C
-    facts["extension"] = espnx._C.__file__
+    from espnx.compiled import load_compiled
+    facts["extension"] = load_compiled().__file__
 except ImportError as error:
     facts["extension"] = f"not loaded: {error}"
 from espnx.cli.host import mapped_libraries
@@ -72,7 +73,7 @@ def run(args: Namespace) -> int:
 def collect() -> dict[str, Any]:
     """Every section of the report. Paths below the home directory are written with ``~``."""
     facts = {
-        "espnx": {"version": __version__, "path": str(package_root()), **git_state(package_root())},
+        "espnx": {"version": __version__, "path": str(package_root()), **source_state()},
         "python": {"version": sys.version.split()[0], "executable": sys.executable, "implementation": platform.python_implementation()},
         "system": {
             "kernel": platform.release(),
@@ -96,15 +97,6 @@ def collect() -> dict[str, Any]:
 
 def package_root() -> Path:
     return Path(__file__).resolve().parents[2]
-
-
-def git_state(folder: Path) -> dict[str, Any]:
-    """Commit and whether files differ from it, where the package runs from a clone."""
-    if not (folder / ".git").exists():
-        return {}
-    commit = output_of(["git", "-C", str(folder), "rev-parse", "HEAD"])
-    status = output_of(["git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"])
-    return {"commit": commit or None, "dirty": None if status is None else bool(status)}
 
 
 def output_of(command: list[str], timeout_s: float = 20) -> str | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checks import check_given_directory
 from ..errors import InvalidInputError
+from ..models import model_folder
 from ..suggestions import downloading
 from ..tables import render_table
 from .device_options import add_device_options, at_least_0, devices_of, watch_devices
@@ -36,7 +37,9 @@ def _whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="DIR", help="folder of a Hugging Face model with its tokenizer")
+    parser.add_argument(
+        "--model", required=True, metavar="DIR", help="folder of a Hugging Face model with its tokenizer; demo: the small one of espnx"
+    )
     parser.add_argument("--prompts", metavar="FILE", help='a prompt a line, or .jsonl with {"id": ..., "prompt": ...}')
     parser.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated. What follows it is printed"
@@ -80,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInputError(
             "espnx generate", got="both --prompts and --prompt" if args.prompts else "no prompt", expected="--prompts FILE or --prompt TEXT"
         )
+    args.model = model_folder(args.model)
     out = args.out or (f"{args.prompts}.out.jsonl" if args.prompts else None)
     if not os.path.exists(args.model):  # before seconds of imports
         raise InvalidInputError(

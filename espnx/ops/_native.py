@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.autograd import profiler
 
+from ..compiled import load_compiled
 from ..errors import MissingDependencyError
 
 try:  # names that torch does not promise: without one of them nobody can tell who looks on, and every call goes by the dispatcher
@@ -37,10 +38,7 @@ def load_extension() -> Extension:
     Raises:
         MissingDependencyError: it is not built, or is older than this Python code.
     """
-    try:
-        extension: Extension = importlib.import_module("espnx._C")  # type: ignore[assignment]
-    except ImportError as error:
-        raise MissingDependencyError("espnx's compiled part cannot be loaded", got=str(error), fix=_BUILD) from error
+    extension = cast("Extension", load_compiled())
     for name in _OPS.values():
         if not hasattr(extension, name):
             raise MissingDependencyError(
@@ -88,5 +86,5 @@ def load_kernel(name: str) -> object:
         raise MissingDependencyError(
             f"the CUDA version of {name} needs Triton",
             got=str(error),
-            fix="pip install triton (a CUDA build of torch brings the right version)",
+            fix="pip install 'espnx[gpu]' (a CUDA build of torch brings the right version)",
         ) from error

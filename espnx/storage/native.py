@@ -16,6 +16,7 @@ import torch
 
 from .. import errors
 from ..checks import check_whole
+from ..compiled import load_compiled
 from ..forks import compute_alone
 from . import settings
 from .engine import DEFAULT_DEADLINE_S, Engine, EngineStats, FileHandle, Plan, because
@@ -36,15 +37,7 @@ _RETRYABLE_FIX = "check the device (dmesg, smartctl), then try again; the object
 @functools.cache
 def load_native() -> Extension:
     """The compiled extension; its errors are those that `_to_error` makes. Raises MissingDependencyError with the way to build it."""
-    try:
-        from espnx import _C
-    except ImportError as error:
-        raise errors.MissingDependencyError(
-            "espnx's compiled part cannot be loaded",
-            got=str(error),
-            fix="run `make setup` (or `pip install -e .`) in the source tree",
-        ) from error
-    native = cast("Extension", _C)
+    native = cast("Extension", load_compiled())
     native.set_error_factory(_to_error)
     log.debug("kernels of this processor: %s", CPU_LEVELS[native.cpu_level()])
     return native

@@ -27,13 +27,13 @@ import demo as demo_program
 import demo_answer
 import demo_generate
 
+import espnx
 from espnx.benchmarks.kv import smollm2
 from espnx.benchmarks.kv_quality.recall import HeldOut, question
 from espnx.kv.striping import StripedDevices
 
 ROOT = Path(__file__).resolve().parents[2]
-MODEL = ROOT / "models" / "demo"
-needs_model = pytest.mark.skipif(not MODEL.is_dir(), reason="models/demo is not there (python scripts/train_demo_model.py)")
+MODEL = espnx.demo_model()
 CONTEXT = 320
 
 
@@ -227,7 +227,6 @@ def test_an_answer_is_right_with_its_newline() -> None:
     assert not demo_generate.is_right([5], [5, 6], [1])
 
 
-@needs_model
 def test_the_trained_model_is_small_and_what_its_record_says() -> None:
     """A part of what training.json holds, measured again."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

