@@ -8,10 +8,10 @@ PARALLEL = $(shell $(PYTHON_VENV) -c 'import xdist' 2>/dev/null && printf '%s' '
 # Bytecode is kept whatever the environment says: without it collecting takes twice as long, and so do processes that tests start.
 PYTEST = PYTHONDONTWRITEBYTECODE= $(PYTHON_VENV) -m pytest
 .DEFAULT_GOAL := help
-.PHONY: help setup build wheel demo check test models lint format docs bench gpu-check clean
+.PHONY: help setup build wheel release-check demo check test models lint format docs bench gpu-check clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
 setup: ## .venv with pinned packages and the compiled extension (a second run takes seconds)
 	@bash scripts/setup.sh
@@ -43,10 +43,11 @@ format: setup ## let ruff and clang-format rewrite the files
 build: ## compile the extension again after a change in csrc/ (only what changed)
 	@MAX_JOBS="$${MAX_JOBS:-2}" $(PYTHON_VENV) setup.py -q build_ext --inplace
 
-wheel: setup ## a wheel for this Python in dist/; it serves every torch from 2.11 on
-	@rm -rf build/lib.* build/bdist.*
-	@ESPNX_REUSE_EXTENSION=1 $(PYTHON_VENV) -m pip wheel -q --no-build-isolation --no-deps -w dist .
-	@ls dist/espnx-*.whl
+wheel: setup ## wheels in dist/ for each Python from 3.11 to 3.13 that is here, each tried in a fresh environment (PYTHONS="3.11")
+	@$(PYTHON_VENV) scripts/wheels.py $(PYTHONS)
+
+release-check: wheel ## before a release: those, and README's page as it is read, in a fresh clone and environment (10 minutes)
+	@$(PYTHON_VENV) scripts/release_check.py $(RELEASE_ARGS)
 
 bench: setup ## the disk benchmark beside fio and mmap, on this folder's disk
 	@$(PYTHON_VENV) -m espnx bench io --baseline fio,mmap $(BENCH_ARGS)

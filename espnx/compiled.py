@@ -18,6 +18,7 @@ from .errors import MissingDependencyError
 from .origin import read_record, sources_digest
 
 _NAME = "espnx._C"
+_FILE = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
 _WHAT = "espnx's compiled part cannot be loaded"
 _PACKAGE = Path(__file__).resolve().parent
 _IN_CLONE = "run `pip install .` (or `make setup`) in the clone"
@@ -29,32 +30,31 @@ def load_compiled() -> ModuleType:
     Raises:
         MissingDependencyError: it is not built, does not load, or is of other sources than this clone.
     """
-    lent = None if _is_beside(_PACKAGE) else _file_of_installation(_PACKAGE)
     try:
-        return importlib.import_module(_NAME) if lent is None else _load_file(lent)
+        # Asked for by name only where it is: the finder of an editable installation would offer that of another clone.
+        if _NAME in sys.modules or (_PACKAGE / _FILE).is_file():
+            return importlib.import_module(_NAME)
+        return _load_file(_file_of_installation(_PACKAGE))
     except ImportError as error:
+        if isinstance(error, MissingDependencyError):
+            raise
         raise MissingDependencyError(_WHAT, got=str(error), fix=_IN_CLONE) from error
 
 
-def _is_beside(package: Path) -> bool:
-    return _NAME in sys.modules or any(package.glob("_C*.so"))
-
-
-def _file_of_installation(package: Path) -> Path | None:
-    """The compiled part of the installation that the clone with this package stands in front of; None where there is no clone, or no
-    installation. Raises MissingDependencyError where the two are of different sources."""
+def _file_of_installation(package: Path) -> Path:
+    """The compiled part of the installation that the clone with this package stands in front of. Raises MissingDependencyError where there
+    is none, or one of other sources."""
     ours = sources_digest(package.parent)
-    name = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     for entry in sys.path if ours else ():
-        file = Path(entry, package.name, name).resolve()
-        if file.parent != package and file.is_file():
-            if read_record(file.parent).get("sources") != ours:
-                raise MissingDependencyError(
-                    _WHAT, got=f"the folder {package}, with nothing compiled in it, and {file}, which was built from other sources",
-                    expected="an installation of this clone as it is now", fix=f"{_IN_CLONE} again, or start Python in another folder",
-                )  # fmt: skip
-            return file
-    return None
+        folder = Path(entry, package.name).resolve()
+        if folder != package and (folder / _FILE).is_file():
+            if read_record(folder).get("sources") == ours:
+                return folder / _FILE
+            raise MissingDependencyError(
+                _WHAT, got=f"{package}, where nothing is compiled, and {folder}, which was built from other sources",
+                expected="an installation of this clone as it is now", fix=f"{_IN_CLONE}, or start Python in another folder",
+            )  # fmt: skip
+    raise MissingDependencyError(_WHAT, got=f"no {_FILE} in {package}", fix=_IN_CLONE)
 
 
 def _load_file(file: Path) -> ModuleType:

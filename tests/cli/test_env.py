@@ -82,10 +82,6 @@ def test_home_is_written_as_a_tilde() -> None:
     assert env.without_home("/x", "/") == "/x"
 
 
-def test_git_state_outside_a_clone(tmp_path: Path) -> None:
-    assert env.git_state(tmp_path) == {}
-
-
 @pytest.mark.parametrize(
     ("path", "point", "file_system"),
     [
