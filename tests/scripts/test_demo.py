@@ -121,6 +121,19 @@ def test_a_model_that_answers(machine: Path, answering: Path) -> None:
     table = lines[lines.index(next(line for line in lines if line.startswith("in all"))) - len(titles) :][: len(titles)]
     assert len(titles) == 5
     assert all(row.startswith(title) and float(row.split()[-1]) >= 0 for row, title in zip(table, titles, strict=True))
+    assert re.fullmatch(r"With what came before: index \d+ s, search \d+ s, answer \d+ s\.", lines[-4])
+
+
+def test_what_setup_did_is_told(tmp_path: Path) -> None:
+    """What it skipped, too; and of the longest part, what it waits for."""
+    (tmp_path / "seconds").write_text("install 31\n")
+    steps = demo_program.Steps(demo_program.read_setup(tmp_path / "seconds"))
+    with steps.step("It is searched", "search"):
+        pass
+    said = steps.report()
+    assert "install 31 s, compile skipped (done before), search " in said
+    assert f"The longest is install: {demo_program.PARTS['install']}." in said
+    assert demo_program.read_setup(None) == {}
 
 
 def test_questions_share_their_passages_and_fit(answering: Path) -> None:
