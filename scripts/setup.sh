@@ -86,7 +86,8 @@ debian_packages() {
     step "installing Debian packages: ${all[*]}" install_debian "${all[@]}" || say "going on without ${all[*]}"
     stamp debian-tried "${wanted[*]}"
   fi
-  [ "$2" = demo-packages ] || command -v fio >/dev/null || say "without fio, 'espnx bench io' leaves out its fio baseline; nothing else needs it"
+  [ "$2" = demo-packages ] || command -v fio >/dev/null ||
+    say "without fio, 'espnx bench io' leaves out its fio baseline; nothing else needs it"
   command -v "${CXX:-g++}" >/dev/null ||
     die "no C++ compiler (${CXX:-g++}). Install g++ (Debian: apt install g++) and run the same command again"
 }
