@@ -173,7 +173,7 @@ class PyGraphSearch {
  public:
   PyGraphSearch(std::shared_ptr<GraphSearcher> searcher, const Tensor& queries, const Tensor& queries_f32, int64_t k,
                 int64_t list_size, int64_t far_list_size, int64_t beam, float stop_beyond,
-                const std::optional<py::dict>& filter, double deadline_s)
+                const std::optional<py::dict>& filter, const std::optional<Tensor>& absent, double deadline_s)
       : searcher_(std::move(searcher)) {
     const graph::PageLayout& layout = searcher_->view().layout;
     request_.queries =
@@ -191,6 +191,10 @@ class PyGraphSearch {
     keeps_ = {queries.keep(), queries_f32.keep()};
     if (filter) take_filter(*filter);
     const int64_t n = request_.n_queries;
+    if (absent) {
+      absent_ = to_vector(*absent, "absent", n);
+      request_.absent = absent_.data();
+    }
     rows_.resize(n * k), distances_.resize(n * k), seconds_.resize(n);
     for (auto* each : {&pages_, &code_pages_, &measured_, &estimated_}) each->resize(n);
     request_.rows = rows_.data(), request_.distances = distances_.data(), request_.seconds = seconds_.data();
@@ -267,6 +271,7 @@ class PyGraphSearch {
   std::vector<std::shared_ptr<void>> keeps_;
   graph::SearchRequest request_;
   graph::RowFilter filter_;
+  std::vector<int64_t> absent_;
   std::vector<int64_t> rows_, early_rows_, pages_, code_pages_, measured_, estimated_;
   std::vector<float> distances_, early_distances_, seconds_;
   std::shared_ptr<GraphSearcher::Job> job_;
@@ -367,10 +372,11 @@ class PyGraphSearcher {
 
   std::unique_ptr<PyGraphSearch> start(const Tensor& queries, const Tensor& queries_f32, int64_t k, int64_t list_size,
                                        int64_t far_list_size, int64_t beam, float stop_beyond,
-                                       const std::optional<py::dict>& filter, double deadline_s) {
+                                       const std::optional<py::dict>& filter, const std::optional<Tensor>& absent,
+                                       double deadline_s) {
     check();
     return std::make_unique<PyGraphSearch>(searcher_, queries, queries_f32, k, list_size, far_list_size, beam,
-                                           stop_beyond, filter, deadline_s);
+                                           stop_beyond, filter, absent, deadline_s);
   }
 
   void close() {
@@ -426,7 +432,7 @@ void bind_graph(py::module_& m) {
            py::arg("code_cache_bytes"), py::arg("rules"), py::arg("seed"))
       .def("start", &PyGraphSearcher::start, py::kw_only(), py::arg("queries"), py::arg("queries_f32"), py::arg("k"),
            py::arg("list_size"), py::arg("far_list_size"), py::arg("beam"), py::arg("stop_beyond"), py::arg("filter"),
-           py::arg("deadline_s"))
+           py::arg("absent"), py::arg("deadline_s"))
       .def("close", &PyGraphSearcher::close)
       .def_property_readonly("path", &PyGraphSearcher::path);
 }

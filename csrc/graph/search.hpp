@@ -38,6 +38,7 @@ struct SearchRequest {
   const float* queries_f32 = nullptr;  // the same
   int64_t query_bytes = 0;             // of one in `queries`
   const RowFilter* filter = nullptr;   // see GraphWalk::begin
+  const int64_t* absent = nullptr;     // [n_queries], of each, see GraphWalk::begin; null: none
   double deadline_s = 30;              // of each of them, from when it is begun
   // Written: [n_queries, k], rows -1 where there are fewer; and per query.
   int64_t* rows = nullptr;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 namespace espnx::graph {
 namespace {
@@ -18,10 +19,11 @@ bool is_farther(const Candidate& a, const Candidate& b) { return b < a; }
 }  // namespace
 
 void GraphWalk::begin(const GraphView& view, const WalkOptions& options, const void* query, const float* query_f32,
-                      const RowFilter* filter) {
+                      const RowFilter* filter, int64_t absent) {
   view_ = &view;
   options_ = options;
   filter_ = filter;
+  absent_ = absent;
   if (view.layout.disk_pq_bytes > 0) {
     disk_table_.resize(view.disk_book.parts() * kCentroids);
     fill_table(view.disk_book, query_f32, view.metric, disk_table_.data());
@@ -50,6 +52,11 @@ void GraphWalk::begin(const GraphView& view, const WalkOptions& options, const v
   estimate_.resize(n_entries);
   estimate(table_.data(), view.book.parts(), fresh_codes_.data(), n_entries, estimate_.data());
   costs_.estimates += n_entries;
+  if (absent >= 0) {
+    met_.add(static_cast<uint32_t>(absent));  // so that it is no candidate
+    const auto at = std::find(view.entries.begin(), view.entries.end(), static_cast<uint32_t>(absent));
+    if (at != view.entries.end()) estimate_[at - view.entries.begin()] = std::numeric_limits<float>::infinity();
+  }
   const auto nearest = std::min_element(estimate_.begin(), estimate_.end()) - estimate_.begin();
   met_.add(view.entries[nearest]);
   add_candidate({estimate_[nearest], view.entries[nearest]}, true, false);
@@ -209,7 +216,11 @@ void GraphWalk::arrived(int64_t page, const uint8_t* bytes) {
   for (int64_t i = 0; i < count; ++i) {
     const NodeView node(layout, bytes, i);
     const uint32_t number = first + static_cast<uint32_t>(i);
-    keep(distance_[i], node.row());
+    if (number == absent_) {
+      if (view_->entries.size() > 1) continue;  // else no walk would come anywhere
+    } else {
+      keep(distance_[i], node.row());
+    }
     met_.add(number);
     // One that came with another is expanded if it is as near as those of the list.
     if (!holds(number) && !add_candidate({distance_[i], number}, false, false)) continue;

@@ -74,9 +74,10 @@ inline bool has_bit(const uint8_t* bits, uint32_t at) { return bits[at / 8] >> (
 
 class GraphWalk {
  public:
-  // `query`: as DistanceQuery takes it, and as float32. `filter`: null: all rows may be found.
+  // `query`: as DistanceQuery takes it, and as float32. `filter`: null: all rows may be found. `absent`: a node that is
+  // neither found nor gone by, as if the graph had been built without it; negative: none.
   void begin(const GraphView& view, const WalkOptions& options, const void* query, const float* query_f32,
-             const RowFilter* filter);
+             const RowFilter* filter, int64_t absent = -1);
 
   // The page to read next, unless so many are under way, or nothing is left to read. It is under way from here on.
   // Where codes are paged, those of a node's neighbours come before anything else: which node is next depends on them.
@@ -125,6 +126,7 @@ class GraphWalk {
   const GraphView* view_ = nullptr;
   WalkOptions options_;
   const RowFilter* filter_ = nullptr;
+  int64_t absent_ = -1;
   std::optional<DistanceQuery> exact_;  // or, of codes in place of vectors:
   std::vector<float> disk_table_;
   std::vector<float> table_;

@@ -98,7 +98,8 @@ void GraphSearcher::Worker::begin(size_t i) {
   slot.pages = slot.shown = 0;
   if (slot.job->failed) return end(i);
   slot.walk.begin(searcher_.view_, request.walk, request.queries + slot.query * request.query_bytes,
-                  request.queries_f32 + slot.query * layout_.dim, request.filter);
+                  request.queries_f32 + slot.query * layout_.dim, request.filter,
+                  request.absent == nullptr ? -1 : request.absent[slot.query]);
   go_on(i);
 }
 

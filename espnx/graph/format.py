@@ -53,7 +53,7 @@ class RecallPoint:
 
     Attributes:
         list_size: L.
-        recall: recall@10 over vectors of the graph itself, each but itself.
+        recall: recall@10 of queries like the graph's vectors that are none of them: of some of these, each kept from its own search.
         pages: read, the mean of a search.
     """
 
@@ -70,7 +70,7 @@ class FilteredRecall:
         share: of all rows.
         near: where allowed rows are any, so that they lie around a query as all do: by the length of the list.
         far: where they are those nearest to some vector, and queries are not among them: by the length of the list of walks that find that
-            out.
+            out. Recall is that of the hardest of a few such regions.
     """
 
     share: float

@@ -170,6 +170,7 @@ class GraphIndex:
         walks: queries of a thread that are under way at a time.
         code_cache_bytes: of a thread, where codes are paged: pages of codes that it keeps (Knowhere's pq_read_page_cache_size).
         engine: path of the reads: ``auto``, ``uring``, ``posix`` or ``memory``.
+        direct: whether reads go past the page cache; None: where the file system lets them.
         rules, fault_seed: injected faults (tests).
 
     Raises:
@@ -180,8 +181,7 @@ class GraphIndex:
     @suggests_keywords
     def __init__(
         self, path: str | os.PathLike[str] | GraphSections, *, threads: int = 2, walks: int = 32, engine: str = "auto",
-        code_cache_bytes: int = 5 << 20, rules: Sequence[FaultRule] = (),
-        fault_seed: int = 0,
+        code_cache_bytes: int = 5 << 20, direct: bool | None = None, rules: Sequence[FaultRule] = (), fault_seed: int = 0,
     ):  # fmt: skip
         check_whole("threads of a graph", threads, 1, THREADS_MAX)
         check_whole("walks of a thread", walks, 1, 1024)
@@ -196,7 +196,7 @@ class GraphIndex:
         codes_in = CODES if layout.paged_codes else NODES  # or none are read
         self._native = load_extension().GraphSearcher(
             path=self.facts.path(NODES), begin=self.facts.begin_bytes(NODES), codes_path=self.facts.path(codes_in),
-            codes_begin=self.facts.begin_bytes(codes_in), direct=None, n=layout.n, dim=layout.dim,
+            codes_begin=self.facts.begin_bytes(codes_in), direct=direct, n=layout.n, dim=layout.dim,
             format="fp32" if layout.format == "pq" else layout.format,
             metric="ip" if self.facts.metric == "ip" else "l2", degree=layout.max_degree, code_bytes=layout.code_bytes,
             codes_in=layout.codes_in, inline_pq=layout.inline_pq, page_bytes=layout.page_bytes,
@@ -284,8 +284,8 @@ class GraphIndex:
             queries: [q, dim] or [dim], array or tensor; whole numbers for graphs of such, else what float32 holds.
             k: results of each, 1 or more.
             list_size: candidates that a walk keeps, L, k or more: a longer list finds more, and reads more.
-            recall: instead of it: the smallest list that was measured, at build, to find that share of the ten nearest. Neither: 0.95, or
-                the longest list that was measured.
+            recall: instead of it: the smallest list that was measured, at build, to find that share of the ten nearest of new queries like
+                the graph's vectors. Neither: 0.95, or the longest list that was measured.
             beamwidth: pages of a query that are under way at a time, W. None: 1 where many queries keep the queue full, and the result
                 depends on nothing that time decides; 4 for so few that it would be idle.
             stop_beyond: ends a walk when its nearest candidate is farther than its k-th result by this share (of the squared distance),
@@ -348,18 +348,26 @@ class GraphIndex:
             return GraphSearch(self, k, self._measure_all(walk, nodes, **costs))
         return self._walk(walk, max(k, effort.list_size), max(k, effort.far_list_size), nodes, **costs)
 
-    def walk(self, queries: Any, k: int, lists: tuple[int, int], allowed: RowFilter) -> tuple[Neighbours, int]:
-        """(what such walks find, never by measuring all that is allowed; pages of that), for whoever measures walks."""
-        nodes, _ = self._filters.nodes_of(allowed, _MEASURING_S)
+    def walk_without(
+        self, rows: np.ndarray, queries: Any, k: int, lists: tuple[int, int], allowed: RowFilter | None = None
+    ) -> tuple[Neighbours, int]:  # fmt: skip
+        """(what walks find from which a row of the graph is kept, int64 [q], one for each query: neither found nor gone by, as if the
+        graph had not been built of it; and pages that measuring all allowed rows would read), for whoever measures walks."""
+        filtered = None if allowed is None else self._filters.nodes_of(allowed, _MEASURING_S)[0]
         walk = _Walk(*self._queries(queries), k, 1, float("inf"), _MEASURING_S)
-        return self._walk(walk, max(k, lists[0]), max(k, lists[1]), nodes).finish(), nodes.n_pages
+        with NativeEngine(self._requested) as engine:
+            absent = torch.from_numpy(self._nodes_of(engine, rows, _MEASURING_S))
+        found = self._walk(walk, max(k, lists[0]), max(k, lists[1]), filtered, absent).finish()
+        return found, self.facts.layout.n_pages if filtered is None else filtered.n_pages
 
     def _walk(
-        self, walk: _Walk, list_size: int, far_list_size: int | None = None, nodes: NodeFilter | None = None, **costs: int
+        self, walk: _Walk, list_size: int, far_list_size: int | None = None, nodes: NodeFilter | None = None,
+        absent: torch.Tensor | None = None, **costs: int,
     ) -> GraphSearch:  # fmt: skip
         return GraphSearch(self, walk.k, self._native.start(
             queries=walk.native, queries_f32=walk.wide, k=walk.k, list_size=list_size, far_list_size=far_list_size or list_size,
-            beam=walk.beamwidth, stop_beyond=walk.stop_beyond, filter=None if nodes is None else nodes.native(), deadline_s=walk.deadline_s,
+            beam=walk.beamwidth, stop_beyond=walk.stop_beyond, filter=None if nodes is None else nodes.native(), absent=absent,
+            deadline_s=walk.deadline_s,
         ), **costs)  # fmt: skip
 
     def _effort(self, count: int, recall: float | None) -> _Effort | None:
@@ -475,16 +483,7 @@ class GraphIndex:
         if not len(rows):
             return found, 0
         with NativeEngine(self._requested) as engine:
-            places = engine.open(self.facts.path(ROWS))
-            plan = Plan.of(places, (self.facts.begin_bytes(ROWS) + 4 * rows).tolist(), [4] * len(rows))
-            future = engine.read(plan, gap_bytes=4096, deadline_s=deadline_s)
-            future.wait()
-            at = future.position_bytes.numpy()[:, None] + np.arange(4)
-            nodes = future.memory.numpy()[at].view("<u4").ravel().astype(np.int64)
-            if nodes.max() >= layout.n:
-                raise errors.FormatError(
-                    "a row's node", path=self.facts.path(ROWS), got=int(nodes.max()), expected=f"below {layout.n}", fix=_REBUILD
-                )
+            nodes = self._nodes_of(engine, rows, deadline_s)
             pages, which = np.unique(nodes // layout.nodes_per_page, return_inverse=True)
             file = engine.open(self.facts.path(NODES))
             for first in range(0, len(pages), 4096):
@@ -501,6 +500,20 @@ class GraphIndex:
                     raise errors.FormatError(f"row {rows[wanted[wrong[0]]]} of a graph", path=self.facts.path(ROWS), got=got, fix=_REBUILD)
                 found[wanted] = self.facts.coding.decode(here["vector"])
         return found, len(pages)
+
+    def _nodes_of(self, engine: NativeEngine, rows: np.ndarray, deadline_s: float) -> np.ndarray:
+        """int64 [m]: numbers of the nodes of some rows, at least one."""
+        places = engine.open(self.facts.path(ROWS))
+        plan = Plan.of(places, (self.facts.begin_bytes(ROWS) + 4 * rows).tolist(), [4] * len(rows))
+        future = engine.read(plan, gap_bytes=4096, deadline_s=deadline_s)
+        future.wait()
+        at = future.position_bytes.numpy()[:, None] + np.arange(4)
+        nodes: np.ndarray = future.memory.numpy()[at].view("<u4").ravel().astype(np.int64)
+        if nodes.max() >= self.facts.layout.n:
+            raise errors.FormatError(
+                "a row's node", path=self.facts.path(ROWS), got=int(nodes.max()), expected=f"below {self.facts.layout.n}", fix=_REBUILD
+            )
+        return nodes
 
     def exact(self, queries: Any, k: int, blocks: Iterable[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
         """int64 [q, k]: what is nearest, by a search of all: what recall is measured against.

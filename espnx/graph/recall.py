@@ -34,6 +34,8 @@ _SAMPLE, _SAMPLE_BYTES, _SAMPLE_PARTS = 4096, 4 << 20, 16
 # Of vectors, while it is looked which filters allow them: a build in bounded memory has room for that.
 _AT_ONCE_BYTES = 1 << 20
 _FILTERED_LISTS = (10, 20, 40, 80, 160, 320, 640)
+# What a shorter list finds far from the query is another share for each region.
+_FAR_LIST_MIN = 20
 # Longer lists than one that finds so much are not measured; one that finds so little for a share is not tried for smaller ones.
 _ENOUGH, _HOPELESS = 0.99, 0.8
 _USUAL = 0.95
@@ -47,7 +49,9 @@ def add_recall(
 
     Args:
         blocks: the graph's vectors, see `GraphIndex.exact`.
-        seed: of the choice of the vectors that are searched for: some of the graph itself, each but itself.
+        seed: of the choice of the vectors that are searched for: some of the graph itself. From each search its own vector is kept, as if
+            the graph had not been built of it: a walk that goes by a query's own node finds in its edges what it looks for, and more than
+            a new query does.
         of_codes: whether these vectors are what the codes stand for, and nobody knows others: then nothing limits recall.
 
     Raises WriteError, DiskFullError, and what a search raises; the graph stays as it was.
@@ -55,7 +59,8 @@ def add_recall(
     if not facts.layout.n:
         return facts
     progress("recall", 0, 2)
-    with GraphIndex(facts.where, threads=min(threads, THREADS_MAX), walks=_WALKS) as index:
+    # Of the page cache, for the pages were just written: their reads are counted, not timed.
+    with GraphIndex(facts.where, threads=min(threads, THREADS_MAX), walks=_WALKS, direct=False) as index:
         facts = _with_recall(index, facts, blocks, seed, has_ceiling=facts.disk_codebook is not None and not of_codes)
         progress("recall", 1, 2)
         if facts.layout.n >= _FILTERED_MIN and facts.recall:
@@ -73,22 +78,22 @@ def row_blocks(rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def _with_recall(index: GraphIndex, facts: GraphFacts, blocks: Blocks, seed: int, *, has_ceiling: bool) -> GraphFacts:
-    """What is known of searches for vectors of the graph itself, each but itself, beside an exact search."""
-    n, k = facts.layout.n, min(_K + 1, facts.layout.n)
-    if k < 2:
+    """What searches find for vectors of the graph, each as if the graph were without it, beside an exact search."""
+    n, k = facts.layout.n, min(_K, facts.layout.n - 1)
+    if k < 1:
         return facts
     chosen = np.sort(np.random.default_rng(seed + 1).permutation(n)[:_QUERIES])
     queries = _rows_of(blocks(), chosen, facts.layout.dim) if has_ceiling else index.vectors(chosen)
-    exact = index.exact(queries, k, blocks())
+    exact = _others(index.exact(queries, k + 1, blocks()), chosen, k)
     ceiling = None
     if has_ceiling:
         coding = facts.coding
         decoded = ((rows, coding.decode(coding.encode(vectors))) for rows, vectors in blocks())
-        ceiling = _share_found(index.exact(queries, k, decoded), exact, chosen)
+        ceiling = _share_found(_others(index.exact(queries, k + 1, decoded), chosen, k), exact)
     points: list[RecallPoint] = []
     for list_size in _LISTS:
-        found = index.search(queries, k, list_size=max(k, list_size), beamwidth=1)
-        points.append(RecallPoint(max(k, list_size), _share_found(found.ids, exact, chosen), float(found.pages.mean())))
+        found, _ = index.walk_without(chosen, queries, k, (list_size, list_size))
+        points.append(RecallPoint(max(k, list_size), _share_found(found.ids, exact), float(found.pages.mean())))
         if points[-1].recall > 0.999:
             break
     return replace(facts, recall=points, recall_ceiling=ceiling)
@@ -138,7 +143,8 @@ class _Filtered:
             usual = next((each.list_size for each in near if each.recall >= _USUAL), None)
             if usual is None:
                 break  # measuring all is cheaper, and will be of fewer rows
-            found.append(FilteredRecall(share, near, self._points(kinds[1], [each for each in _FILTERED_LISTS if each >= usual], usual)))
+            far = [each for each in _FILTERED_LISTS if each >= max(usual, _FAR_LIST_MIN)]
+            found.append(FilteredRecall(share, near, self._points(kinds[1], far, usual)))
             first += sum(each.recall < _HOPELESS for each in near)
         return found
 
@@ -150,12 +156,12 @@ class _Filtered:
         for length in lists:
             recalls, pages = [], []
             for trial, allowed in zip(trials, filters, strict=True):
-                found, all_pages = self._index.walk(trial.queries, _K + 1, (list_size or length, length), allowed)
-                recalls.append(_share_found(found.ids, trial.best[1], trial.rows))
+                found, all_pages = self._index.walk_without(trial.rows, trial.queries, _K, (list_size or length, length), allowed)
+                recalls.append(_share_found(found.ids, _others(trial.best[1], trial.rows, _K)))
                 pages.append(float((found.pages + found.code_pages).mean()))
                 if 2 * pages[-1] > all_pages:
                     return points
-            points.append(RecallPoint(max(_K + 1, length), float(np.mean(recalls)), float(np.mean(pages))))
+            points.append(RecallPoint(max(_K, length), min(recalls), float(np.mean(pages))))  # a filter is one, and not the mean of several
             if points[-1].recall > _ENOUGH:
                 break
         return points
@@ -219,7 +225,12 @@ def _rows_of(blocks: Iterable[tuple[np.ndarray, np.ndarray]], wanted: np.ndarray
     return found
 
 
-def _share_found(found: np.ndarray, exact: np.ndarray, queries: np.ndarray) -> float:
-    """Of the nearest of some rows, each but itself: the share that was found."""
-    pairs = [(set(ours.tolist()), set(true.tolist()) - {row}) for ours, true, row in zip(found, exact, queries.tolist(), strict=True)]
+def _others(nearest: np.ndarray, rows: np.ndarray, k: int) -> list[set[int]]:
+    """The k nearest of each of some rows but itself, of the k + 1 nearest."""
+    return [set([each for each in ids if each != row][:k]) for ids, row in zip(nearest.tolist(), rows.tolist(), strict=True)]
+
+
+def _share_found(found: np.ndarray | list[set[int]], exact: list[set[int]]) -> float:
+    """Of what is nearest to each query the share that was found."""
+    pairs = [(set(ours), true) for ours, true in zip(found, exact, strict=True)]
     return sum(len(ours & true) for ours, true in pairs) / max(1, sum(len(true) for _, true in pairs))
