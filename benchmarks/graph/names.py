@@ -8,3 +8,4 @@ LONG_CODES = ("espnx-inline-full", "espnx-inline-fast")
 LIST_SIZES = {"espnx-inline-fast": 50}  # of builds, in place of 100
 PEER, IN_RAM, MAPPED, LANCE = "diskann", "faiss-hnsw", "faiss-ondisk-ivf", "lancedb"
 SYSTEMS = (*OURS, PEER, IN_RAM, MAPPED, LANCE)
+PEER_PAGE_BYTES = 4096

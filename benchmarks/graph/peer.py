@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from .names import PEER_PAGE_BYTES
 from .service import Found, Opened, Service, Setting
 
 R, L = 64, 100
-PAGE_BYTES = 4096
 _MEMORY_GB = 8.0
 
 
@@ -37,7 +37,7 @@ class DiskAnn(Opened):
         found = index.batch_search(queries, k_neighbors=k, complexity=setting.list_size, num_threads=setting.threads)
         reads = found.search_stats["mean_ios"] * len(queries) if hasattr(found, "search_stats") else None
         nodes = found.identifiers.astype(np.int64)
-        return Found(nodes, found.distances, reads, None if reads is None else reads * PAGE_BYTES)
+        return Found(nodes, found.distances, reads, None if reads is None else reads * PEER_PAGE_BYTES)
 
     def index(self, threads: int, beamwidth: int, queries: np.ndarray) -> Any:
         """For queries of that kind, opened the first time."""

@@ -13,9 +13,11 @@ import numpy as np
 from ..harness.cells import ABSENT, metric, number, ratio
 from ..harness.result import Row
 from ..harness.runner import interquartile_range
-from .names import IN_RAM, OURS, PEER
+from .names import IN_RAM, OURS, PEER, PEER_PAGE_BYTES
 
 TARGETS = (0.95, 0.99)
+#: Of a query, that is compared with the peer's.
+_WORK = ("reads", "bytes_read")
 #: (threads, beamwidth; None: the system's own)
 Way = tuple[int, int | None]
 
@@ -161,19 +163,16 @@ def summaries(params: Mapping[str, Any], all_built: Sequence[Built], *, vectors_
     found = []
     peer = next((built for built in all_built if built.system == PEER), Built(PEER, ""))
     for recall in TARGETS:
-        theirs, their_reads = _best(peer, recall, params["queries"])[1], _reads(peer, recall)
+        theirs = _best(peer, recall, params["queries"])[1]
+        their_work = {name: at_recall(_along(_narrowest(peer), _of_query(name)), recall) for name in _WORK}
         here = {**params, "show": "summary", "recall": recall}
-        found += [_summary(here, built, vectors_bytes, theirs, their_reads) for built in all_built]
+        found += [_summary(here, built, vectors_bytes, theirs, their_work) for built in all_built]
     return found
 
 
 def _narrowest(built: Built) -> dict[int, list[Point]]:
     """The curve with the fewest pages under way at a time, which reads the least."""
     return built.curves[min(built.curves, key=lambda way: (way[1] or 0, way[0]))] if built.curves else {}
-
-
-def _reads(built: Built, recall: float) -> float | None:
-    return at_recall(_along(_narrowest(built), _of_query("reads")), recall)
 
 
 def _alone(built: Built, recall: float) -> dict[str, float]:
@@ -187,7 +186,9 @@ def _alone(built: Built, recall: float) -> dict[str, float]:
     return best
 
 
-def _summary(params: Mapping[str, Any], built: Built, vectors_bytes: int, theirs: Sequence[float], their_reads: float | None) -> Row:
+def _summary(
+    params: Mapping[str, Any], built: Built, vectors_bytes: int, theirs: Sequence[float], their_work: Mapping[str, float | None]
+) -> Row:
     recall, n = params["recall"], params["queries"]
     way, ours = _best(built, recall, n)
     if way is None:
@@ -203,8 +204,8 @@ def _summary(params: Mapping[str, Any], built: Built, vectors_bytes: int, theirs
     if built.system in OURS and theirs:
         pairs = [a / b for a, b in zip(ours, theirs, strict=True)]
         ratios[PEER], metrics[f"ratio_iqr_{PEER}"] = statistics.median(pairs), interquartile_range(pairs)
-    if built.system in OURS and their_reads:
-        metrics["reads_over_peer"] = metrics["reads"] / their_reads
+    if built.system in OURS:
+        metrics |= {f"{name}_over_peer": metrics[name] / value for name, value in their_work.items() if value and name in metrics}
     caches = {point.cache for curve in built.curves.values() for points in curve.values() for point in points}
     return _plain(
         params, built, metrics=metrics, ratio=ratios, bytes_asked=round(n * metrics.get("bytes_read", 0)),
@@ -221,6 +222,15 @@ def _alone_cell(row: Row) -> str:
     return " / ".join(metric(f"alone_p{share}_s", 1e-3)(row) for share in (50, 95, 99)) if "alone_p50_s" in row.metrics else ABSENT
 
 
+def _bytes_over_peer(row: Row) -> str:
+    """Of runs that were written before it was, too: the peer reads pages of 4 KiB."""
+    metrics = row.metrics
+    if "bytes_read_over_peer" not in metrics and {"reads", "bytes_read", "reads_over_peer"} <= set(metrics):
+        theirs = PEER_PAGE_BYTES * metrics["reads"] / metrics["reads_over_peer"]
+        return number(metrics["bytes_read"] / theirs, 1, 2)
+    return metric("bytes_read_over_peer")(row)
+
+
 def _way(row: Row) -> str:
     if "best_threads" not in row.metrics:
         return ABSENT
@@ -230,13 +240,13 @@ def _way(row: Row) -> str:
 
 def summary_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     headers = [
-        "vectors", "recall@10", "system", "PQ bytes", "reads", "of diskann's", "KiB read", "queries/s", "with", f"vs {PEER} [IQR]",
+        "vectors", "recall@10", "system", "PQ bytes", "reads", "of diskann's", "KiB read", "of diskann's", "queries/s", "with", f"vs {PEER} [IQR]",
         "alone, ms p50 / p95 / p99", "RAM, MiB", "folder, x vectors", "build, s", "correct",
     ]  # fmt: skip
     cells = [
         [
             row.params["data"], f"{row.params['recall']:g}", row.system, metric("pq_bytes", 1, 0)(row), metric("reads", 1, 1)(row),
-            metric("reads_over_peer")(row), metric("bytes_read", 1024, 0)(row), metric("queries_per_s", 1, 0)(row), _way(row),
+            metric("reads_over_peer")(row), metric("bytes_read", 1024, 0)(row), _bytes_over_peer(row), metric("queries_per_s", 1, 0)(row), _way(row),
             ratio(row, PEER), _alone_cell(row), metric("more_bytes", 2**20, 1)(row), metric("folder_over_vectors")(row),
             metric("build_s", 1, 1)(row), _runs(row),
         ]

@@ -86,6 +86,8 @@ def _shown(codes: str, plan: GraphPlan, cost: dict[str, float]) -> list[tuple[st
             f"with --memory at least {format_size(build['least_bytes'])}; libraries beside it",
         ),
     ]
+    if plan.hint is not None:
+        rows.append(("  hint", "", plan.hint))
     names = {"ssd": "SSD", "ram": "memory"}
     if cost:
         parts = " + ".join(f"{value:,.2f} {names[name]}" for name, value in cost.items())

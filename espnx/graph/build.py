@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from .bounded.budget import available_bytes, fit_bytes, member_bytes, plan_parts
 from .codebook import Codebook, train_codebook
 from .edges import build_edges, check_device
 from .format import GraphFacts, GraphShare
-from .layout import PageLayout, choose_layout
+from .layout import PageLayout, choose_layout, shorter_codes_hint
 from .options import GraphOptions, check_options, measured_rows, stored_rows
 from .recall import add_recall, row_blocks
 from .vectors import Vectors, read_vectors
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from .._C import Vamana
 
 _BLOCK_ROWS = 16_384
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class GraphReport:
         memory_bytes: that an open graph keeps, whatever it searches.
         parts: in which it was built.
         recall_ceiling: where nodes have codes in place of vectors: recall@10 of a search that measures all of them.
+        hint: where `pq_bytes` a little smaller would make pages much smaller, or nodes share one: which.
     """
 
     path: str
@@ -64,9 +67,10 @@ class GraphReport:
     recall_s: float
     parts: int = 1
     recall_ceiling: float | None = None
+    hint: str | None = None
 
     def summary(self) -> str:
-        """Two or three lines."""
+        """Two to four lines."""
         share = self.folder_bytes / self.vectors_bytes if self.vectors_bytes else 0.0
         return (
             f"{self.n:,} vectors of {self.dim} dimensions as {self.format}: {format_size(self.folder_bytes)} on storage ({share:.2f}x the"
@@ -75,6 +79,7 @@ class GraphReport:
             f"{self.edges_s:.1f} s edges, {self.codes_s:.1f} s codes, {self.pages_s:.1f} s pages, {self.read_s:.1f} s reading,"
             f" {self.recall_s:.1f} s measuring recall{f'; built in {self.parts} parts' if self.parts > 1 else ''}"
             + ("" if self.recall_ceiling is None else f"\nrecall@10 of these codes, all of them measured: {self.recall_ceiling:.3f}")
+            + ("" if self.hint is None else f"\nhint: {self.hint}")
         )
 
 
@@ -142,6 +147,8 @@ def _build(
 ) -> GraphReport:  # fmt: skip
     layout = _layout_of(options, source)
     check_device(options)
+    if hint := shorter_codes_hint(layout):  # before hours are spent on it
+        log.warning("%s: %s", path, hint)
     limit_bytes = None if memory is None or source.n == 0 else parse_size(memory)
     if limit_bytes is None:
         _check_memory(layout, options)
@@ -177,7 +184,7 @@ def _report(facts: GraphFacts, repaired: int, seconds: Seconds, parts: int = 1) 
     folder_bytes = sum(facts.file_sizes.values()) + os.path.getsize(os.path.join(facts.where, NAME))
     return GraphReport(
         facts.where, layout.n, layout.dim, layout.format, layout.page_bytes, layout.nodes_per_page, layout.code_bytes, repaired,
-        folder_bytes, 4 * layout.n * layout.dim, facts.memory_bytes, *seconds, parts, facts.recall_ceiling,
+        folder_bytes, 4 * layout.n * layout.dim, facts.memory_bytes, *seconds, parts, facts.recall_ceiling, shorter_codes_hint(layout),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from ..ops.distances import DIM_MAX, VECTOR_FORMATS
 from .bounded.budget import fit_bytes, least_bytes, member_bytes
 from .codebook import codebook_bytes, may_rotate
 from .format import N_MAX
-from .layout import CODES_IN, MAX_DEGREE_MAX, choose_layout
+from .layout import CODES_IN, MAX_DEGREE_MAX, choose_layout, shorter_codes_hint
 from .options import GraphOptions
 
 _DTYPES = {str(dtype).removeprefix("torch."): name for name, dtype in VECTOR_FORMATS.items()} | {"pq": "pq"}
@@ -27,6 +27,7 @@ class GraphPlan:
         memory: of the open graph: ``codebook_bytes``, ``entries_bytes``, ``codes_bytes``, ``total_bytes``; searches have buffers.
         build: what a build asks for, beside the process's libraries: ``whole_bytes`` in memory at a time, ``least_bytes`` as the smallest
             limit of a build in parts (``memory=``).
+        hint: see `espnx.graph.GraphReport`.
     """
 
     page_bytes: int
@@ -35,6 +36,7 @@ class GraphPlan:
     disk: dict[str, int]
     memory: dict[str, int]
     build: dict[str, int]
+    hint: str | None = None
 
 
 def plan_graph(
@@ -86,7 +88,8 @@ def plan_graph(
     options = GraphOptions(max_degree=max_degree, use_opq=use_opq)
     whole_bytes = n * member_bytes(layout, options) + fit_bytes(layout, options)
     build = {"whole_bytes": whole_bytes, "least_bytes": least_bytes(layout, options)}
-    return GraphPlan(layout.page_bytes, layout.nodes_per_page, code_bytes, _with_total(disk), _with_total(memory), build)
+    sizes = _with_total(disk), _with_total(memory), build
+    return GraphPlan(layout.page_bytes, layout.nodes_per_page, code_bytes, *sizes, shorter_codes_hint(layout))
 
 
 def _with_total(sizes: dict[str, int]) -> dict[str, int]:

@@ -224,6 +224,8 @@ def test_pages_are_filled() -> None:
     layout = choose_layout(10, 768, "fp16", max_degree=64, codes="inline", code_bytes=None)
     assert layout.page_bytes == 8192
     assert 16 + layout.node_bytes <= 8192 < 16 + layout.node_bytes + 64
+    layout = choose_layout(10, 784, "uint8", max_degree=64, codes="inline", code_bytes=None)
+    assert (layout.page_bytes, layout.nodes_per_page, layout.code_bytes) == (4096, 1, 47)
     layout = choose_layout(10, 128, "fp16", max_degree=48, codes="inline", code_bytes=33)
     assert (layout.page_bytes, layout.nodes_per_page, layout.size_bytes) == (4096, 2, 5 * 4096)
     with pytest.raises(errors.InvalidInputError):

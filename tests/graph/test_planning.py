@@ -85,3 +85,23 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["plan", "--vectors", "10", "--dim", "4", "--documents", "3"]) == 2
     assert main([*words, "--price-per-tb-ssd", "-1"]) == 2
     assert main([*words, "--price-per-gb-ram", "nan"]) == 2
+
+
+def test_a_code_byte_too_many_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture) -> None:
+    long, short = (plan_graph(1000, 384, pq_bytes=pq_bytes) for pq_bytes in (48, 47))
+    assert (long.page_bytes, short.page_bytes) == (8192, 4096)
+    assert long.hint is not None
+    assert "pq_bytes=47 instead of 48" in long.hint
+    assert "0.50x" in long.hint
+    assert short.hint is None
+    assert plan_graph(1000, 384, pq_bytes=48, codes="memory").hint is None
+    shared = plan_graph(1000, 128, pq_bytes=34, max_degree=48)  # one byte less, and two nodes share a page
+    assert "pq_bytes=33" in (shared.hint or "")
+    for dim in (32, 96, 128, 384, 768, 784, 1024, 1536):
+        assert plan_graph(1000, dim).hint is None, "what is chosen needs no hint"
+    report = espnx.graph.build(clustered(60, 384), tmp_path / "g", pq_bytes=48)
+    assert report.hint == long.hint
+    assert long.hint in report.summary()
+    assert long.hint in caplog.text
+    assert main(["plan", "--vectors", "1000", "--dim", "384", "--pq-bytes", "48"]) == 0
+    assert long.hint in capsys.readouterr().out
