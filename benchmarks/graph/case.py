@@ -28,6 +28,7 @@ espnx-inline-fast: the same, built with a list of 50 in place of 100; espnx-page
 memory: above that of a process that has opened nothing, with 64 queries under way, over --n.
 
   espnx bench graph --path /mnt/nvme --diskann-python ENV/bin/python --json graph.json
+  python scripts/graph_vectors.py tokens --out tokens; espnx bench graph --base tokens.npy --queries tokens-queries.npy --pq-bytes 47
   espnx bench graph --path /mnt/nvme --base sift.fbin --queries sift-queries.fbin --pq-bytes 32
   espnx bench graph --path /mnt/nvme --show memory --n 10000,100000 --system espnx-inline,espnx-memory
   espnx bench graph --quick                                                     does everything work here?
@@ -53,13 +54,17 @@ def configure(parser: ArgumentParser) -> None:
     add("--dtype", choices=("float32", "uint8"), default="float32", help="of vectors by recipe (default: %(default)s)")
     add("--base", metavar="FILE", help="vectors instead: .npy, .fbin, .u8bin, .fvecs, ... (with --queries)")
     add("--queries", metavar="FILE", help="their queries")
-    add("--n-queries", metavar="N", default="1000", help="at most (default: %(default)s)")
+    add("--n-queries", metavar="N", default="5000", help="at most (default: %(default)s)")
     add("--pq-bytes", metavar="N", default="32", help="of a code, DiskANN's and espnx's (default: %(default)s)")
     add("--list-sizes", metavar="L,...", default=LIST_SIZES, help="(default: %(default)s)")
-    add("--threads", metavar="N", default=str(os.cpu_count()), help="of builds, of espnx and FAISS (default: all cores)")
+    add("--threads", metavar="N", default=str(os.cpu_count()), help="of builds and of FAISS (default: all cores)")
+    add("--search-threads", metavar="T,...", default="2,4,8", help="of espnx's searches: the best counts (default: %(default)s)")
     add("--diskann-python", metavar="PYTHON", help="of the environment that has diskannpy")
-    add("--diskann-threads", metavar="T,...", default="16,32,64", help="the best counts (default: %(default)s)")
-    add("--diskann-beamwidths", metavar="W,...", default="1,2,4", help="the best counts (default: %(default)s)")
+    add("--diskann-threads", metavar="T,...", default="8,16,32,64,128", help="the best counts (default: %(default)s)")
+    add("--diskann-beamwidths", metavar="W,...", default="1,2,4,8", help="the best counts (default: %(default)s)")
+
+    add("--diskann-list-sizes", metavar="L,...", help="(default: those of --list-sizes)")
+    add("--pass-seconds", metavar="S", default="2", help="queries are asked again until a pass takes so long (default: %(default)s)")
 
 
 def run(args: Namespace, say: Say) -> list[Row]:
@@ -75,9 +80,12 @@ def run(args: Namespace, say: Say) -> list[Row]:
     plan = Plan(
         path=Path(args.path).resolve(), systems=choices(args.system, SYSTEMS, "--system") if args.system else SYSTEMS, peer=python,
         pq_bytes=positive("--pq-bytes", args.pq_bytes), threads=positive("--threads", args.threads),
+        own_threads=(2,) if quick else _many("--search-threads", args.search_threads),
         peer_threads=(2,) if quick else _many("--diskann-threads", args.diskann_threads),
         peer_beamwidths=(1, 2) if quick else _many("--diskann-beamwidths", args.diskann_beamwidths),
-        list_sizes=(10, 80) if quick else sorted(_many("--list-sizes", args.list_sizes)), pairs=args.pairs, seed=args.seed,
+        list_sizes=(10, 80) if quick else sorted(_many("--list-sizes", args.list_sizes)),
+        peer_list_sizes=(10, 80) if quick else sorted(_many("--diskann-list-sizes", args.diskann_list_sizes or args.list_sizes)),
+        pass_s=0.0 if quick else positive("--pass-seconds", args.pass_seconds), pairs=args.pairs, seed=args.seed,
     )  # fmt: skip
     if plan.list_sizes[0] < K:
         raise InvalidInputError("--list-sizes", got=plan.list_sizes[0], expected=f"{K}, the neighbours asked for, or more")

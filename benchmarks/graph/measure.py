@@ -20,6 +20,7 @@ from ..harness.result import Row
 from ..machine import page_cache
 from . import rows
 from .data import Data
+from .disk import random_reads_per_s
 from .names import IN_RAM, MAPPED, OURS, PEER
 from .rows import Built, Point, Way
 from .service import Setting
@@ -30,21 +31,27 @@ IN_FLIGHT = 64
 ALONE = 50
 #: A graph that finds less with its longest list is broken, whatever its distances.
 RECALL_MIN = 0.8
+#: Of those that are tried, pairs of threads and W.
+WAYS_MEASURED = 3
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Attributes: peer: the Python that has diskannpy, or None. threads: of builds, of espnx and FAISS. peer_threads, peer_beamwidths: all
-    pairs are measured, and the best one counts."""
+    """Attributes: peer: the Python that has diskannpy, or None. threads: of builds and of FAISS. own_threads, of espnx's searches, and
+    peer_threads, peer_beamwidths: all pairs are tried, the quickest few are measured, and the best one counts. list_sizes, of the peer
+    peer_list_sizes. pass_s: that a pass takes at least, of espnx and the peer."""
 
     path: Path
     systems: Sequence[str]
     peer: str | None
     pq_bytes: int
     threads: int
+    own_threads: Sequence[int]
     peer_threads: Sequence[int]
     peer_beamwidths: Sequence[int]
     list_sizes: Sequence[int]
+    peer_list_sizes: Sequence[int]
+    pass_s: float
     pairs: int
     seed: int
 
@@ -52,8 +59,13 @@ class Plan:
         """(threads, beamwidth) that a system is measured with."""
         if system == PEER:
             return [(threads, width) for threads in self.peer_threads for width in self.peer_beamwidths]
-        widths = (None, 2) if system in OURS else (None,)  # one page of each query under way at a time, or two
-        return [(self.threads, width) for width in widths]
+        if system not in OURS:
+            return [(self.threads, None)]
+        return [(threads, width) for threads in self.own_threads for width in (None, 2)]  # pages of a query under way at a time: 1 or 2
+
+    def lists(self, system: str) -> Sequence[int]:
+        """Sizes that a system is measured with."""
+        return self.peer_list_sizes if system == PEER else self.list_sizes
 
 
 class Bench:
@@ -112,18 +124,37 @@ class Bench:
             for built in there:
                 self._open(workers[built.system], built)
                 self._verify(workers[built.system], built)
+            tried = [(built, way) for built in there if built.problem is None for way in self._quickest(workers[built.system], built)]
             for turn in range(self.plan.pairs):
-                ways = [(built, way) for built in there if built.problem is None for way in self.plan.ways(built.system)]
+                ways = list(tried)
                 order.shuffle(ways)
                 for built, way in ways:
-                    for list_size in self.plan.list_sizes:
+                    if self.plan.pass_s:
+                        built.disk_rates.append(random_reads_per_s(Path(built.folder)))
+                    for list_size in self.plan.lists(built.system):
                         point = self._point(workers[built.system], built, Setting(list_size, *way), turn)
                         built.curves.setdefault(way, {}).setdefault(list_size, []).append(point)
                 self.say(f"pass {turn + 1} of {self.plan.pairs}")
 
+    def _quickest(self, worker: Worker, built: Built) -> list[Way]:
+        """The few that are worth whole passes, by one search with the list of the middle size each; and one with one page of a query under
+        way at a time, whose reads count."""
+        ways, lists = self.plan.ways(built.system), self.plan.lists(built.system)
+        if len(ways) <= WAYS_MEASURED:
+            return ways
+        seconds = {way: self._searched(worker, built, Setting(lists[len(lists) // 2], *way))["seconds"] for way in ways}
+        self.say(f"    {built.system}: " + ", ".join(f"{len(self.data.queries) / seconds[way]:.0f} queries/s with {way}" for way in ways))
+        quick = sorted(ways, key=lambda way: seconds[way])
+        chosen, narrow = quick[:WAYS_MEASURED], next(way for way in quick if (way[1] or 1) == 1)
+        return chosen if narrow in chosen else [*chosen, narrow]
+
+    def _searched(self, worker: Worker, built: Built, setting: Setting) -> dict[str, Any]:
+        least_s = self.plan.pass_s if built.system in (*OURS, PEER) else 0.0
+        return worker.ask("search", setting=dataclasses.astuple(setting), least_s=least_s)
+
     def _verify(self, worker: Worker, built: Built) -> None:
         for way in self.plan.ways(built.system):
-            answer = worker.ask("search", setting=dataclasses.astuple(Setting(max(self.plan.list_sizes), *way)))
+            answer = worker.ask("search", setting=dataclasses.astuple(Setting(max(self.plan.lists(built.system)), *way)))
             ids = np.array(answer["ids"])
             built.problem = self.data.problem(ids, np.array(answer["distances"]))
             if built.problem is None and (recall := self.data.recall(ids)) < RECALL_MIN:
@@ -135,13 +166,13 @@ class Bench:
     def _point(self, worker: Worker, built: Built, setting: Setting, turn: int) -> Point:
         cache = self._cache(worker, built)
         asked = dataclasses.astuple(setting)
-        found = worker.ask("search", setting=asked)
+        found = self._searched(worker, built, setting)
         is_first = built.system != PEER or setting.threads == self.plan.peer_threads[0]
         which = [(turn * ALONE + i) % len(self.data.queries) for i in range(ALONE)] if is_first else []
         # A beamwidth of its own is another one for a query that is alone.
         alone = worker.ask("alone", setting=asked, which=which)["seconds"]
         n = len(self.data.queries)
-        per_query = {name: found[name] / n for name in ("reads", "bytes_read", "moved_bytes") if found[name] is not None}
+        per_query = {name: found[name] / n for name in ("reads", "bytes_read", "moved_bytes", "cpu_s") if found[name] is not None}
         return Point(found["seconds"], self.data.recall(np.array(found["ids"])), per_query, alone, cache)
 
     def _cache(self, worker: Worker, built: Built) -> str:

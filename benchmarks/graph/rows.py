@@ -17,7 +17,7 @@ from .names import IN_RAM, OURS, PEER, PEER_PAGE_BYTES
 
 TARGETS = (0.95, 0.99)
 #: Of a query, that is compared with the peer's.
-_WORK = ("reads", "bytes_read")
+_WORK = ("reads", "bytes_read", "cpu_s")
 #: (threads, beamwidth; None: the system's own)
 Way = tuple[int, int | None]
 
@@ -49,6 +49,7 @@ class Built:
         problem: what is wrong with its results.
         said: build_s, pq_bytes, folder_bytes, open_s, more_bytes: above an empty process.
         curves: way -> list size -> a point for each pass.
+        disk_rates: random reads of 4 KiB a second that fio made of its files right before each pass; None: no fio.
     """
 
     system: str
@@ -57,6 +58,7 @@ class Built:
     problem: str | None = None
     said: dict[str, float] = field(default_factory=dict)
     curves: dict[Way, dict[int, list[Point]]] = field(default_factory=dict)
+    disk_rates: list[float | None] = field(default_factory=list)
 
 
 def at_recall(points: Sequence[tuple[float, float]], recall: float) -> float | None:
@@ -197,13 +199,15 @@ def _summary(
         **built.said, **_alone(built, recall), "queries_per_s": statistics.median(ours), "best_threads": way[0],
         "best_beamwidth": way[1] or 0, "folder_over_vectors": built.said["folder_bytes"] / vectors_bytes,
     }  # fmt: skip
-    for name in ("reads", "bytes_read", "moved_bytes"):
+    for name in ("reads", "bytes_read", "moved_bytes", "cpu_s"):
         if (value := at_recall(_along(_narrowest(built), _of_query(name)), recall)) is not None:
             metrics[name] = value
     ratios: dict[str, float] = {}
     if built.system in OURS and theirs:
         pairs = [a / b for a, b in zip(ours, theirs, strict=True)]
         ratios[PEER], metrics[f"ratio_iqr_{PEER}"] = statistics.median(pairs), interquartile_range(pairs)
+    if known := [rate for rate in built.disk_rates if rate is not None]:
+        metrics["fio_reads_per_s"] = statistics.median(known)
     if built.system in OURS:
         metrics |= {f"{name}_over_peer": metrics[name] / value for name, value in their_work.items() if value and name in metrics}
     caches = {point.cache for curve in built.curves.values() for points in curve.values() for point in points}
@@ -240,14 +244,17 @@ def _way(row: Row) -> str:
 
 def summary_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     headers = [
-        "vectors", "recall@10", "system", "PQ bytes", "reads", "of diskann's", "KiB read", "of diskann's", "queries/s", "with", f"vs {PEER} [IQR]",
-        "alone, ms p50 / p95 / p99", "RAM, MiB", "folder, x vectors", "build, s", "correct",
+        "vectors", "recall@10", "system", "PQ bytes", "reads", "of diskann's", "KiB read", "of diskann's", "CPU, us", "of diskann's",
+        "queries/s", "with", f"vs {PEER} [IQR]", "fio, reads/s", "alone, ms p50 / p95 / p99", "RAM, MiB",
+        "folder, x vectors", "build, s", "correct",
     ]  # fmt: skip
     cells = [
         [
             row.params["data"], f"{row.params['recall']:g}", row.system, metric("pq_bytes", 1, 0)(row), metric("reads", 1, 1)(row),
-            metric("reads_over_peer")(row), metric("bytes_read", 1024, 0)(row), _bytes_over_peer(row), metric("queries_per_s", 1, 0)(row), _way(row),
-            ratio(row, PEER), _alone_cell(row), metric("more_bytes", 2**20, 1)(row), metric("folder_over_vectors")(row),
+            metric("reads_over_peer")(row), metric("bytes_read", 1024, 0)(row), _bytes_over_peer(row),
+            metric("cpu_s", 1e-6, 0)(row), metric("cpu_s_over_peer")(row), metric("queries_per_s", 1, 0)(row), _way(row),
+            ratio(row, PEER), metric("fio_reads_per_s", 1, 0)(row), _alone_cell(row), metric("more_bytes", 2**20, 1)(row),
+            metric("folder_over_vectors")(row),
             metric("build_s", 1, 1)(row), _runs(row),
         ]
         for row in rows

@@ -25,16 +25,23 @@ class EspnxGraph(Opened):
     """A graph of espnx."""
 
     def __init__(self, folder: str, threads: int, in_flight: int):
-        walks = max(1, in_flight // threads)
-        self._graph = espnx.graph.open(folder, threads=threads, walks=walks, code_cache_bytes=CODE_CACHE_BYTES // threads)
+        self._folder, self._in_flight = folder, in_flight
+        self._graphs = {threads: self._open(threads)}
+
+    def _open(self, threads: int) -> espnx.graph.GraphIndex:
+        walks = max(1, self._in_flight // threads)
+        return espnx.graph.open(self._folder, threads=threads, walks=walks, code_cache_bytes=CODE_CACHE_BYTES // threads)
 
     def search(self, queries: np.ndarray, k: int, setting: Setting) -> Found:
-        found = self._graph.search(queries, k, list_size=setting.list_size, beamwidth=setting.beamwidth)
+        if setting.threads not in self._graphs:
+            self._graphs[setting.threads] = self._open(setting.threads)
+        found = self._graphs[setting.threads].search(queries, k, list_size=setting.list_size, beamwidth=setting.beamwidth)
         reads = found.pages.sum() + found.code_pages.sum()
         return Found(found.ids, found.distances, float(reads), float(found.bytes_read.sum()))
 
     def close(self) -> None:
-        self._graph.close()
+        for graph in self._graphs.values():
+            graph.close()
 
 
 class FaissIndex(Opened):

@@ -205,7 +205,8 @@ def shorter_codes_hint(layout: PageLayout) -> str | None:
     found = shorter_codes(layout)
     if found is None:
         return None
-    return f"pq_bytes={found[0]} instead of {layout.code_bytes} would make the folder {found[1]:.2f}x as large, and searches read about that share"
+    shorter = f"pq_bytes={found[0]} instead of {layout.code_bytes}"
+    return f"{shorter} would make the folder {found[1]:.2f}x as large, and searches read about that share"
 
 
 def _filling(dim: int, held: int, max_degree: int) -> int:

@@ -1,0 +1,25 @@
+"""What the disk gives at this moment: random reads by fio of the very file that is about to be searched."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+_DEPTH, _SECONDS = 64, 1
+
+
+def random_reads_per_s(folder: Path) -> float | None:
+    """Of 4 KiB each, 64 under way, past the page cache, for a second, of the largest file in a folder. None: no fio, or it cannot."""
+    fio = shutil.which("fio")
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    if fio is None or not files:
+        return None
+    largest = max(files, key=lambda path: path.stat().st_size)
+    command = [
+        fio, "--name=now", f"--filename={largest}", "--readonly", "--rw=randread", "--bs=4k", f"--iodepth={_DEPTH}", "--direct=1",
+        "--ioengine=io_uring", f"--runtime={_SECONDS}", "--time_based", "--output-format=json",
+    ]  # fmt: skip
+    ended = subprocess.run(command, capture_output=True, text=True)
+    return float(json.loads(ended.stdout)["jobs"][0]["read"]["iops"]) if ended.returncode == 0 else None

@@ -1,0 +1,101 @@
+#!/usr/bin/env python3
+"""Real vectors for `espnx bench graph`, of what every machine has: docstrings of installed packages, and photographs that packages ship.
+
+    python scripts/graph_vectors.py tokens --out tokens            tokens.npy, tokens-queries.npy: 384 float32 of MiniLM (espnx[minilm])
+    python scripts/graph_vectors.py docstrings --out docstrings    one vector a docstring: the mean of its tokens, of length 1
+    python scripts/graph_vectors.py patches --out patches          28 x 28 grey pixels, uint8 (pip install scikit-image scikit-learn)
+
+Queries are drawn as the vectors are, and are none of them: of other docstrings, or of other places.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from docstrings import documents
+
+SIDE, BATCH, CHARS_MAX = 28, 64, 1000
+PICTURES = (".png", ".jpg", ".jpeg", ".tif", ".tiff")
+
+
+def encoded(seed: int) -> Iterator[np.ndarray]:
+    """float32 [tokens, 384] of docstrings, in an order drawn by lot, as long as there are any."""
+    import espnx
+
+    texts = [each["text"][:CHARS_MAX] for each in documents()]
+    order = np.random.default_rng(seed).permutation(len(texts))
+    encoder = espnx.load_encoder("minilm")
+    for first in range(0, len(order), BATCH):
+        for each in encoder.encode_documents([texts[i] for i in order[first : first + BATCH]]):
+            if len(each.tokens):
+                yield np.asarray(each.tokens, dtype=np.float32)
+
+
+def tokens(count: int, seed: int) -> np.ndarray:
+    """float32 [count, 384]: at most 32 tokens of a text, drawn by lot."""
+    random, found, total = np.random.default_rng(seed + 1), [], 0
+    for each in encoded(seed):
+        found.append(each[random.permutation(len(each))[:32]])
+        total += len(found[-1])
+        if total >= count:
+            break
+    return np.concatenate(found)[:count]
+
+
+def docstrings(count: int, seed: int) -> np.ndarray:
+    """float32 [count, 384]: one a text."""
+    means = [each.mean(axis=0) for each, _ in zip(encoded(seed), range(count), strict=False)]
+    found = np.stack(means)
+    return np.asarray(found / np.linalg.norm(found, axis=1, keepdims=True), np.float32)
+
+
+def pictures() -> Iterator[np.ndarray]:
+    """uint8 [height, width]: in grey, that scikit-image and scikit-learn carry in their wheels."""
+    io, colour = import_module("skimage.io"), import_module("skimage.color")
+    folders = [Path(str(import_module(name).__file__)).parent for name in ("skimage.data", "sklearn.datasets")]
+    for path in sorted(path for folder in folders for path in folder.rglob("*") if path.suffix in PICTURES):
+        picture = io.imread(path)
+        if picture.ndim == 3:
+            picture = colour.rgb2gray(picture[..., :3]) * 255
+        if picture.ndim == 2 and min(picture.shape) >= 4 * SIDE:
+            yield picture.astype(np.uint8)
+
+
+def patches(count: int, seed: int) -> np.ndarray:
+    """uint8 [count, 784]: each another place, of large pictures more; flat ones are left out, for many of those are one."""
+    random, found = np.random.default_rng(seed), []
+    views = [np.lib.stride_tricks.sliding_window_view(each, (SIDE, SIDE)).reshape(-1, SIDE, SIDE) for each in pictures()]
+    sizes = [len(view) for view in views]
+    for view, size in zip(views, sizes, strict=True):
+        chosen = random.permutation(size)[: 2 * count * size // sum(sizes)]
+        flat = view[chosen].reshape(len(chosen), -1)
+        found.append(flat[flat.std(axis=1) > 8])
+    return random.permutation(np.concatenate(found))[:count]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = {"tokens": tokens, "docstrings": docstrings, "patches": patches}
+    parser.add_argument("kind", choices=kinds)
+    parser.add_argument("--out", required=True, help="what files are called, but for .npy and -queries.npy")
+    parser.add_argument("--n", type=int, default=60_000, help="vectors, at most (default: %(default)s)")
+    parser.add_argument("--n-queries", type=int, default=5_000, help="(default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    # The last ones are queries: of texts that no vector is of, but for one.
+    vectors = kinds[args.kind](args.n + args.n_queries, args.seed)
+    n_queries = min(args.n_queries, len(vectors) // 10)
+    np.save(f"{args.out}.npy", vectors[:-n_queries])
+    np.save(f"{args.out}-queries.npy", vectors[-n_queries:])
+    print(f"{args.out}.npy: {len(vectors) - n_queries:,} x {vectors.shape[1]} {vectors.dtype}; {args.out}-queries.npy: {n_queries:,}")
+
+
+if __name__ == "__main__":
+    main()
