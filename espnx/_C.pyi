@@ -384,6 +384,6 @@ class GraphSearcher:
     def path(self) -> tuple[str, str, bool]: ...
     def start(
         self, *, queries: Tensor, queries_f32: Tensor, k: int, list_size: int, far_list_size: int, beam: int, stop_beyond: float,
-        filter: dict[str, Any] | None, absent: torch.Tensor | None, deadline_s: float,  # noqa: A002
+        filter: dict[str, Any] | None, absent: Tensor | None, deadline_s: float,  # noqa: A002
     ) -> GraphSearch: ...  # fmt: skip
     def close(self) -> None: ...
