@@ -5,7 +5,7 @@
     python scripts/graph_vectors.py docstrings --out docstrings    one vector a docstring: the mean of its tokens, of length 1
     python scripts/graph_vectors.py patches --out patches          28 x 28 grey pixels, uint8 (pip install scikit-image scikit-learn)
 
-Queries are drawn as the vectors are, and are none of them: of other docstrings, or of other places.
+Queries are drawn as the vectors are, from texts and pictures that none of the vectors is of.
 """
 
 from __future__ import annotations
@@ -38,22 +38,18 @@ def encoded(seed: int) -> Iterator[np.ndarray]:
                 yield np.asarray(each.tokens, dtype=np.float32)
 
 
-def tokens(count: int, seed: int) -> np.ndarray:
-    """float32 [count, 384]: at most 32 tokens of a text, drawn by lot."""
-    random, found, total = np.random.default_rng(seed + 1), [], 0
+def tokens(seed: int, count: int) -> Iterator[np.ndarray]:
+    """float32 [m, 384] of each text: at most 32 of its tokens, drawn by lot."""
+    random = np.random.default_rng(seed + 1)
     for each in encoded(seed):
-        found.append(each[random.permutation(len(each))[:32]])
-        total += len(found[-1])
-        if total >= count:
-            break
-    return np.concatenate(found)[:count]
+        yield each[random.permutation(len(each))[:32]]
 
 
-def docstrings(count: int, seed: int) -> np.ndarray:
-    """float32 [count, 384]: one a text."""
-    means = [each.mean(axis=0) for each, _ in zip(encoded(seed), range(count), strict=False)]
-    found = np.stack(means)
-    return np.asarray(found / np.linalg.norm(found, axis=1, keepdims=True), np.float32)
+def docstrings(seed: int, count: int) -> Iterator[np.ndarray]:
+    """float32 [1, 384] of each text."""
+    for each in encoded(seed):
+        mean = each.mean(axis=0, keepdims=True)
+        yield mean / np.linalg.norm(mean)
 
 
 def pictures() -> Iterator[np.ndarray]:
@@ -68,16 +64,26 @@ def pictures() -> Iterator[np.ndarray]:
             yield picture.astype(np.uint8)
 
 
-def patches(count: int, seed: int) -> np.ndarray:
-    """uint8 [count, 784]: each another place, of large pictures more; flat ones are left out, for many of those are one."""
-    random, found = np.random.default_rng(seed), []
+def patches(seed: int, count: int) -> Iterator[np.ndarray]:
+    """uint8 [m, 784] of each picture: different places, of large pictures more; flat ones are left out, for many of those are one."""
+    random = np.random.default_rng(seed)
     views = [np.lib.stride_tricks.sliding_window_view(each, (SIDE, SIDE)).reshape(-1, SIDE, SIDE) for each in pictures()]
-    sizes = [len(view) for view in views]
-    for view, size in zip(views, sizes, strict=True):
-        chosen = random.permutation(size)[: 2 * count * size // sum(sizes)]
-        flat = view[chosen].reshape(len(chosen), -1)
-        found.append(flat[flat.std(axis=1) > 8])
-    return random.permutation(np.concatenate(found))[:count]
+    total = sum(map(len, views))
+    for number in random.permutation(len(views)):
+        view = views[number]
+        flat = view[random.permutation(len(view))[: 3 * count * len(view) // total]].reshape(-1, SIDE * SIDE)
+        yield flat[flat.std(axis=1) > 8]
+
+
+def take(sources: Iterator[np.ndarray], count: int) -> np.ndarray:
+    """Vectors of whole sources until there are so many, or no more."""
+    found, total = list[np.ndarray](), 0
+    for each in sources:
+        found.append(each)
+        total += len(each)
+        if total >= count:
+            break
+    return np.concatenate(found)[:count]
 
 
 def main() -> None:
@@ -89,12 +95,11 @@ def main() -> None:
     parser.add_argument("--n-queries", type=int, default=5_000, help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    # The last ones are queries: of texts that no vector is of, but for one.
-    vectors = kinds[args.kind](args.n + args.n_queries, args.seed)
-    n_queries = min(args.n_queries, len(vectors) // 10)
-    np.save(f"{args.out}.npy", vectors[:-n_queries])
-    np.save(f"{args.out}-queries.npy", vectors[-n_queries:])
-    print(f"{args.out}.npy: {len(vectors) - n_queries:,} x {vectors.shape[1]} {vectors.dtype}; {args.out}-queries.npy: {n_queries:,}")
+    sources = kinds[args.kind](args.seed, args.n + args.n_queries)
+    queries, vectors = take(sources, args.n_queries), take(sources, args.n)
+    np.save(f"{args.out}.npy", vectors)
+    np.save(f"{args.out}-queries.npy", queries)
+    print(f"{args.out}.npy: {len(vectors):,} x {vectors.shape[1]} {vectors.dtype}; {args.out}-queries.npy: {len(queries):,}")
 
 
 if __name__ == "__main__":

@@ -193,8 +193,12 @@ def test_the_table_by_size_has_a_line_for_each_size() -> None:
 
     rows = [sized(1000, "memory", 0.004), sized(1000, "espnx", 0.01), sized(2000, "espnx", None, correct=False)]
     headers, lines = by_size(rows)
+    assert headers == ["documents", "records, GB", "memory, ms", "espnx, ms"]  # one corpus, one limit: they are no columns
+    assert lines == [["1,000", "1.00", "4.00", "10.00"], ["2,000", "2.00", "-", "WRONG"]]
+    rows[2] = replace(rows[2], params={**rows[2].params, "corpus": "A"})
+    headers, lines = by_size(rows)
     assert headers == ["corpus", "documents", "records, GB", "memory", "memory, ms", "espnx, ms"]
-    assert lines == [["B", "1,000", "1.00", "1 GiB", "4.00", "10.00"], ["B", "2,000", "2.00", "1 GiB", "-", "WRONG"]]
+    assert lines == [["B", "1,000", "1.00", "1 GiB", "4.00", "10.00"], ["A", "2,000", "2.00", "1 GiB", "-", "WRONG"]]
 
 
 def test_columns_that_say_nothing_are_left_out() -> None:
