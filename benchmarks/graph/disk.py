@@ -1,4 +1,6 @@
-"""What the disk gives at this moment: random reads by fio of the very file that is about to be searched."""
+"""What the disk gives at this moment: random reads by fio of the very file that is about to be searched.
+
+A file of its own, since it runs another program."""
 
 from __future__ import annotations
 

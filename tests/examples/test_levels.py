@@ -50,7 +50,6 @@ def test_a_level(level: str, tmp_path: Path) -> None:
     number = CPU_LEVELS.index(level)
     if number > load_extension().cpu_level():
         pytest.skip(f"[processor] it has no {level}")
-    (tmp_path / "models").symlink_to(ROOT / "models")
     shown = [(text, output) for page, text, output in blocks("python") if page == README]
     examples = [str(ROOT / "examples" / name) for name in EXAMPLES]
     torch_level, onednn, mkl = LEVELS[level]

