@@ -1,6 +1,6 @@
 """One search, every step in view, on the pieces that `Index.search` is made of.
 
-    python examples/04_search_by_hand.py "how do I turn bytes into text"
+    python examples/04_search_by_hand.py "read a line from the user"
 
 Builds a small index of Python's own documentation, ranks it by hand, and compares with what the index answers.
 """
@@ -17,6 +17,8 @@ import torch
 import espnx
 from espnx.ops.maxsim import maxsim
 from espnx.retrieval.store.record import HEADER_BYTES
+
+QUESTION, ANSWERS = "sort a list in place", ["list.sort", "sorted"]
 
 
 def documents() -> list[tuple[str, str]]:
@@ -58,7 +60,7 @@ def search_by_hand(index: espnx.Index, text: str, k: int = 5, candidates: int = 
 
 
 def main() -> None:
-    text = " ".join(sys.argv[1:]) or "how do I turn bytes into text"
+    text = " ".join(sys.argv[1:]) or QUESTION
     encoder = espnx.load_encoder("minilm")
     with tempfile.TemporaryDirectory() as folder:
         espnx.build(f"{folder}/index", documents(), encoder)
@@ -66,6 +68,8 @@ def main() -> None:
             by_hand = search_by_hand(index, text)
             for identifier, score in by_hand:
                 print(f"{score:8.4f}  {identifier}")
+            if text == QUESTION:
+                assert [identifier for identifier, _ in by_hand[:2]] == ANSWERS
             hits = index.search(text, k=5, candidates=40).hits
             assert [identifier for identifier, _ in by_hand] == [hit.id for hit in hits], hits
 

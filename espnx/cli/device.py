@@ -22,6 +22,7 @@ from .failures import FAILED, MISSING_HARDWARE, NOT_WHOLE, OK
 from .output import add_json_option, emit, json_document, write_whole
 
 if TYPE_CHECKING:
+    from ..device.emulation.topology import Topology
     from ..device.near_storage import NearStorageDevice
     from ..device.trace.reader import Trace
 
@@ -45,6 +46,8 @@ def run_ls(args: argparse.Namespace) -> int:
 def configure_info(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="of `espnx device ls`, a spec (drive.yaml), or module:Class")
     _path(parser)
+    parser.add_argument("--devices", type=int, default=1, metavar="N", help="of a spec: draw so many behind their links (default: 1)")
+    parser.add_argument("--svg", metavar="FILE", help="of a spec: also write the drawing as a picture")
     add_json_option(parser)
 
 
@@ -58,10 +61,25 @@ def run_info(args: argparse.Namespace) -> int:
     device = open_device(args.name, args.path)
     try:
         facts: dict[str, Any] = device.describe() | {"capabilities": asdict(device.capabilities)}
+        drawn = _drawn(args, getattr(device, "topology", None))
     finally:
         device.close()
-    emit(args, render_table(("", "", ""), rows_of(facts)), json_document("device info", device=facts))
+    emit(args, render_table(("", "", ""), rows_of(facts)) + drawn, json_document("device info", device=facts))
     return 0
+
+
+def _drawn(args: argparse.Namespace, topology: Topology | None) -> str:
+    """The way from host to flash; empty of a device that has no spec. Raises InvalidInputError, WriteError."""
+    from ..device.model.picture import topology_svg, topology_text
+
+    if topology is None:
+        if args.svg or args.devices != 1:
+            raise InvalidInputError(f"a drawing of device {args.name!r}", got="a device without a spec", expected="smartssd, or drive.yaml")
+        return ""
+    text = topology_text(topology.spec, args.devices)
+    if args.svg:
+        write_whole(args.svg, topology_svg(topology.spec, args.devices), "cannot write the drawing", "name another file after --svg")
+    return f"\n\n{text}"
 
 
 def configure_calibrate(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from ..errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from ..device.emulation.use import DeviceUse
     from ..device.registry import Devices
 
 
@@ -62,14 +61,3 @@ def devices_of(args: argparse.Namespace, directories: Sequence[str], *, idle: Ca
         yield found
         if args.record is not None and not writer.commands:
             print(f"espnx: warning: the trace {args.record} is empty: {idle() or 'no device was asked for anything'}", file=sys.stderr)
-
-
-def watch_devices(devices: Devices | None) -> Callable[..., DeviceUse | None]:
-    """From here on: what says how emulated devices were used (`espnx.device.emulation.use.watch`); None of other devices."""
-    first = devices[0] if isinstance(devices, Sequence) and devices else devices
-    topology = getattr(first, "topology", None)
-    if topology is None:
-        return lambda beside_bytes=0: None
-    from ..device.emulation.use import watch
-
-    return watch(topology)

@@ -95,7 +95,7 @@ def _searched(
     """What a store finds for the judged queries where that is wanted, by ids as text; the metrics; the path of the reads."""
     from ..retrieval.evaluate import check_judged, depth_of, evaluate
 
-    with ProgressLine(is_terse=True) as progress, open_index(args, progress) as (index, _):
+    with ProgressLine(is_terse=True) as progress, open_index(args, progress) as index:
         options = search_options(args)
         if not wants_rankings:
             return {}, index.evaluate(queries, _ids_of(index, qrels), metrics, **options), index.store.effective_path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from ..errors import InvalidInputError
 from ..models import model_folder
 from ..suggestions import downloading
 from ..tables import render_table
-from .device_options import add_device_options, at_least_0, devices_of, watch_devices
+from .device_options import add_device_options, at_least_0, devices_of
 from .output import add_json_option, emit, json_document
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ def _generate(args: argparse.Namespace, out: str | None, progress: ProgressLine)
     with progress.loading("PyTorch and transformers"):
         import torch
 
+        from ..device.emulation.use import watch
         from ..integrations.generate.generate import generate_file
         from ..integrations.generate.model_folder import load_model, model_fingerprint
         from ..integrations.generate.prompt_files import Prompt, read_done, read_prompts
@@ -148,12 +149,12 @@ def _generate(args: argparse.Namespace, out: str | None, progress: ProgressLine)
         cache_options = {
             "x_rows": args.x_rows, "format": args.format, "capacity_tokens": args.capacity, "engine": args.engine, "device": device,
         }  # fmt: skip
-        use = watch_devices(device)
-        report = generate_file(
-            model, tokenizer, prompts, out, args.storage, batch_size=args.batch, settings=settings, cache_options=cache_options,
-            generate_options=generate_options, progress=lambda done, total: progress.update("prompts", done, total),
-        )  # fmt: skip
-        return report, use()
+        with watch(*(device if isinstance(device, Sequence) else [device]), bench="--show topology") as watched:
+            report = generate_file(
+                model, tokenizer, prompts, out, args.storage, batch_size=args.batch, settings=settings, cache_options=cache_options,
+                generate_options=generate_options, progress=lambda done, total: progress.update("prompts", done, total),
+            )  # fmt: skip
+        return report, watched.use
 
 
 def _text(report: Report, out: str | None, use: DeviceUse | None) -> str:
@@ -163,5 +164,5 @@ def _text(report: Report, out: str | None, use: DeviceUse | None) -> str:
     if out is not None:
         rows.insert(0, ("results", out))
     if use is not None:
-        rows.append(("devices", use.summary()))
+        rows += [("" if number else "devices", line.strip()) for number, line in enumerate(use.summary().splitlines())]
     return render_table(("", ""), rows + (work(report.stats) if report.stats else []))

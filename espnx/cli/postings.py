@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InvalidInputError
 from ..sizes import format_size, parse_size
 from ..tables import render_table
-from .device_options import add_device_options, devices_of, watch_devices
+from .device_options import add_device_options, devices_of
 from .output import add_json_option, emit, json_document
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def run_search(args: argparse.Namespace) -> int:
     rows = [(each["id"], rank + 1, hit["id"], f"{hit['score']:.4f}") for each in results[:_SHOWN] for rank, hit in enumerate(each["hits"])]
     facts: dict[str, Any] = {
         "queries": len(queries), "k": args.k, "requests_mean": _mean(found.requests), "bytes_asked_mean": _mean(found.bytes_asked),
-        "bytes_moved_mean": _mean(found.bytes_moved),
+        "bytes_moved_mean": _mean(found.bytes_moved), "device": _device(found),
     }  # fmt: skip
     shown = f"{len(queries):,} queries, {facts['requests_mean']:.1f} requests ({format_size(round(facts['bytes_asked_mean']))}) a query"
     left = f"\nthe first {_SHOWN} are shown" if len(queries) > _SHOWN else ""
@@ -278,15 +278,19 @@ def _split_search(args: argparse.Namespace) -> tuple[dict[str, Any], Found, list
     directories = [args.postings, *args.also]
     with devices_of(args, directories) as devices, SplitPostings(directories, device=devices or "ssd") as postings:
         queries = _queries(args, postings.facts.kind)
-        use = watch_devices(devices)
         found = postings.search(list(queries.values()), args.k, **_bm25_options(args))
         links = ", ".join(
             f"{format_size(round(_mean(each.sum(axis=1))))} {way}"
             for each, way in ((found.command_bytes, "to devices"), (found.reply_bytes, "back"), (found.flash_bytes, "from flash"))
         )
-        used = use()
-    said = f"\n{len(directories)} devices, by {postings.placement}: {links} a query{'' if used is None else f'; {used.summary()}'}"
+    device = "" if found.device is None else f"\n{found.device.summary()}"
+    said = f"\n{len(directories)} devices, by {postings.placement}: {links} a query{device}"
     return queries, found, _results(queries, found), said
+
+
+def _device(found: Found) -> dict[str, Any] | None:
+    use = getattr(found, "device", None)  # of one index there is none
+    return None if use is None else asdict(use)
 
 
 def _explained(args: argparse.Namespace, postings: Postings, queries: dict[str, Any], found: Found) -> str:

@@ -8,16 +8,15 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from ..importers.queries import read_queries
-from .device_options import add_device_options, devices_of, watch_devices
+from .device_options import add_device_options, devices_of
 from .output import add_json_option, emit, json_document
 from .progress import ProgressLine
 
 if TYPE_CHECKING:
-    from ..device.registry import Devices
     from ..retrieval.search.index import Index
 
 
@@ -104,8 +103,8 @@ def check_store(path: str) -> None:
 
 
 @contextmanager
-def open_index(args: argparse.Namespace, progress: ProgressLine) -> Iterator[tuple[Index, Devices | None]]:
-    """The store of a command, with its encoder, on the devices that the command names, and these."""
+def open_index(args: argparse.Namespace, progress: ProgressLine) -> Iterator[Index]:
+    """The store of a command, with its encoder, on the devices that the command names."""
     from ..errors import InvalidInputError
 
     check_store(args.store)
@@ -125,7 +124,7 @@ def open_index(args: argparse.Namespace, progress: ProgressLine) -> Iterator[tup
             args.store, encoder, engine=args.engine, compute=args.compute, hot=args.hot, coarse=args.coarse, device=device,
             sparse_encoder=args.sparse_encoder,
         ) as index:  # fmt: skip
-            yield index, device
+            yield index
 
 
 def _steps(text: str) -> str | list[float]:
@@ -166,16 +165,16 @@ def run(args: argparse.Namespace) -> int:
     if not queries:
         raise InvalidInputError("espnx search", got="no query", expected="queries after the store, or --queries FILE")
     options = search_options(args) | {"prefetch_step": _steps(args.prefetch_step), "explain": args.explain}
-    with ProgressLine(is_terse=True) as progress, open_index(args, progress) as (index, devices):
+    with ProgressLine(is_terse=True) as progress, open_index(args, progress) as index:
         _warn_of_unknown(index, args)
-        texts, use = [text for _, text in queries], watch_devices(devices)
+        texts = [text for _, text in queries]
         results = index.search(texts, k=args.k, include=_ids(args.include), exclude=_ids(args.exclude), **options)
-        used = use(sum(result.stage_bytes for result in results))
     found = list(zip(queries, results, strict=True))
-    text = "\n\n".join(f"{query if name is None else f'{name}: {query}'}\n{result.summary()}" for (name, query), result in found)
+    device = results[0].device  # what all of them took
+    parts = [
+        f"{query if name is None else f'{name}: {query}'}\n{replace(result, device=None).summary()}" for (name, query), result in found
+    ]
+    text = "\n\n".join(parts if device is None else [*parts, device.summary()])
     documents = [{"query": query, **({} if name is None else {"query_id": name}), **asdict(result)} for (name, query), result in found]
-    if used is not None:
-        text += f"\n\n{used.summary()}"
-    device = None if used is None else asdict(used)
-    emit(args, text, json_document("search", store=args.store, results=documents, device=device))
+    emit(args, text, json_document("search", store=args.store, results=documents, device=None if device is None else asdict(device)))
     return 0

@@ -9,6 +9,7 @@ A device of your own derives from `NearStorageDevice` (docs/devices.md).
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .emulation.use import watch
     from .interface import Capabilities
     from .near_storage import NearStorageDevice
     from .registry import device_names as names
@@ -19,9 +20,10 @@ _HOME = {
     "NearStorageDevice": ("near_storage", "NearStorageDevice"),
     "names": ("registry", "device_names"),
     "open": ("registry", "open_device"),
+    "watch": ("emulation.use", "watch"),
 }
 
-__all__ = ["Capabilities", "NearStorageDevice", "names", "open"]
+__all__ = ["Capabilities", "NearStorageDevice", "names", "open", "watch"]
 
 if not TYPE_CHECKING:
 

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 import torch
 
 from .crew import Clock, clock_of
 from .interface import Capabilities, Device, DeviceStats, FilePath
 
+if TYPE_CHECKING:
+    from .emulation.topology import Topology
+
 D = TypeVar("D", bound=Device)
+
+
+def topologies_of(*devices: object) -> list[Topology]:
+    """In whose time emulated devices are, each once; of other devices none. What stands in front of some has them as ``topologies``."""
+    found: list[Topology] = []
+    for each in devices:
+        alone: Topology | None = getattr(each, "topology", None)
+        found += getattr(each, "topologies", () if alone is None else (alone,))
+    return list(dict.fromkeys(found))
 
 
 class DeviceAround(Generic[D]):
@@ -41,6 +53,11 @@ class DeviceAround(Generic[D]):
     def clock(self) -> Clock | None:
         """See `clock_of`."""
         return clock_of(self._inner)
+
+    @property
+    def topologies(self) -> Sequence[Topology]:
+        """See `topologies_of`."""
+        return topologies_of(self._inner)
 
     def forget(self) -> None:
         """See `Device`."""

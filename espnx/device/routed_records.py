@@ -6,15 +6,20 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from .. import errors
 from ..storage import Engine, FileHandle, Future
+from .around import topologies_of
 from .interface import Capabilities, DeviceStats, FilePath, KeptRecords, Pairs, RecordDevice, RecordQuery, RecordTicket
 from .near_storage import NearStorageDevice
 from .record_layout import RecordLayout
+
+if TYPE_CHECKING:
+    from .emulation.topology import Topology
 
 _POLL_S = 0.001
 
@@ -46,6 +51,11 @@ class RoutedRecordDevice:
             undo.pop_all()
         #: Where one device reads by itself, it has to open its own files.
         self.engine: Engine | None = engine if all(each.engine is engine for each in self._devices) else None
+
+    @property
+    def topologies(self) -> Sequence[Topology]:
+        """See `topologies_of`."""
+        return topologies_of(*self._devices)
 
     def _owner(self, path: str) -> int:
         """The device in whose directory a file lies; the innermost where these lie in one another. Raises InvalidInputError."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from .. import errors
+from ..checks import plain
 from ..storage import FileHandle, NativeEngine, Plan
 from .format import NODES, ROWS, GraphFacts, parse_pages
 from .vectors import as_array
@@ -50,18 +51,21 @@ class RowFilter:
 
 
 def row_mask(rows: Any, n: int, name: str) -> np.ndarray:
-    """bool [n] of rows as `GraphIndex.search` takes them. `name`: of the argument. Raises InvalidInputError."""
+    """bool [n] of rows as `GraphIndex.search` takes them, in any collection. `name`: of the argument. Raises InvalidInputError."""
     if isinstance(rows, RowFilter):
         return rows.mask(n)
-    found = as_array(rows)
+    expected = f"bool [{n}], or numbers from 0 to {n - 1}"
+    is_collection = isinstance(rows, Iterable) and not hasattr(rows, "__array__") and not isinstance(rows, str | bytes)
+    try:
+        found = as_array([plain(row) for row in rows] if is_collection else rows)
+    except (ValueError, OverflowError) as error:
+        raise errors.InvalidInputError(f"rows to {name}", got=str(error), expected=expected) from None
     if found.dtype == bool and found.shape == (n,):
         return found
     if found.size == 0:
         return np.zeros(n, bool)
     if found.ndim != 1 or found.dtype.kind not in "iu" or found.min() < 0 or found.max() >= n:
-        raise errors.InvalidInputError(
-            f"rows to {name}", got=f"{found.dtype} {list(found.shape)}", expected=f"bool [{n}], or numbers from 0 to {n - 1}"
-        )
+        raise errors.InvalidInputError(f"rows to {name}", got=f"{found.dtype} {list(found.shape)}", expected=expected)
     mask = np.zeros(n, bool)
     mask[found] = True
     return mask

@@ -290,8 +290,8 @@ class GraphIndex:
                 depends on nothing that time decides; 4 for so few that it would be idle.
             stop_beyond: ends a walk when its nearest candidate is farther than its k-th result by this share (of the squared distance),
                 whatever is left in its list; None: never.
-            include, exclude: rows that alone may be found, or may not: bool [n], or numbers. A few are measured one by one; of many the
-                walk passes the others by.
+            include, exclude: rows that alone may be found, or may not: bool [n], or numbers in any collection. A few are measured one by
+                one; of many the walk passes the others by.
             deadline_s: of each query, from when it is begun: a batch of any size may take longer.
 
         Raises:

@@ -100,6 +100,18 @@ def test_info_says_what_paces(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert facts["links"]["device 0 flash read"] == 3e9
 
 
+def test_info_draws_a_spec(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "device", "info", "smartssd", "--devices", 16, "--path", folder, "--svg", folder / "x.svg")
+    assert code == 0
+    assert "8 switch ports, each 7.88 GB/s, shared by 2" in out
+    assert "16 drives, each on a link of 3.94 GB/s" in out
+    assert (folder / "x.svg").read_text().startswith("<svg ")
+    for words in (["ssd", "--devices", 2], ["ssd", "--svg", folder / "y.svg"], ["smartssd", "--devices", 0]):
+        code, _, err = run(capsys, "device", "info", *words, "--path", folder)
+        assert code == 2, err
+    assert not (folder / "y.svg").exists()
+
+
 def outcomes(out: str) -> dict[str, str]:
     return {each["check"]: each["outcome"] for each in strict_json(out)["checks"]}
 

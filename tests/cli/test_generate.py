@@ -294,13 +294,26 @@ def test_on_emulated_devices(model: Path, folder: Path, capsys: pytest.CaptureFi
     (stats,), use = document["batches"], document["device"]
     assert stats["layers_attended_on_host"] == 0
     assert stats["bytes_asked"] > 0
-    assert re.search(r"devices +2 x smartssd, emulated: .* from flash, .* ms of their own, with this machine's work in no time", out)
-    assert (use["name"], use["devices"], use["host_share"], use["why"]) == ("smartssd", 2, None, "")
-    assert use["virtual_s"] > 0
-    assert use["flash_bytes"] > use["to_host_bytes"] > 0  # results cross the links, not rows
+    device = strict_json((folder / "report.json").read_text())["device"]
+    assert (device["name"], device["devices"], device["virtual_s"], device["host_share"]) == ("smartssd", 2, None, None)
+    assert device["modelled_s"] > 0
+    assert device["flash_bytes"] >= stats["bytes_asked"]
+    assert re.search(r"devices +2 x smartssd, emulated: .* modelled \| .* from flash", out)
+    assert "espnx bench device --show topology --device smartssd" in out
     code, recorded, err = run(capsys, *words, "--record", folder / "trace")
     assert code == 0, err
-    assert re.search(r"devices +2 x smartssd, emulated: .* ms of their own", recorded)
+    assert re.search(r"devices +2 x smartssd, emulated: .* modelled", recorded)
     code, _, err = run(capsys, *words[:6], "--stretch", 3)
     assert code == 2
     assert "--device smartssd" in err
+
+
+def test_prompts_shorter_than_a_block(model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is written, and it says why; of the devices there is no time to say, and no stretch in millions is advised."""
+    more = ["--x-rows", 0, "--format", "fp16", "--device", "smartssd", "--stretch", 100, "--max-new-tokens", 2]
+    code, out, err = run(capsys, "--model", model, "--prompt", "ab", "--storage", folder / "a", *more)
+    assert code == 0, err
+    assert "nothing was written: a sequence has fewer tokens than a block" in out
+    assert re.search(r"devices +smartssd, emulated: untimed \| 0 B from flash", out)
+    assert "nothing was asked of the devices" in out
+    assert "run it again" not in out

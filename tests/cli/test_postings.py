@@ -100,8 +100,17 @@ def test_a_collection_over_several_devices(tmp_path: Path, capsys: pytest.Captur
         assert main(["postings", "search", parts[0], "logs and the device", *where[1:], "--json", "-"]) == 0
         found = strict_json(capsys.readouterr().out)
         assert [hit["number"] for hit in found["results"][0]["hits"]] == [1, 0, 2]
+        assert found["device"] is None
         assert main(["postings", "search", parts[0], "logs", *where[1:], "--device", "ragx", "--stretch", "0", "--record", trace]) == 0
-        assert f"2 devices, by {placement}: " in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert f"2 devices, by {placement}: " in out
+        assert "2 x ragx, emulated: " in out
+        assert "espnx bench device --show postings --device ragx" in out
+        assert main(["postings", "search", parts[0], "logs", *where[1:], "--device", "ragx", "--stretch", "0", "--json", "-"]) == 0
+        device = strict_json(capsys.readouterr().out)["device"]
+        assert (device["devices"], device["virtual_s"], device["flash_bytes"] % 4096) == (2, None, 0)
+        assert device["modelled_s"] > 0
+        assert device["flash_bytes"] > 0
         lists = ["--postings", parts[0], "--postings", parts[1]]
         assert main(["device", "replay", trace, *lists, "--device", "ssd", "--json", "-"]) == 0
         assert strict_json(capsys.readouterr().out)["verbs"]["scan"]["count"] == 1

@@ -121,6 +121,18 @@ def test_a_file_of_rows_that_says_otherwise(ten: Path, vectors: np.ndarray, labe
         index.search(vectors[[a, b]], 1, include=allowed | (np.arange(N) == b))
 
 
+def test_rows_in_any_collection(ten: Path, vectors: np.ndarray) -> None:
+    rows = [5, 77, 300, 4000]
+    with espnx.graph.open(ten) as index:
+        wanted = index.search(vectors[:4], 3, include=np.array(rows)).ids
+        for given in (rows, tuple(rows), set(rows), frozenset(rows), dict.fromkeys(rows), iter(rows), [np.int32(row) for row in rows]):
+            assert np.array_equal(index.search(vectors[:4], 3, include=given).ids, wanted)
+        assert (index.search(vectors[:4], 3, include=set()).ids == -1).all()
+        for wrong in ({"5"}, "5", b"5", [[1], [1, 2]], {-1}, {N}, {1.5}, 5, {None}, [2**70]):
+            with pytest.raises(errors.InvalidInputError, match="rows to include"):
+                index.search(vectors[:4], 3, include=wrong)
+
+
 def test_deadlines(ten: Path, vectors: np.ndarray) -> None:
     with espnx.graph.open(ten) as index:
         for include in (np.arange(20), np.arange(N // 2)):

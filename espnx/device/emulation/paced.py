@@ -95,6 +95,11 @@ class PacedDevice(DeviceAround[D]):
         """See `Topology.clock`."""
         return self._topology.clock
 
+    @property
+    def topologies(self) -> Sequence[Topology]:
+        """See `topologies_of`."""
+        return [self._topology]
+
 
 class PacedTicket:
     """Hands out what the real ticket has, group by group, in the order in which it was asked for.

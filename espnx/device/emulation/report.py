@@ -16,8 +16,8 @@ from .topology import Times, Topology
 #: Of a run's time, at most, that may be the host's.
 HOST_SHARE_MAX = 0.2
 _FIGURES = 2  # of a stretch that is proposed
-#: Of a stretch that is proposed, to the one that was: where devices were waited for less than that asks for, what was waited is chance.
-_MORE_MAX = 1000.0
+#: That is proposed: a second of the devices takes hours then, and what asks for more hardly waits for them.
+STRETCH_MAX = 10_000.0
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,13 @@ class Report:
     @property
     def stretch_to_use(self) -> float:
         """The least stretch, rounded up, that makes the host's share small enough if the host takes as long as now and the devices wait for
-        nothing else; infinite where they were waited for so little that it cannot be told."""
+        nothing else; infinite above `STRETCH_MAX`, where they were waited for so little that it is chance."""
         if self.is_valid:
             return self.stretch
         # host / (host + waited x more) = share
         more = self.host_s * (1 - HOST_SHARE_MAX) / (HOST_SHARE_MAX * self.waited_s) if self.waited_s > 0 else math.inf
-        return _rounded_up(self.stretch * more) if more <= _MORE_MAX else math.inf
+        wanted = _rounded_up(self.stretch * more)
+        return wanted if wanted <= STRETCH_MAX else math.inf
 
     def _way_out(self, stretch: float) -> str:
         elsewhere = "`espnx bench device` measures such devices"

@@ -23,6 +23,7 @@ from .costs import FlashCosts, value_of
 
 if TYPE_CHECKING:
     from ..._C import LinkTicket
+    from .use import Watch
 
 #: Of one transfer: no drive is larger, and times of it are still exact to the nanosecond.
 SIZE_MAX_BYTES = 1 << 60
@@ -103,6 +104,9 @@ class Topology:
         stretch: wall seconds that a virtual second takes. 0: the wall clock has no part in it; time stands where waiting has moved it, and
             results do not depend on the machine.
 
+    Attributes:
+        watches: work that is being measured now (`espnx.device.emulation.use`).
+
     Raises:
         InvalidInputError: an argument is out of range.
     """
@@ -111,6 +115,7 @@ class Topology:
         check_whole("n_devices", n_devices, 1, 4096)
         _check_number("stretch", stretch, 0.0)
         self.spec, self.n_devices, self.stretch = spec, n_devices, float(stretch)
+        self.watches: set[Watch] = set()
         self._flash = FlashCosts(spec)
         self._rates: dict[str, float] = {}
         self._latency_s: dict[str, float] = {}

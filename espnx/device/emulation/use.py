@@ -1,71 +1,179 @@
-"""What emulated devices were asked for from one moment on, and how long that took them: what a program shows beside its results."""
+"""What a piece of work took emulated devices: the time that may be said of them, the bytes of their flash and of their links, whose time it
+was. Searches return it, commands print it.
+
+A time is *virtual* where the wall clock moved it and this machine had no more than a fifth of it (`report`); *modelled* where nobody waited
+(a stretch of 0: what this machine did takes no time in it), or where the spec lacks the latency of a read; else there is none to be said.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import threading
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
-from .report import report
-from .topology import LinkUse, Topology
+from ...sizes import format_size
+from ..around import topologies_of
+from ..model.spec import DeviceSpec, presets
+from .costs import FlashCosts
+from .report import HOST_SHARE_MAX, Report, report
+from .topology import Times, Topology
+
+#: Kinds of links (the end of their names) by what `DeviceUse` calls their bytes.
+_LINKS = {"flash read": "flash", "flash write": "flash_written", "link in": "to_devices", "link out": "to_host"}
+
+_lock = threading.Lock()  # guards `Topology.watches` of all
 
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """Of all devices of a topology together.
+    """Of the devices of one topology, all together.
 
     Attributes:
-        name, devices, stretch: of the spec; how many; wall seconds of a virtual one.
-        virtual_s: how long it took them. With a stretch of 0 as if this machine's own work took no time. None: not to be quoted, and `why`.
-        host_share: of the time, this machine's own work; None with a stretch of 0, which leaves it out.
-        flash_bytes, to_host_bytes: read from flash; sent over the devices' links to the host.
-        why: there is no time; empty where there is.
+        name: their spec's.
+        devices: how many they are.
+        stretch: wall seconds of a virtual second.
+        virtual_s: what it took the emulated hardware, all work on the host included; None where that cannot be said.
+        modelled_s: what the devices alone would take; None unless that is all that can be said.
+        host_share: of the wall time, this machine's; None where the wall clock had no part in it.
+        flash_bytes, flash_written_bytes: of the devices' flash, whole pages.
+        to_devices_bytes, to_host_bytes: over the devices' links.
+        why: there is no virtual time, and what to run for one; empty where there is.
     """
 
     name: str
     devices: int
     stretch: float
     virtual_s: float | None
+    modelled_s: float | None
     host_share: float | None
     flash_bytes: int
+    flash_written_bytes: int
+    to_devices_bytes: int
     to_host_bytes: int
-    why: str
+    why: str = ""
+
+    @property
+    def time(self) -> str:
+        """For people."""
+        if self.virtual_s is not None:
+            return f"{_shown(self.virtual_s)} virtual, host {self.host_share:.0%}"
+        return "untimed" if self.modelled_s is None else f"{_shown(self.modelled_s)} modelled"
 
     def summary(self) -> str:
-        """One line."""
-        moved = f"{self.flash_bytes / 1e6:.2f} MB from flash, {self.to_host_bytes / 1e6:.2f} MB to the host"
-        if self.virtual_s is None:
-            time = f"not timed: {self.why}"
-        elif self.host_share is None:
-            time = f"{self.virtual_s * 1e3:.3f} ms of their own, with this machine's work in no time (a stretch of 0)"
-        else:
-            time = f"{self.virtual_s * 1e3:.3f} ms, of them {self.host_share:.0%} this machine's"
-        return f"{self.devices} x {self.name}, emulated: {moved}; {time}"
+        """A line; where there is no virtual time a second one says why."""
+        written = f", {format_size(self.flash_written_bytes)} to flash" if self.flash_written_bytes else ""
+        moved = f"{format_size(self.flash_bytes)} from flash{written}"
+        links = f"{format_size(self.to_devices_bytes)} to devices, {format_size(self.to_host_bytes)} to the host"
+        many = f"{self.devices} x " if self.devices > 1 else ""
+        return f"{many}{self.name}, emulated: {self.time} | {moved} | links: {links}" + (f"\n  {self.why}" if self.why else "")
 
 
-def watch(topology: Topology) -> Callable[..., DeviceUse]:
-    """From here on: what says how the devices were used.
+class Watch:
+    """Of topologies while it is open: a context manager. Its `use` is of that time alone.
 
-    It takes `beside_bytes`, of what was read past the devices: such reads take virtual time by the wall clock alone, as if they had no disk
-    to wait for, so that a time with them in it is nobody's.
+    Args:
+        topologies: that the work may ask; none: `use` is None.
+        bench: what times such work as it should be, words behind ``espnx bench device``; empty: nothing does.
+
+    Attributes:
+        beside_bytes: to be set meanwhile: what was read past the devices. Such reads take virtual time by the wall clock alone, as if they had
+            no disk to wait for, so that a time with them in it is nobody's.
     """
-    before, times = topology.traffic(), topology.times()
 
-    def use(beside_bytes: int = 0) -> DeviceUse:
-        after, virtual_s = topology.traffic(), topology.times().now_s - times.now_s
-        found = report(topology, times) if topology.stretch else None
-        why = ""
-        if beside_bytes:
-            why = f"{beside_bytes / 1e6:.2f} MB of first stages were read past the devices"
-        elif found is not None and (refusal := found.refusal) is not None:
-            why = f"{refusal.got}, expected {refusal.expected}; {refusal.fix}"
+    def __init__(self, topologies: Sequence[Topology], bench: str = ""):
+        self._topologies, self._bench, self.beside_bytes = topologies, bench, 0
+        self._others = False  # had work under way on the same devices
+        self._begun = list[tuple[Times, Counter[str]]]()
+        self.use: DeviceUse | None = None
+
+    def __enter__(self) -> Self:
+        with _lock:
+            for each in self._topologies:
+                for other in each.watches:
+                    other._others = self._others = True
+                each.watches.add(self)
+        self._begun = [(each.times(), _passed(each)) for each in self._topologies]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._topologies:
+            self.use = self._used()
+        with _lock:
+            for each in self._topologies:
+                each.watches.discard(self)
+
+    def _used(self) -> DeviceUse:
+        moved = Counter[str]()
+        for topology, (_, before) in zip(self._topologies, self._begun, strict=True):
+            moved += _passed(topology) - before
+        first = self._topologies[0]
+        names = list(dict.fromkeys(each.spec.name for each in self._topologies))
+        virtual_s, modelled_s, share, why = self._timed(first, self._begun[0][0])
+        if not moved:
+            virtual_s, modelled_s, why = None, None, "untimed: nothing was asked of the devices"
         return DeviceUse(
-            topology.spec.name, topology.n_devices, topology.stretch, None if why else virtual_s,
-            None if found is None else found.host_share, _passed(before, after, " flash read"), _passed(before, after, " link out"), why,
+            " and ".join(names), sum(each.n_devices for each in self._topologies), first.stretch, virtual_s, modelled_s, share,
+            *(moved[name] for name in _LINKS.values()), why,
         )  # fmt: skip
 
-    return use
+    def _timed(self, topology: Topology, begun: Times) -> tuple[float | None, float | None, float | None, str]:
+        """(virtual seconds, modelled ones, the host's share, why)."""
+        found = report(topology, begun) if topology.stretch else None
+        share = found.host_share if found else None
+        if len(self._topologies) > 1:
+            return None, None, share, "untimed: devices that were opened apart each have a time of their own"
+        if self._others:
+            return None, None, share, "untimed: others asked the same devices meanwhile, and the bytes are theirs, too"
+        if self.beside_bytes:
+            return None, None, share, f"untimed: {format_size(self.beside_bytes)} of first stages were read past the devices"
+        if found is not None and not found.is_valid:
+            return None, None, share, f"untimed: {_refused(found)}. {self._timing(topology.spec)}"
+        whys = list[str]()
+        if found is None:
+            whys.append(f"at a stretch of 0 this machine's work takes no time. {self._timing(topology.spec)}")
+        if not FlashCosts(topology.spec).has_latency:
+            whys.append("its spec has no latency of a read (flash.read_latency), and one that waits for another takes next to none")
+        took_s = topology.times().now_s - begun.now_s if found is None else found.virtual_s
+        return (None, took_s, share, f"modelled: {'; '.join(whys)}") if whys else (took_s, None, share, "")
+
+    def _timing(self, spec: DeviceSpec) -> str:
+        if not self._bench:
+            return "A stretch above 0 times it" if not self._topologies[0].stretch else "A stretch of 0 models the devices' part"
+        name = spec.name if spec.name in presets() else f"{spec.name}.yaml"
+        return f"Such work is timed by `espnx bench device {self._bench} --device {name}`"
 
 
-def _passed(before: Mapping[str, LinkUse], after: Mapping[str, LinkUse], link: str) -> int:
-    """Bytes over the links of that kind, one a device."""
-    return round(sum(use.amount - before[name].amount for name, use in after.items() if name.endswith(link)))
+def watch(*devices: object, bench: str = "") -> Watch:
+    """Of what stands on some devices, or of themselves: open while they work. See `Watch`.
+
+    >>> with watch(*devices) as watched:                                  # doctest: +SKIP
+    ...     ticket.finish()
+    >>> print(watched.use.summary())                                      # doctest: +SKIP
+    """
+    return Watch(topologies_of(*devices), bench)
+
+
+def _refused(found: Report) -> str:
+    said = f"{found.host_share:.0%} of {found.wall_s:.3g} s were this machine's at a stretch of {found.stretch:g}, of which"
+    said += f" {HOST_SHARE_MAX:.0%} may be"
+    more = found.stretch_to_use
+    return f"{said}; at {more:g} they should" if math.isfinite(more) else said
+
+
+def _passed(topology: Topology) -> Counter[str]:
+    """Bytes so far, by the names of `_LINKS`."""
+    passed = Counter[str]()
+    for name, use in topology.traffic().items():
+        kind = _LINKS.get(" ".join(name.split()[2:]))
+        if kind is not None:
+            passed[kind] += round(use.amount)
+    return passed
+
+
+def _shown(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"

@@ -41,10 +41,13 @@ def work(batches: Sequence[Stats]) -> list[tuple[str, object]]:
         tokens, seconds = total(f"{name}_tokens"), total(f"{name}_s")
         rows.append((name, f"{tokens:,.0f} tokens, {tokens / seconds:,.1f} tokens/s" if seconds else f"{tokens:,.0f} tokens"))
     written, asked, moved = (format_size(total(f"bytes_{name}")) for name in ("written", "asked", "moved"))
+    said = f"{written} written, {asked} asked, {moved} moved"
+    if last["layers_on_ssd"] and not total("bytes_written"):
+        said = "nothing was written: a sequence has fewer tokens than a block, which fills pages, and K and V of those stay in memory"
     fallback = f" ({last['fallback_reason']})" if last["fallback_reason"] else ""
     return [
         *rows,
-        ("bytes", f"{written} written, {asked} asked, {moved} moved"),
+        ("bytes", said),
         ("effective path", f"{last['effective_path'] or '-'}{fallback}"),
         ("waited for the disk", f"{total('waiting_s'):.1f} s"),
         ("a decode step", "-" if last["step_s"] is None else f"{last['step_s']:.3f} s measured{_predicted(last)}"),

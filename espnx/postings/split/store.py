@@ -11,13 +11,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from ...checks import check_whole, plain
 from ...device.crew import Crew, Job
+from ...device.emulation.use import DeviceUse, watch
 from ...device.interface import DeviceStats
 from ...device.postings import PostingsDevice, ScanTicket
 from ...device.registry import Devices, devices_in
@@ -43,11 +44,13 @@ class SplitFound(Found):
             (`espnx.device.postings.ScanCommand`); 0 where a device has no list of a query, and is not asked.
         flash_bytes: int64 [q, n]: that each reads of its flash, in pages of 4096 bytes. From a device that does not scan, these cross the
             link instead.
+        device: what all queries together took emulated devices; None of others.
     """
 
     command_bytes: np.ndarray
     reply_bytes: np.ndarray
     flash_bytes: np.ndarray
+    device: DeviceUse | None = field(default=None, kw_only=True)
 
 
 class SplitPostings:
@@ -138,13 +141,14 @@ class SplitPostings:
         rule = rule_of(self.facts.bm25, variant=variant, k1=k1, b=b, delta=delta)
         plan = QueryPlan(self._collection, terms_of(queries, self.facts.analyzer), rule, None)
         allowed = mask_of(include, exclude, len(self))
-        for _ in range(len(self._devices) + 1):
-            asked = asked_of(plan, self._parts, max(1, k), self.split, allowed)
-            found, others = self._run(asked, k, allowed, deadline_s)
-            if not len(others):
-                break
-            plan.leave_out(others)  # of another term with the same hash: the totals change, too
-        return found
+        with watch(*self._devices, bench="--show postings") as watched:
+            for _ in range(len(self._devices) + 1):
+                asked = asked_of(plan, self._parts, max(1, k), self.split, allowed)
+                found, others = self._run(asked, k, allowed, deadline_s)
+                if not len(others):
+                    break
+                plan.leave_out(others)  # of another term with the same hash: the totals change, too
+        return found if watched.use is None else replace(found, device=watched.use)
 
     def _run(self, asked: Asked, k: int, allowed: np.ndarray | None, deadline_s: float) -> tuple[SplitFound, np.ndarray]:
         """What the devices gave back, and places of lists of other terms."""

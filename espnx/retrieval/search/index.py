@@ -16,6 +16,7 @@ import torch
 
 from ... import errors
 from ...checks import check_path, check_whole, plain
+from ...device.emulation.use import watch
 from ...device.interface import RecordDevice
 from ...device.near_storage import NearStorageDevice
 from ...device.registry import Devices, open_records
@@ -411,7 +412,10 @@ class Index:
                 begun = time.perf_counter()
                 vectors = [version.query(query, text, weight, stage) for query, text in zip(encoded, texts, strict=True)]
                 encode_s += (time.perf_counter() - begun) / max(1, len(wanted))  # a stage of words may have a model of its own
-                return list(search_in_batches(version, stage, self._gate, vectors, options, encode_s, is_alone=is_alone))
+                with watch(self._device, bench="--show search") as watched:
+                    found = list(search_in_batches(version, stage, self._gate, vectors, options, encode_s, is_alone=is_alone))
+                    watched.beside_bytes = sum(each.stage_bytes for each in found)
+                return found if watched.use is None else [replace(each, device=watched.use) for each in found]
 
     def _no_query(self, given: object, expected: str) -> errors.InvalidInputError:
         """For what is no query; vectors are told how they become one."""

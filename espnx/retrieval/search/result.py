@@ -5,8 +5,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ...storage.documents.ids import DocumentId
+
+if TYPE_CHECKING:
+    from ...device.emulation.use import DeviceUse
 
 _INDENT = " " * 15
 _MATCHES_SHOWN = 8
@@ -123,6 +127,7 @@ class SearchResult:
         queries_together: how many were searched together, this one included.
         stages: the first stages that found the candidates.
         stage_requests, stage_bytes: what they read from storage for it, whole blocks; 0 of stages in memory. Not in the numbers above.
+        device: of records on emulated devices: what all queries of the call took them together, from vectors to hits; else None.
     """
 
     hits: list[Hit]
@@ -141,6 +146,7 @@ class SearchResult:
     stage_requests: int = 0
     stage_bytes: int = 0
     timings: Timings = field(default_factory=Timings)
+    device: DeviceUse | None = None
 
     def __iter__(self) -> Iterator[Hit]:
         return iter(self.hits)
@@ -171,7 +177,8 @@ class SearchResult:
             if hit.matches:
                 best = sorted(hit.matches, key=lambda match: -match.score)[:_MATCHES_SHOWN]
                 lines.append(_INDENT + ", ".join(f"q{m.query_token}~d{m.document_token} {m.score:.2f}" for m in best))
-        return "\n".join([*lines, f"  {self.timings} | {self._cost()}"])
+        device = [] if self.device is None else [f"  {self.device.summary()}"]
+        return "\n".join([*lines, f"  {self.timings} | {self._cost()}", *device])
 
     def _cost(self) -> str:
         prefetch = f"prefetch hit rate {self.hit_rate:.0%}" if self.prefetch_steps else "no prefetch"
