@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 
 from .crew import Clock, clock_of
 from .interface import Capabilities, Device, DeviceStats, FilePath
 
-if TYPE_CHECKING:
-    from .emulation.topology import Topology
-
 D = TypeVar("D", bound=Device)
 
 
-def topologies_of(*devices: object) -> list[Topology]:
-    """In whose time emulated devices are, each once; of other devices none. What stands in front of some has them as ``topologies``."""
-    found: list[Topology] = []
+def topologies_of(*devices: object) -> list[Any]:
+    """The topologies (`espnx.device.emulation.topology`) in whose time emulated devices are, each once; of other devices none. What stands
+    in front of some has them as ``topologies``."""
+    found = list[Any]()
     for each in devices:
-        alone: Topology | None = getattr(each, "topology", None)
+        alone = getattr(each, "topology", None)
         found += getattr(each, "topologies", () if alone is None else (alone,))
     return list(dict.fromkeys(found))
 
@@ -55,7 +53,7 @@ class DeviceAround(Generic[D]):
         return clock_of(self._inner)
 
     @property
-    def topologies(self) -> Sequence[Topology]:
+    def topologies(self) -> Sequence[Any]:
         """See `topologies_of`."""
         return topologies_of(self._inner)
 

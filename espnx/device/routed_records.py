@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +17,6 @@ from .around import topologies_of
 from .interface import Capabilities, DeviceStats, FilePath, KeptRecords, Pairs, RecordDevice, RecordQuery, RecordTicket
 from .near_storage import NearStorageDevice
 from .record_layout import RecordLayout
-
-if TYPE_CHECKING:
-    from .emulation.topology import Topology
 
 _POLL_S = 0.001
 
@@ -53,7 +50,7 @@ class RoutedRecordDevice:
         self.engine: Engine | None = engine if all(each.engine is engine for each in self._devices) else None
 
     @property
-    def topologies(self) -> Sequence[Topology]:
+    def topologies(self) -> Sequence[Any]:
         """See `topologies_of`."""
         return topologies_of(*self._devices)
 

@@ -291,13 +291,12 @@ def test_on_emulated_devices(model: Path, folder: Path, capsys: pytest.CaptureFi
     code, out, err = run(capsys, *words, "--json", folder / "report.json")
     assert code == 0, err
     document = strict_json((folder / "report.json").read_text())
-    (stats,), use = document["batches"], document["device"]
+    (stats,), device = document["batches"], document["device"]
     assert stats["layers_attended_on_host"] == 0
     assert stats["bytes_asked"] > 0
-    device = strict_json((folder / "report.json").read_text())["device"]
     assert (device["name"], device["devices"], device["virtual_s"], device["host_share"]) == ("smartssd", 2, None, None)
     assert device["modelled_s"] > 0
-    assert device["flash_bytes"] >= stats["bytes_asked"]
+    assert device["flash_bytes"] > device["to_host_bytes"] > 0  # results cross the links, not rows
     assert re.search(r"devices +2 x smartssd, emulated: .* modelled \| .* from flash", out)
     assert "espnx bench device --show topology --device smartssd" in out
     code, recorded, err = run(capsys, *words, "--record", folder / "trace")

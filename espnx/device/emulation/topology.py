@@ -23,7 +23,6 @@ from .costs import FlashCosts, value_of
 
 if TYPE_CHECKING:
     from ..._C import LinkTicket
-    from .use import Watch
 
 #: Of one transfer: no drive is larger, and times of it are still exact to the nanosecond.
 SIZE_MAX_BYTES = 1 << 60
@@ -105,7 +104,7 @@ class Topology:
             results do not depend on the machine.
 
     Attributes:
-        watches: work that is being measured now (`espnx.device.emulation.use`).
+        watches: whoever measures what passes now, kept by `espnx.device.emulation.use`.
 
     Raises:
         InvalidInputError: an argument is out of range.
@@ -115,7 +114,7 @@ class Topology:
         check_whole("n_devices", n_devices, 1, 4096)
         _check_number("stretch", stretch, 0.0)
         self.spec, self.n_devices, self.stretch = spec, n_devices, float(stretch)
-        self.watches: set[Watch] = set()
+        self.watches = set[object]()
         self._flash = FlashCosts(spec)
         self._rates: dict[str, float] = {}
         self._latency_s: dict[str, float] = {}

@@ -21,8 +21,8 @@ from .costs import FlashCosts
 from .report import HOST_SHARE_MAX, Report, report
 from .topology import Times, Topology
 
-#: Kinds of links (the end of their names) by what `DeviceUse` calls their bytes.
-_LINKS = {"flash read": "flash", "flash write": "flash_written", "link in": "to_devices", "link out": "to_host"}
+#: Links of each device whose bytes are told, by the end of their names.
+_LINKS = ("flash read", "flash write", "link in", "link out")
 
 _lock = threading.Lock()  # guards `Topology.watches` of all
 
@@ -79,8 +79,8 @@ class Watch:
         bench: what times such work as it should be, words behind ``espnx bench device``; empty: nothing does.
 
     Attributes:
-        beside_bytes: to be set meanwhile: what was read past the devices. Such reads take virtual time by the wall clock alone, as if they had
-            no disk to wait for, so that a time with them in it is nobody's.
+        beside_bytes: to be set meanwhile: what was read past the devices. Such reads take virtual time by the wall clock alone, as if they
+            had no disk to wait for, so that a time with them in it is nobody's.
     """
 
     def __init__(self, topologies: Sequence[Topology], bench: str = ""):
@@ -93,7 +93,9 @@ class Watch:
         with _lock:
             for each in self._topologies:
                 for other in each.watches:
-                    other._others = self._others = True
+                    self._others = True
+                    if isinstance(other, Watch):
+                        other._others = True
                 each.watches.add(self)
         self._begun = [(each.times(), _passed(each)) for each in self._topologies]
         return self
@@ -116,7 +118,7 @@ class Watch:
             virtual_s, modelled_s, why = None, None, "untimed: nothing was asked of the devices"
         return DeviceUse(
             " and ".join(names), sum(each.n_devices for each in self._topologies), first.stretch, virtual_s, modelled_s, share,
-            *(moved[name] for name in _LINKS.values()), why,
+            moved["flash read"], moved["flash write"], moved["link in"], moved["link out"], why,
         )  # fmt: skip
 
     def _timed(self, topology: Topology, begun: Times) -> tuple[float | None, float | None, float | None, str]:
@@ -167,8 +169,8 @@ def _passed(topology: Topology) -> Counter[str]:
     """Bytes so far, by the names of `_LINKS`."""
     passed = Counter[str]()
     for name, use in topology.traffic().items():
-        kind = _LINKS.get(" ".join(name.split()[2:]))
-        if kind is not None:
+        kind = " ".join(name.split()[2:])
+        if kind in _LINKS:
             passed[kind] += round(use.amount)
     return passed
 
