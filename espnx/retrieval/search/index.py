@@ -16,7 +16,7 @@ import torch
 
 from ... import errors
 from ...checks import check_path, check_whole, plain
-from ...device.emulation.use import watch
+from ...device.around import topologies_of
 from ...device.interface import RecordDevice
 from ...device.near_storage import NearStorageDevice
 from ...device.registry import Devices, open_records
@@ -134,6 +134,7 @@ class Index:
         self._encoder: Encoder | None = None
         with ExitStack() as opened:
             self._native, self._device = self._open_device(engine, device, opened)
+            self._topologies = topologies_of(self._device)
             self._newest = self._open_version()
             opened.callback(lambda: self._newest.close())  # the newest by then  # noqa: PLW0108
             if encoder is not None and not self._remembers:
@@ -412,10 +413,8 @@ class Index:
                 begun = time.perf_counter()
                 vectors = [version.query(query, text, weight, stage) for query, text in zip(encoded, texts, strict=True)]
                 encode_s += (time.perf_counter() - begun) / max(1, len(wanted))  # a stage of words may have a model of its own
-                with watch(self._device, bench="--show search") as watched:
-                    found = list(search_in_batches(version, stage, self._gate, vectors, options, encode_s, is_alone=is_alone))
-                    watched.beside_bytes = sum(each.stage_bytes for each in found)
-                return found if watched.use is None else [replace(each, device=watched.use) for each in found]
+                results = search_in_batches(version, stage, self._gate, vectors, options, encode_s, is_alone=is_alone)
+                return _watched(self._topologies, results) if self._topologies else list(results)
 
     def _no_query(self, given: object, expected: str) -> errors.InvalidInputError:
         """For what is no query; vectors are told how they become one."""
@@ -515,6 +514,16 @@ class Index:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _watched(topologies: Sequence[Any], results: Iterator[SearchResult]) -> list[SearchResult]:
+    """The same, with what they take emulated devices."""
+    from ...device.emulation.use import Watch  # of few programs
+
+    with Watch(topologies, "--show search") as watched:
+        found = list(results)
+        watched.beside_bytes = sum(each.stage_bytes for each in found)
+    return [replace(each, device=watched.use) for each in found]
 
 
 def _check_has(name: str, given: object, parts: tuple[str, ...]) -> None:
