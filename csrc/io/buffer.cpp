@@ -12,34 +12,43 @@
 namespace espnx::io {
 namespace {
 
-constexpr int64_t kHugePageBytes = 2 << 20;
+constexpr int64_t kPageBytes = 4096, kHugePageBytes = 2 << 20;
+constexpr int64_t kCutBytes = 256 << 10;             // buffers from here on are parts of a huge page
 constexpr int64_t kLargestBytes = int64_t{1} << 47;  // the address space of a process
 
+int64_t rounded_up(int64_t bytes, int64_t to) { return (bytes + to - 1) / to * to; }
+
+bool is_cut(int64_t capacity_bytes) { return kCutBytes <= capacity_bytes && capacity_bytes < kHugePageBytes; }
+
 int64_t capacity_for(int64_t size_bytes) {
+  if (size_bytes > kHugePageBytes / 2 && size_bytes <= kHugePageBytes) return kHugePageBytes;
+  if (is_cut(size_bytes)) {
+    const int64_t pages = kHugePageBytes / kPageBytes, wanted = rounded_up(size_bytes, kPageBytes) / kPageBytes;
+    return pages / (pages / wanted) * kPageBytes;
+  }
   // Quarter steps between powers of two: a pool of few sizes, at most a quarter wasted.
   int64_t step = 64 << 10;
   while (step * 8 < size_bytes) step *= 2;
-  const int64_t capacity = (std::max<int64_t>(size_bytes, 1) + step - 1) / step * step;
-  return capacity >= kHugePageBytes ? (capacity + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes : capacity;
+  const int64_t capacity = rounded_up(std::max<int64_t>(size_bytes, 1), step);
+  return capacity > kHugePageBytes ? rounded_up(capacity, kHugePageBytes) : capacity;
 }
 
-Buffer* allocate(int64_t capacity_bytes) {
-  // Huge pages: fewer faults, and a 1 MiB request stays one (virtio and NVMe drives limit the number of memory
-  // segments).
-  const bool huge = capacity_bytes >= kHugePageBytes;
+// Huge pages: fewer faults, and memory that lies together. A drive takes a request in as many parts as its memory lies
+// in; 960 KiB in 240 scattered pages took a virtual disk 1.6 times as long as the same in one part.
+char* map_pages(int64_t size_bytes) {
+  const bool huge = size_bytes >= kHugePageBytes;
   const int64_t extra = huge ? kHugePageBytes : 0;
-  void* base = mmap(nullptr, capacity_bytes + extra, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* base = mmap(nullptr, size_bytes + extra, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (base == MAP_FAILED) throw std::bad_alloc();
   char* data = static_cast<char*>(base);
   if (huge) {
-    char* aligned =
-        reinterpret_cast<char*>((reinterpret_cast<intptr_t>(data) + extra - 1) / kHugePageBytes * kHugePageBytes);
+    char* aligned = reinterpret_cast<char*>(rounded_up(reinterpret_cast<intptr_t>(data), kHugePageBytes));
     if (aligned > data) munmap(data, aligned - data);
-    if (data + extra > aligned) munmap(aligned + capacity_bytes, data + extra - aligned);
+    if (data + extra > aligned) munmap(aligned + size_bytes, data + extra - aligned);
     data = aligned;
-    madvise(data, capacity_bytes, MADV_HUGEPAGE);  // a hint; refused is fine
+    madvise(data, size_bytes, MADV_HUGEPAGE);  // a hint; refused is fine
   }
-  return new Buffer{data, capacity_bytes};
+  return data;
 }
 
 void release(Buffer* buffer) {
@@ -58,6 +67,7 @@ std::shared_ptr<Buffer> BufferPool::take(int64_t size_bytes) {
   const int64_t capacity = capacity_for(size_bytes);
   Buffer* buffer = nullptr;
   std::vector<std::unique_ptr<Buffer>> unfit;
+  bool is_roomy = false;
   {
     std::lock_guard lock(mutex_);
     const auto found = free_.lower_bound(capacity);
@@ -74,12 +84,13 @@ std::shared_ptr<Buffer> BufferPool::take(int64_t size_bytes) {
         mapped_bytes_ -= unfit.back()->capacity_bytes;
       }
       mapped_bytes_ += capacity;
+      is_roomy = free_bytes_ + kHugePageBytes - capacity <= keep_bytes_;
     }
   }
   for (auto& each : unfit) release(each.release());
   if (buffer == nullptr) {
     try {
-      buffer = allocate(capacity);
+      buffer = is_cut(capacity) && is_roomy ? cut(capacity) : new Buffer{map_pages(capacity), capacity};
     } catch (...) {
       std::lock_guard lock(mutex_);
       mapped_bytes_ -= capacity;
@@ -94,6 +105,22 @@ std::shared_ptr<Buffer> BufferPool::take(int64_t size_bytes) {
       release(used);
     }
   });
+}
+
+// Each part is unmapped by itself, whenever it goes. The last has what is left of the page: cut off, it would be no huge
+// page any more.
+Buffer* BufferPool::cut(int64_t capacity_bytes) {
+  char* const page = map_pages(kHugePageBytes);
+  const int64_t parts = kHugePageBytes / capacity_bytes;
+  for (int64_t part = 1; part < parts; ++part) {
+    const int64_t begin = part * capacity_bytes, end = part + 1 < parts ? begin + capacity_bytes : kHugePageBytes;
+    {
+      std::lock_guard lock(mutex_);
+      mapped_bytes_ += end - begin;
+    }
+    give_back(new Buffer{page + begin, end - begin});
+  }
+  return new Buffer{page, capacity_bytes};
 }
 
 void BufferPool::give_back(Buffer* buffer) {
