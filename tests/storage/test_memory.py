@@ -1,4 +1,4 @@
-"""The memory of an engine: nothing lies over anything else, no more is mapped than was asked and may be kept, and large requests lie together."""
+"""Memory of an engine: nothing lies over anything else, little more is mapped than was asked, and large requests lie together."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def test_memory_of_one_size(engine: NativeEngine) -> None:
     assert mapped == 8 * MIB
     del held
     held = [engine.memory(960 * KIB) for _ in range(8)]
-    assert engine.mapped_bytes == mapped and len({each.data_ptr() for each in held}) == 8
+    assert engine.mapped_bytes == mapped
+    assert len({each.data_ptr() for each in held}) == 8
 
 
 def test_without_room_to_keep_nothing_is_cut() -> None:
@@ -60,7 +61,8 @@ def test_random_sizes(engine: NativeEngine, seed: int) -> None:
         else:
             size_bytes = int(rng.choice([1, 5000, 70_000, 262_144, 300_000, 699_050, 983_040, 1 << 20, 1_500_000, HUGE, 5_000_000]))
             memory = engine.memory(size_bytes)
-            assert memory.data_ptr() % 4096 == 0 and memory.numel() == size_bytes
+            assert memory.data_ptr() % 4096 == 0
+            assert memory.numel() == size_bytes
             held.append((step % 256, memory.fill_(step % 256)))
         # At most twice of what is asked for, and 64 KiB at least.
         most_bytes = max(most_bytes, sum(max(2 * each.numel(), 64 * KIB) for _, each in held))
