@@ -107,8 +107,8 @@ std::shared_ptr<Buffer> BufferPool::take(int64_t size_bytes) {
   });
 }
 
-// Each part is unmapped by itself, whenever it goes. The last has what is left of the page: cut off, it would be no huge
-// page any more.
+// Each part is unmapped by itself, whenever it goes. The last has what is left of the page: cut off, it would be no
+// huge page any more.
 Buffer* BufferPool::cut(int64_t capacity_bytes) {
   char* const page = map_pages(kHugePageBytes);
   const int64_t parts = kHugePageBytes / capacity_bytes;
