@@ -18,25 +18,33 @@ constexpr int64_t kLargestBytes = int64_t{1} << 47;  // the address space of a p
 
 int64_t rounded_up(int64_t bytes, int64_t to) { return (bytes + to - 1) / to * to; }
 
-bool is_cut(int64_t capacity_bytes) { return kCutBytes <= capacity_bytes && capacity_bytes < kHugePageBytes; }
+// How large a buffer is, and how much is mapped to cut it from.
+struct Fit {
+  int64_t capacity_bytes, mapped_bytes;
+};
 
-int64_t capacity_for(int64_t size_bytes) {
-  if (size_bytes > kHugePageBytes / 2 && size_bytes <= kHugePageBytes) return kHugePageBytes;
-  if (is_cut(size_bytes)) {
-    const int64_t pages = kHugePageBytes / kPageBytes, wanted = rounded_up(size_bytes, kPageBytes) / kPageBytes;
-    return pages / (pages / wanted) * kPageBytes;
+// At most a quarter is wasted. Parts of up to four huge pages come that near to any size, parts of one do not: 700 KiB
+// fit only twice into 2 MiB, but five times into 4.
+Fit fit_for(int64_t size_bytes) {
+  if (kCutBytes <= size_bytes && size_bytes <= kHugePageBytes) {
+    const int64_t wanted = rounded_up(size_bytes, kPageBytes);
+    for (int64_t mapped = kHugePageBytes;; mapped += kHugePageBytes) {
+      const int64_t capacity = mapped / (mapped / wanted) / kPageBytes * kPageBytes;
+      if (capacity <= wanted + wanted / 4) return {capacity, mapped};
+    }
   }
-  // Quarter steps between powers of two: a pool of few sizes, at most a quarter wasted.
+  // Quarter steps between powers of two: a pool of few sizes.
   int64_t step = 64 << 10;
   while (step * 8 < size_bytes) step *= 2;
   const int64_t capacity = rounded_up(std::max<int64_t>(size_bytes, 1), step);
-  return capacity > kHugePageBytes ? rounded_up(capacity, kHugePageBytes) : capacity;
+  const int64_t whole = capacity > kHugePageBytes ? rounded_up(capacity, kHugePageBytes) : capacity;
+  return {whole, whole};
 }
 
 // Huge pages: fewer faults, and memory that lies together. A drive takes a request in as many parts as its memory lies
 // in; 960 KiB in 240 scattered pages took a virtual disk 1.6 times as long as the same in one part.
 char* map_pages(int64_t size_bytes) {
-  const bool huge = size_bytes >= kHugePageBytes;
+  const bool huge = size_bytes >= kHugePageBytes && size_bytes % kHugePageBytes == 0;
   const int64_t extra = huge ? kHugePageBytes : 0;
   void* base = mmap(nullptr, size_bytes + extra, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (base == MAP_FAILED) throw std::bad_alloc();
@@ -64,7 +72,7 @@ BufferPool::~BufferPool() {
 
 std::shared_ptr<Buffer> BufferPool::take(int64_t size_bytes) {
   if (size_bytes > kLargestBytes) throw std::bad_alloc();
-  const int64_t capacity = capacity_for(size_bytes);
+  const auto [capacity, mapped] = fit_for(size_bytes);
   Buffer* buffer = nullptr;
   std::vector<std::unique_ptr<Buffer>> unfit;
   bool is_roomy = false;
@@ -84,13 +92,14 @@ std::shared_ptr<Buffer> BufferPool::take(int64_t size_bytes) {
         mapped_bytes_ -= unfit.back()->capacity_bytes;
       }
       mapped_bytes_ += capacity;
-      is_roomy = free_bytes_ + kHugePageBytes - capacity <= keep_bytes_;
+      is_roomy = free_bytes_ + mapped - capacity <= keep_bytes_;
     }
   }
   for (auto& each : unfit) release(each.release());
   if (buffer == nullptr) {
     try {
-      buffer = is_cut(capacity) && is_roomy ? cut(capacity) : new Buffer{map_pages(capacity), capacity};
+      if (capacity < mapped && is_roomy) buffer = cut(capacity, mapped);
+      if (buffer == nullptr) buffer = new Buffer{map_pages(capacity), capacity};
     } catch (...) {
       std::lock_guard lock(mutex_);
       mapped_bytes_ -= capacity;
@@ -107,20 +116,25 @@ std::shared_ptr<Buffer> BufferPool::take(int64_t size_bytes) {
   });
 }
 
-// Each part is unmapped by itself, whenever it goes. The last has what is left of the page: cut off, it would be no
-// huge page any more.
-Buffer* BufferPool::cut(int64_t capacity_bytes) {
-  char* const page = map_pages(kHugePageBytes);
-  const int64_t parts = kHugePageBytes / capacity_bytes;
+// Each part is unmapped by itself, whenever it goes. The last has what is left of the pages: cut off, they would be no
+// huge pages any more. Null where the address space has no room for them: one part alone may have.
+Buffer* BufferPool::cut(int64_t capacity_bytes, int64_t whole_bytes) {
+  char* pages = nullptr;
+  try {
+    pages = map_pages(whole_bytes);
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+  const int64_t parts = whole_bytes / capacity_bytes;
   for (int64_t part = 1; part < parts; ++part) {
-    const int64_t begin = part * capacity_bytes, end = part + 1 < parts ? begin + capacity_bytes : kHugePageBytes;
+    const int64_t begin = part * capacity_bytes, end = part + 1 < parts ? begin + capacity_bytes : whole_bytes;
     {
       std::lock_guard lock(mutex_);
       mapped_bytes_ += end - begin;
     }
-    give_back(new Buffer{page + begin, end - begin});
+    give_back(new Buffer{pages + begin, end - begin});
   }
-  return new Buffer{page, capacity_bytes};
+  return new Buffer{pages, capacity_bytes};
 }
 
 void BufferPool::give_back(Buffer* buffer) {

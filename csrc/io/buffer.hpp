@@ -31,7 +31,7 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   int64_t mapped_bytes();
 
  private:
-  Buffer* cut(int64_t capacity_bytes);  // the first part of a new huge page; the others are kept
+  Buffer* cut(int64_t capacity_bytes, int64_t whole_bytes);  // the first part of new huge pages; the others are kept
   void give_back(Buffer* buffer);
 
   std::mutex mutex_;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -20,13 +22,46 @@ def engine() -> Iterator[NativeEngine]:
         yield opened
 
 
-@pytest.mark.parametrize("size_bytes", [256 * KIB, 400_001, 512 * KIB, 640 * KIB, 960 * KIB, MIB, MIB + 1, 1920 * KIB, HUGE])
+SIZES = [256 * KIB, 400_001, 512 * KIB, 640 * KIB, 683 * KIB, 700 * KIB, 960 * KIB, MIB, MIB + 1, 1400 * KIB, 1920 * KIB, HUGE]
+
+
+@pytest.mark.parametrize("size_bytes", SIZES)
 def test_large_requests_lie_in_huge_pages(engine: NativeEngine, size_bytes: int) -> None:
-    """A drive takes a request in as many parts as its memory lies in. Within one huge page each, and as many in one as have room."""
+    """A drive takes a request in as many parts as its memory lies in: two at most, in as few huge pages as a quarter of waste allows."""
     held = [engine.memory(size_bytes) for _ in range(16)]
     pages = [{each.data_ptr() // HUGE, (each.data_ptr() + size_bytes - 1) // HUGE} for each in held]
-    assert all(len(page) == 1 for page in pages)
-    assert len(set.union(*pages)) == -(-16 // (HUGE // size_bytes))
+    assert all(len(page) <= 2 for page in pages)
+    assert len(set.union(*pages)) * HUGE <= 16 * 1.25 * size_bytes + 4 * HUGE
+
+
+def test_at_most_a_quarter_is_wasted() -> None:
+    for size_bytes in range(256 * KIB, HUGE + 1, 4 * KIB):
+        with NativeEngine(pool_bytes=4096) as engine:  # keeps nothing, so what is mapped is this one's
+            memory = engine.memory(size_bytes)
+            assert memory.numel() <= engine.mapped_bytes <= 1.25 * size_bytes
+
+
+ADDRESSES = """
+import os, resource
+from espnx.storage import NativeEngine
+held = []
+with NativeEngine(pool_bytes=32 << 20) as engine:
+    engine.memory(1)
+    used = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGESIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), resource.RLIM_INFINITY))
+    held.append(engine.memory(300 << 10))
+    held[0][::4096] = 1  # each page; too few for torch to start threads, whose stacks have no room now
+    try:
+        held.append(engine.memory(4 << 20))
+    except MemoryError:
+        print("full", len(held), engine.mapped_bytes < 1 << 20)
+"""
+
+
+def test_little_address_space_is_enough_for_one() -> None:
+    """Where huge pages to cut from have no room, what is asked for may have."""
+    done = subprocess.run([sys.executable, "-c", ADDRESSES], capture_output=True, text=True, check=False)
+    assert done.stdout == "full 1 True\n", done.stderr
 
 
 def test_memory_of_one_size(engine: NativeEngine) -> None:
