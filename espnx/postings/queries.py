@@ -1,18 +1,21 @@
-"""What a caller gives to a search, checked: queries as terms, rules of BM25, records that alone may be found."""
+"""What a caller gives to a build or a search, checked: queries as terms, rules of BM25, records that alone may be found, the directories of
+a collection."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from .. import errors
-from ..checks import plain
+from ..checks import check_path, check_whole, plain
 from ..storage.documents.ids import DocumentId, document_ids
 from .analyzer import Analyzer
 from .bm25 import BM25
 from .build.records import is_tokenized, words_of
+from .format import PARTS_MAX
 from .search.plan import QueryTerms
 
 Query = str | QueryTerms
@@ -66,6 +69,16 @@ def bm25_of(given: BM25 | str | Mapping[str, Any] | None) -> BM25:
     if not isinstance(given, BM25):
         raise errors.InvalidInputError("bm25", got=_shown(given), expected="a BM25, a variant such as 'lucene', or a mapping of fields")
     return given
+
+
+def directories_of(given: Iterable[str | os.PathLike[str]]) -> list[str]:
+    """Of a collection that is split over several. Raises InvalidInputError."""
+    what = "directories of a collection"
+    if isinstance(given, (str, bytes, os.PathLike)) or not isinstance(given, Iterable):
+        raise errors.InvalidInputError(what, got=_shown(given), expected="all of them, in a list")
+    found = [check_path("directory of postings", path) for path in given]
+    check_whole(what, len(found), 1, PARTS_MAX)
+    return found
 
 
 def rule_of(own: BM25, **given: Any) -> BM25:

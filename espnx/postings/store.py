@@ -116,7 +116,7 @@ class Postings:
             vectors: instead of texts: sparse vectors (SPLADE's, or any) as mappings of terms to weights above 0; a number stands for its
                 digits. Or (id, mapping) pairs, or `CsrArrays`.
             ids: text, or whole numbers of 64 bits, each once: of the records, in their order, where they do not bring them. Records have
-                ids either all or none; a store with ids names records by them wherever it is asked.
+                ids either all or none; a store with ids names records by them, but for `explain`.
             keep_texts: hits have the texts that were indexed, and `get` finds them.
             exact: of vectors: weights stay float32; else one byte each: 1 to 255 steps, of each list the least power of two of which that
                 many reach its largest weight. What is below half a step is one, and is counted in the report.

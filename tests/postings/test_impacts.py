@@ -243,6 +243,20 @@ def test_a_large_weight_harms_no_other_term_and_takes_no_record_away(tmp_path: P
     assert tens == {0: 1000.0, 3: 4.0, 4: 4.0}  # a step of 1000 is 4, and what there is is one at least
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_weight_too_small_for_float32_is_the_least_that_it_can_hold(exact: bool, tmp_path: Path) -> None:
+    given = [{7: 1.0}, {3: 1e-46}, {3: 1e-300, 7: 0.0}]
+    arrays = CsrArrays(np.array([0, 1, 2, 4]), np.array([7, 3, 3, 7]), np.array([1.0, 1e-46, 1e-300, 0.0]))
+    for name, vectors in (("mappings", given), ("arrays", arrays)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of so few, all are below half a step
+            report = Postings.build(tmp_path / name, vectors=vectors, exact=exact)
+        assert (report.n_postings, report.n_raised) == (3, 0 if exact else 2)
+        ones, tiny = scores_of(tmp_path / name, [{7: 1.0}, {3: 1.0}], 3)
+        assert ones == {0: 1.0}
+        assert tiny == dict.fromkeys((1, 2), 2.0**-149 if exact else 2.0**-126)
+
+
 def test_compaction_takes_no_record_away(tmp_path: Path) -> None:
     Postings.build(tmp_path / "x", vectors=[{"b": 1.0}, {"b": 0.5}])
     espnx.postings.add(tmp_path / "x", vectors=[{"a": 1000.0}, {"b": 0.001}])

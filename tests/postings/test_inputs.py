@@ -13,7 +13,7 @@ import torch
 
 import espnx.postings
 from espnx import errors
-from espnx.postings import BM25, Analyzer, CsrArrays, Postings
+from espnx.postings import BM25, Analyzer, CsrArrays, Postings, SplitPostings, build_split
 from espnx.storage import NativeEngine
 from espnx.storage.documents import rows
 from espnx.storage.manifest import read_manifest, write_manifest
@@ -91,6 +91,27 @@ def test_names_stand_for_analyzers_and_rules(tmp_path: Path) -> None:
     for options in wrong:
         with pytest.raises(errors.InvalidInputError):
             Postings.build(tmp_path / "z", TEXTS, **options)
+        with pytest.raises(errors.InvalidInputError):
+            build_split([tmp_path / "z"], TEXTS, **options)
+    assert not (tmp_path / "z").exists()
+
+
+def test_a_collection_takes_what_postings_take(tmp_path: Path) -> None:
+    pytest.importorskip("Stemmer")
+    options: dict[str, Any] = {
+        "analyzer": "english",
+        "bm25": {"variant": "bm25+", "k1": np.float32(0.5)},
+        "memory_bytes": np.int64(1 << 20),
+    }
+    Postings.build(tmp_path / "one", np.array(TEXTS), **options)
+    paths = [tmp_path / "a", tmp_path / "b"]
+    build_split(iter(paths), np.array(TEXTS), **options)
+    with Postings.open(tmp_path / "one") as one, SplitPostings(iter(paths)) as split:
+        assert split.facts.analyzer == one.facts.analyzer
+        assert split.facts.bm25 == one.facts.bm25 == BM25("bm25+", k1=0.5)
+        expected, found = (each.search("who writes logs?", np.int64(5), include={1, 0}) for each in (one, split))
+        assert found.numbers.tolist() == expected.numbers.tolist()
+        assert found.scores.tolist() == expected.scores.tolist()
 
 
 IDS: list[Any] = ["a", "b", 7]

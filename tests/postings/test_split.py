@@ -212,7 +212,8 @@ def test_directories_that_are_no_collection(documents: list[list[str]], tmp_path
     Postings.build(tmp_path / "one", terms=documents[:20])
     for wrong, match in (
         (paths[:2], "each once"), ([paths[0], paths[0], paths[2]], "each once"), ([*paths[:2], others[2]], "of one"),
-        (tmp_path / "one", "a list"), ([tmp_path / "one"], "a part of a collection"), ([], "directories"),
+        (tmp_path / "one", "a list"), ([tmp_path / "one"], "a part of a collection"), ([], "directories"), (None, "a list"),
+        (b"one", "a list"), (3, "a list"), ([3], "directory"),
     ):  # fmt: skip
         with pytest.raises(errors.InvalidInputError, match=match):
             SplitPostings(wrong)  # type: ignore[arg-type]

@@ -148,9 +148,7 @@ class SegmentBuilder:
         Raises InvalidInputError for a weight that cannot be stored, and for a term that it has twice, as a number and as its digits.
         """
         ids = self._vocabulary.ids
-        weights = np.fromiter(vector.values(), np.float64, len(vector))
-        _check_weights(weights)
-        rounded = weights.astype(np.float32)
+        rounded = _rounded(np.fromiter(vector.values(), np.float64, len(vector)))
         kept = rounded > 0
         numbers = [ids.setdefault(_text(term), len(ids) + 1) for term, keep in zip(vector, kept.tolist(), strict=True) if keep]
         if len(set(numbers)) < len(numbers):
@@ -161,8 +159,7 @@ class SegmentBuilder:
 
     def add_rows(self, terms: np.ndarray, weights: np.ndarray, counts: np.ndarray) -> None:
         """The next records of impacts, many at once: `counts` terms each, by number. As `add_vector` of each. Raises InvalidInputError."""
-        _check_weights(weights)
-        rounded = weights.astype(np.float32)
+        rounded = _rounded(weights)
         kept = rounded > 0
         record = np.repeat(np.arange(len(counts)), counts)
         if len(np.unique(record << 32 | terms)) < len(terms):
@@ -266,10 +263,14 @@ class SegmentBuilder:
             remove_run(self._runs.pop())
 
 
-def _check_weights(weights: np.ndarray) -> None:
+def _rounded(weights: np.ndarray) -> np.ndarray:
+    """float32, of float64; a weight above 0 stays above 0, for a record is found by whatever it has. Raises InvalidInputError."""
     fits = (weights >= 0) & (weights <= np.finfo(np.float32).max)
     if not fits.all():
         raise errors.InvalidInputError("weight of a term", got=float(weights[~fits][0]), expected="0 or more, that float32 can hold")
+    rounded = weights.astype(np.float32)
+    rounded[(rounded == 0) & (weights > 0)] = np.finfo(np.float32).smallest_subnormal
+    return rounded
 
 
 def _text(term: str | int) -> str:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ... import errors
-from ...checks import check_path, check_whole
+from ...checks import check_whole, plain
 from ...storage import NativeEngine
 from ...storage.files import Section, make_given_directory
 from ...storage.replacing import check_target, writing_to
@@ -29,7 +29,8 @@ from ..build.spool import TermPostings
 from ..build.writer import Progress, SectionContent, SegmentWriter
 from ..compaction import Rounding, kept_postings
 from ..files import KIND, PostingsReport, SegmentFile, begin_version, open_segment, remove_files, report_of, warn_of_rounding
-from ..format import KINDS, PARTS_MAX, PLACEMENTS, Facts, SegmentFacts, SplitFacts
+from ..format import KINDS, PLACEMENTS, Facts, SegmentFacts, SplitFacts
+from ..queries import analyzer_of, bm25_of, directories_of
 from ..stored.segment import Segment
 from .publishing import check_replaceable, finish_replacement, publish_parts
 
@@ -40,15 +41,15 @@ _BYTES_A_MERGED_POSTING = 64
 
 @suggests_keywords
 def build_split(
-    paths: Sequence[str | os.PathLike[str]],
+    paths: Iterable[str | os.PathLike[str]],
     texts: Iterable[str] | None = None,
     *,
     terms: Iterable[Sequence[str] | Sequence[int]] | None = None,
     vectors: Iterable[Mapping[str, float] | Mapping[int, float]] | CsrArrays | None = None,
     placement: str = "passages",
     exact: bool = False,
-    analyzer: Analyzer | None = None,
-    bm25: BM25 | None = None,
+    analyzer: Analyzer | str | None = None,
+    bm25: BM25 | str | Mapping[str, Any] | None = None,
     memory_bytes: int = MEMORY_BYTES,
     replace: bool = False,
     progress: Progress | None = None,
@@ -78,10 +79,12 @@ def build_split(
         )  # fmt: skip
     if placement not in PLACEMENTS:
         raise errors.InvalidInputError("placement", got=repr(placement), expected=" or ".join(map(repr, PLACEMENTS)))
-    check_whole("memory_bytes", memory_bytes, 1 << 20)
-    directories = _directories(paths)
+    check_whole("memory_bytes", memory_bytes := plain(memory_bytes), 1 << 20)
+    directories = directories_of(paths)
+    if len({os.path.realpath(each) for each in directories}) < len(directories):
+        raise errors.InvalidInputError("directories of a collection", got=directories, expected="each once")
     kind = "bm25" if vectors is None else "float" if exact else "impact"
-    facts = Facts(kind, analyzer or Analyzer(), bm25 or BM25())
+    facts = Facts(kind, analyzer_of(analyzer), bm25_of(bm25))
     with ExitStack() as held:
         engine = held.enter_context(NativeEngine("auto"))
         for directory in directories:
@@ -98,16 +101,6 @@ def build_split(
             remove_work(directory)  # of a build of one index
         work = _Work(engine, directories, number, facts, memory_bytes, progress)
         return work.by_passage(records) if placement == "passages" else work.by_term(records)
-
-
-def _directories(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
-    if isinstance(paths, (str, os.PathLike)):
-        raise errors.InvalidInputError("directories of a collection", got=repr(paths), expected="several, in a list")
-    check_whole("directories of a collection", len(paths), 1, PARTS_MAX)
-    found = [check_path("directory of postings", path) for path in paths]
-    if len({os.path.realpath(each) for each in found}) < len(found):
-        raise errors.InvalidInputError("directories of a collection", got=found, expected="each once")
-    return found
 
 
 class _Work:

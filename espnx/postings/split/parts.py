@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from ... import errors
-from ...checks import check_path, check_whole
 from ...device.postings import Rule
 from ...storage import FileHandle, NativeEngine
 from ..bm25 import BM25, VARIANTS
 from ..files import open_segment
-from ..format import PARTS_MAX, Facts, SplitFacts
+from ..format import Facts, SplitFacts
+from ..queries import directories_of
 from ..search.plan import Collection
 from ..stored.layout import COUNT, LISTS
 from ..stored.segment import Segment
@@ -66,15 +66,12 @@ class PartLists:
         return held[1]
 
 
-def read_parts(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[PartLists], Facts, SplitFacts]:
+def read_parts(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[PartLists], Facts, SplitFacts]:
     """The parts of a collection in the order of their numbers, what they have in common, and how they are split.
 
     Raises InvalidInputError for directories that are not all parts of one collection; as `read_facts`.
     """
-    if isinstance(paths, (str, os.PathLike)):
-        raise errors.InvalidInputError("directories of a collection", got=repr(paths), expected="all of them, in a list")
-    check_whole("directories of a collection", len(paths), 1, PARTS_MAX)
-    directories = [check_path("directory of postings", path) for path in paths]
+    directories = directories_of(paths)
     with NativeEngine("auto") as engine:
         found = read_current(engine, directories)
     splits = list[SplitFacts]()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,7 @@ from ...device.registry import Devices, devices_in
 from ...storage import NativeEngine
 from ...suggestions import suggests_keywords
 from ..inspection import VerifyReport, verify
-from ..queries import Query, mask_of, rule_of, terms_of
+from ..queries import Query, directories_of, mask_of, rule_of, terms_of
 from ..search.plan import QueryPlan
 from ..search.search import K_MAX, Found
 from .asking import Asked, asked_of
@@ -74,11 +74,11 @@ class SplitPostings:
     """
 
     @suggests_keywords
-    def __init__(self, paths: Sequence[str | os.PathLike[str]], *, device: Devices = "ssd", engine: NativeEngine | str = "auto"):
-        self._parts, self.facts, self.split = read_parts(paths)
+    def __init__(self, paths: Iterable[str | os.PathLike[str]], *, device: Devices = "ssd", engine: NativeEngine | str = "auto"):
+        given = directories_of(paths)
+        self._parts, self.facts, self.split = read_parts(given)
         self.directories = [each.directory for each in self._parts]
         with ExitStack() as opened:
-            given = [os.fspath(path) for path in paths]
             devices = dict(zip(given, devices_in(device, given), strict=True))
             if isinstance(device, str):
                 for each in devices.values():
