@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 namespace espnx::io {
 namespace {
@@ -257,22 +258,22 @@ void Engine::forget() {
   [[maybe_unused]] auto* queue = queue_.release();
   [[maybe_unused]] auto* active = new std::list<std::shared_ptr<Transfer>>(std::move(active_));
   [[maybe_unused]] auto* slots = new std::vector<Slot>(std::move(slots_));
+  [[maybe_unused]] auto* touched = new std::vector<std::shared_ptr<Transfer>>(std::move(touched_));
 }
 
 void Engine::run() {
   std::vector<Completion> completions;
   try {
     while (!stopping_) {
-      admit();
-      if (cancel_wanted_.exchange(false)) send_cancels();
       completions.clear();
       queue_->wait(completions, 1,
                    kLongestWaitNs);  // whatever has come; under load that is many at a time, without waiting for it
       for (const Completion& completion : completions) complete(completion);
-      std::sort(touched_.begin(), touched_.end());
-      touched_.erase(std::unique(touched_.begin(), touched_.end()), touched_.end());
-      for (Transfer* transfer : touched_) transfer->notify();
-      touched_.clear();
+      // Before anybody is told: what has ended leaves the list, so that its memory is the caller's alone, and is free
+      // when the caller asks for the next.
+      admit();
+      if (cancel_wanted_.exchange(false)) send_cancels();
+      notify_touched();
     }
   } catch (const FailureError& error) {
     fail_everything(error.failure);
@@ -280,6 +281,13 @@ void Engine::run() {
     fail_everything(make_failure(Kind::closed, 0, std::string("the storage engine's thread ended: ") + error.what()));
   }
   drain();
+}
+
+void Engine::notify_touched() {
+  std::sort(touched_.begin(), touched_.end());
+  touched_.erase(std::unique(touched_.begin(), touched_.end()), touched_.end());
+  for (auto& transfer : touched_) std::exchange(transfer, nullptr)->notify();
+  touched_.clear();
 }
 
 void Engine::admit() {
@@ -329,8 +337,7 @@ void Engine::retry(uint64_t tag) {
 void Engine::end(uint64_t tag, bool whole) {
   Slot& slot = slots_[tag];
   slot.transfer->piece_ended(slot.piece.extent, whole);
-  touched_.push_back(slot.transfer.get());  // alive: the active list holds it until the next admit()
-  slot.transfer.reset();
+  touched_.push_back(std::move(slot.transfer));
   free_slots_.push_back(tag);
   --in_flight_;
 }
@@ -434,6 +441,7 @@ void Engine::drain() {
   } catch (const std::exception&) {
     // The queue is broken: nothing more will complete. What is left is abandoned.
   }
+  notify_touched();
   abandon_what_is_left();
 }
 

@@ -98,6 +98,7 @@ class Engine {
   size_t index_of(int64_t file) const;  // of files_; throws FailureError for the number of another engine's file
   void forget();
   void run();
+  void notify_touched();
   void admit();  // takes from the active list into the queue
   void send_cancels();
   void complete(const Completion& completion);
@@ -128,7 +129,7 @@ class Engine {
 
   std::vector<Slot> slots_;  // I/O thread only, like the two below
   std::vector<uint64_t> free_slots_;
-  std::vector<Transfer*> touched_;
+  std::vector<std::shared_ptr<Transfer>> touched_;
   std::atomic<int64_t> bytes_asked_{0}, bytes_moved_{0}, requests_{0}, retries_{0}, failures_{0}, in_flight_{0};
   int64_t abandoned_buffers_ = 0, abandoned_bytes_ = 0;
   std::thread thread_;
