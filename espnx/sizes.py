@@ -10,14 +10,22 @@ _UNITS = {"": 1, "B": 1, "byte": 1, "bytes": 1}
 for _power, _letter in enumerate("KMGTP", 1):
     _UNITS |= {f"{_letter}iB": 1024**_power, f"{_letter}B": 1000**_power, _letter: 1024**_power}
 _BY_LOWER_CASE = {unit.lower(): factor for unit, factor in _UNITS.items()}
+_MOST_BYTES = 1 << 62  # what is added to one still fits the 64 bits in which C++ counts
 
 
 def parse_size(text: str | int) -> int:
     """Bytes from ``4096``, ``64KiB`` (1024), ``64K`` (1024), ``64kB`` (1000), ``1.5 GiB``. Case does not matter.
 
     Raises:
-        InvalidInputError: not a size, negative, or not a whole number of bytes.
+        InvalidInputError: not a size, negative, not a whole number of bytes, or more than 4 EiB.
     """
+    size_bytes = _parsed(text)
+    if size_bytes > _MOST_BYTES:
+        raise InvalidInputError("a size", got=repr(text), expected="at most 4 EiB")
+    return size_bytes
+
+
+def _parsed(text: str | int) -> int:
     if isinstance(text, int):
         if text < 0:
             raise InvalidInputError("a size cannot be negative", got=text, expected="bytes, at least 0")

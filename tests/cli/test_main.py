@@ -268,13 +268,14 @@ def test_json_on_standard_output_replaces_the_table(capsys: pytest.CaptureFixtur
         ("2TiB", 2 << 40),
         ("0.1kb", 100),
         (7, 7),
+        ("4096PiB", 1 << 62),
     ],
 )
 def test_parse_size(text: str | int, size_bytes: int) -> None:
     assert parse_size(text) == size_bytes
 
 
-@pytest.mark.parametrize("text", ["", "KiB", "-1", "1.5", "1e3", "64 KiBs", "64KiB/s", "nan", -1, "1,5GiB"])
+@pytest.mark.parametrize("text", ["", "KiB", "-1", "1.5", "1e3", "64 KiBs", "64KiB/s", "nan", -1, "1,5GiB", "4097PiB", 2**62 + 1, 2**70])
 def test_parse_size_refuses(text: str | int) -> None:
     with pytest.raises(errors.InvalidInputError):
         parse_size(text)
