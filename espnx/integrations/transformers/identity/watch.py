@@ -16,8 +16,9 @@ from .model_parts import is_adapter, parts_of
 class Watch:
     """Notes a model's modules, tensors and adapters, without keeping them alive.
 
-    It sees modules and parameters that come, go or are replaced, changes of tensors that PyTorch counts, tensors that are moved or cast,
-    adapters that are switched, merged and scaled. It does not see a plain attribute or a hook that is changed; the next fingerprint does.
+    It sees modules, parameters and packed weights that come, go or are replaced, changes of tensors that PyTorch counts, tensors that are
+    moved or cast, adapters that are switched, merged and scaled. It does not see a plain attribute or a hook that is changed; the next
+    fingerprint does.
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -26,6 +27,8 @@ class Watch:
         self._adapters: list[weakref.ref[Any]] = [weakref.ref(module) for module in modules if is_adapter(module)]
         self._parents = [weakref.ref(module) for module in modules if module._modules]
         self._owners = [weakref.ref(module) for module in modules if module._parameters and id(module) not in streamed]
+        packing = [module for module in modules if type(module)._save_to_state_dict is not torch.nn.Module._save_to_state_dict]
+        self._packing = [weakref.ref(module) for module in packing if id(module) not in streamed]
         tensors = [
             weakref.ref(tensor) for part in parts_of(model) for _, tensor, owner in part.tensors
             if id(owner) not in streamed and not tensor.is_inference()
@@ -42,6 +45,7 @@ class Watch:
             return (
                 [list(map(id, ref()._modules.values())) for ref in self._parents],  # type: ignore[union-attr]
                 [list(map(id, ref()._parameters.values())) for ref in self._owners],  # type: ignore[union-attr]
+                [id(value) for ref in self._packing for value in vars(ref()).values() if isinstance(value, torch.ScriptObject)],
                 [(ref()._version, ref().data_ptr(), ref().dtype) for ref in self._tensors],  # type: ignore[union-attr]
                 [_switches(ref()) for ref in self._adapters],
             )

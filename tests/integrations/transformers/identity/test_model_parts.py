@@ -243,6 +243,9 @@ def test_weights_that_are_packed_when_quantised(dtype: torch.dtype) -> None:
         other, after = quantised(lambda model, name=projection: getattr(attention(model), name).weight.data.mul_(-1))  # type: ignore[misc]
         assert not are_equal(rows_of(other), rows_of(model))
         assert after != before
+    k_proj = attention(model).k_proj
+    k_proj.set_weight_bias(*k_proj._weight_bias())
+    assert not watch.is_unchanged()
 
 
 class Listed(nn.Linear):
