@@ -30,6 +30,29 @@ namespace {
   throw FailureError(failure);
 }
 
+[[noreturn]] void fail_to_reserve(const File& file, int error, int64_t size_bytes) {
+  Failure failure;
+  failure.kind = error == ENOSPC || error == EDQUOT ? Kind::disk_full : Kind::write;
+  failure.error = error;
+  failure.what = "cannot reserve space";
+  failure.path = file.path;
+  failure.needed_bytes = size_bytes;
+  failure.free_bytes = free_bytes(file.path);
+  throw FailureError(failure);
+}
+
+// Whether a file may have so many bytes. Asked before they are reserved, for a file system may give all that it has
+// before it finds that this is not enough, and everybody else is out of space meanwhile.
+bool may_fit(int fd, int64_t size_bytes) {
+  struct stat status = {};
+  struct statvfs system = {};
+  if (fstat(fd, &status) != 0 || !S_ISREG(status.st_mode) || fstatvfs(fd, &system) != 0 || system.f_blocks == 0) {
+    return true;
+  }
+  const int64_t there = std::max<int64_t>(status.st_size, status.st_blocks * 512);
+  return (size_bytes - there) / static_cast<int64_t>(system.f_frsize) <= static_cast<int64_t>(system.f_bfree);
+}
+
 // Opening a FIFO waits for its other end, and a name with a zero byte is another file's.
 void check_name(const std::string& path, Kind kind) {
   if (path.find('\0') != std::string::npos) fail(Kind::invalid, EINVAL, "a path with a zero byte", "");
@@ -157,6 +180,8 @@ std::shared_ptr<File> open_memory_file(const std::string& path, Mode mode) {
 
 bool allocate_file(File& file, int64_t size_bytes) {
   if (size_bytes <= 0) return true;
+  const int64_t before = file.refresh_size();
+  if (!may_fit(file.fd, size_bytes)) fail_to_reserve(file, ENOSPC, size_bytes);
   int result;
   do {
     result = fallocate(file.fd, 0, 0, size_bytes);
@@ -169,14 +194,13 @@ bool allocate_file(File& file, int64_t size_bytes) {
     if (file.refresh_size() < size_bytes) truncate_file(file, size_bytes);
     return false;
   }
-  Failure failure;
-  failure.kind = errno == ENOSPC || errno == EDQUOT ? Kind::disk_full : Kind::write;
-  failure.error = errno;
-  failure.what = "cannot reserve space";
-  failure.path = file.path;
-  failure.needed_bytes = size_bytes;
-  failure.free_bytes = free_bytes(file.path);
-  throw FailureError(failure);
+  const int error = errno;
+  if (file.writable) {  // ext4 keeps what it found before it ran out
+    while (ftruncate(file.fd, before) != 0 && errno == EINTR) {
+    }
+    file.refresh_size();
+  }
+  fail_to_reserve(file, error, size_bytes);
 }
 
 void truncate_file(File& file, int64_t size_bytes) {

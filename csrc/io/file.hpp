@@ -39,7 +39,7 @@ std::shared_ptr<File> open_file(const std::string& path, Mode mode, Direct direc
 std::shared_ptr<File> open_memory_file(const std::string& path, Mode mode);
 
 // Reserves [0, size_bytes) so that later writes cannot run out of space. False where the file system cannot reserve (it
-// is extended sparsely then). Throws FailureError: disk_full with bytes needed and free.
+// is extended sparsely then). Throws FailureError: disk_full with bytes needed and free; the file is as it was then.
 bool allocate_file(File& file, int64_t size_bytes);
 void truncate_file(File& file, int64_t size_bytes);
 void sync_file(File& file);

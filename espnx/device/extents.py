@@ -13,6 +13,7 @@ from ..storage.engine import FileHandle
 from ..storage.native import load_native
 
 _GROW_BYTES = 64 << 20
+_LARGEST_FILE_BYTES = 2**63 - 1  # that the kernel counts
 
 
 class Extents:
@@ -84,6 +85,8 @@ class Extents:
         self._is_reserved = True
 
     def _grow(self, by_bytes: int) -> None:
+        if self.size_bytes + by_bytes > _LARGEST_FILE_BYTES:
+            raise self._too_large(by_bytes)
         free_bytes = load_native().free_bytes(os.fsencode(os.path.dirname(self._file.path) or "."))
         try:
             if not self._engine.allocate(self._file, self.size_bytes + by_bytes) and by_bytes > free_bytes > 0:

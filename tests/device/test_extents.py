@@ -204,6 +204,20 @@ def test_more_than_the_disk_has_where_nothing_can_be_reserved(tmp_path: Path) ->
     assert space.take(10) == 0
 
 
+@pytest.mark.parametrize("size_bytes", [2**63, 2**70])
+def test_more_than_a_file_can_hold(tmp_path: Path, size_bytes: int) -> None:
+    (tmp_path / "rows").touch()
+    with NativeEngine("posix") as engine:
+        file = engine.open(tmp_path / "rows", "r+")
+        space = Extents(engine, file)
+        for ask in (space.reserve, space.take):
+            with pytest.raises(errors.DiskFullError, match="file would be larger") as caught:
+                ask(size_bytes)
+            assert caught.value.needed_bytes == size_bytes
+        assert (space.size_bytes, space.used_bytes) == (0, 0)
+        assert space.take(10) == 0
+
+
 def test_a_claim_past_the_end(tmp_path: Path) -> None:
     """What lies before it is free, and nothing after it."""
     disk = Disk()

@@ -13,7 +13,7 @@ import torch
 from espnx import errors
 from espnx.storage import NativeEngine, Plan
 from tests.storage.common import BLOCK, OpenEngine, content, in_child, make_file, raw, read_bytes, until
-from tests.storage.machine import command, loop_device, mounted, small_ext4, throttled
+from tests.storage.machine import command, file_system, free_bytes, loop_device, mounted, small_ext4, throttled
 
 MIB = 1 << 20
 
@@ -94,11 +94,37 @@ def test_a_full_disk(disk_path: str, kind: str, open_engine: OpenEngine, tmp_pat
             engine.allocate(engine.open(where / "x", "w"), 4 * MIB)
         assert caught.value.needed_bytes == 4 * MIB
         assert 0 <= caught.value.free_bytes < 4 * MIB
+        assert (where / "x").stat().st_size == 0
         engine.truncate(filler, 0)
         (where / "x").unlink()
         engine.write(plan, source).wait()
         engine.sync(file)
         assert (where / "w").read_bytes() == data
+        engine.close()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+@pytest.mark.parametrize("own_mib", [0, 4])
+def test_a_reservation_that_fails_takes_no_space(disk_path: str, kind: str, own_mib: int, open_engine: OpenEngine, tmp_path: Path) -> None:
+    """ext4 gives what it has before it finds that this is too little."""
+    with file_system(kind, tmp_path, 32 * MIB) as where:
+        engine = open_engine(disk_path)
+        file = engine.open(where / "rows", "w")
+        engine.allocate(file, own_mib * MIB)
+        used = (where / "rows").stat().st_blocks
+        free = free_bytes(where)
+        for needed in (free + own_mib * MIB + MIB, free + own_mib * MIB + 1, 1 << 50):
+            with pytest.raises(errors.DiskFullError) as caught:
+                engine.allocate(file, needed)
+            assert (caught.value.needed_bytes, caught.value.errno) == (needed, errno.ENOSPC)
+            assert caught.value.free_bytes == free_bytes(where)
+            assert free - BLOCK <= free_bytes(where) <= free  # of a longer list of extents ext4 keeps a block
+            now = (where / "rows").stat()
+            assert now.st_size == own_mib * MIB
+            assert 0 <= now.st_blocks - used <= BLOCK // 512
+        assert engine.allocate(file, free + own_mib * MIB - 2 * MIB)
+        assert free_bytes(where) <= 2 * MIB
         engine.close()
 
 
