@@ -58,7 +58,8 @@ class Index:
     """A store with its first stage, ready to search. Safe to use from several threads. A context manager.
 
     It stays with the version of the store that was there when it was opened, whatever is added, deleted or compacted meanwhile, until
-    `reload` is called. ``len(index)``, ``identifier in index`` and iteration (over ids) are of that version's documents.
+    `reload` is called. ``len(index)``, ``identifier in index`` and iteration (over ids) are of that version's documents. Its pickle is its
+    path and its options: whoever loads it, a worker that was spawned for one, opens the store anew, at the version that is there then.
 
     Args:
         path: the store's directory.
@@ -103,6 +104,10 @@ class Index:
         sparse_encoder: SparseEncoderLike | None = None,
     ):
         self._path = check_path("path of a store", path)
+        self._given = {
+            "encoder": encoder, "engine": engine, "compute": compute, "threads": threads, "first_stage_on": first_stage_on, "hot": hot,
+            "coarse": coarse, "cost": cost, "device": device, "sparse_encoder": sparse_encoder,
+        }  # fmt: skip
         self.compute = _device(compute)
         if device is not None and not isinstance(device, (str, NearStorageDevice, Sequence)):
             _check_has("device", device, ("compute", "keep_records", "path_report"))
@@ -179,7 +184,7 @@ class Index:
         if found is None:
             raise errors.InvalidInputError("encoder", got="None", expected="an encoder, or a description of one")
         self._newest.check_encoder(found)
-        self._encoder = found
+        self._encoder, self._given["encoder"] = found, encoder
 
     def reload(self) -> bool:
         """Goes over to the newest version of the store; returns whether there was one.
@@ -256,6 +261,16 @@ class Index:
     def resident_bytes(self) -> dict[str, int]:
         """What is held in RAM, by part: metadata of the store, coarse tier, hot documents. The first stage's index is FAISS's own."""
         return self._newest.resident_bytes
+
+    def __reduce__(self) -> tuple[object, ...]:
+        self._check_open()
+        for name, value in self._given.items():
+            if not isinstance(value, (str, int, os.PathLike, torch.device, DeviceCost, type(None))):
+                fix = "name it instead, or open the index in each process: espnx.open(path)"
+                raise errors.InvalidInputError(
+                    f"a pickled index; its {name}", got=type(value).__name__, expected="a name or a path", fix=fix
+                )
+        return _reopened, (os.path.abspath(self._path), self._given)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self):,} documents, generation {self.store.manifest.generation}"
@@ -530,6 +545,11 @@ def _check_has(name: str, given: object, parts: tuple[str, ...]) -> None:
     """Raises InvalidInputError for an object that lacks one of its parts; None is none."""
     if given is not None and not all(hasattr(given, part) for part in parts):
         raise errors.InvalidInputError(name, got=repr(given), expected=f"an object with {', '.join(parts)}")
+
+
+def _reopened(path: str, given: dict[str, Any]) -> Index:
+    """What a pickle of an index is: its arguments."""
+    return Index(path, **given)
 
 
 def _device(name: str | torch.device) -> torch.device:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -53,6 +55,37 @@ def test_every_combination_of_options(index: Index, reference: InMemoryReference
         if rerank is None:
             ranked = reference.rank(query, candidates=candidates, nprobe=lists, cls_weight=weight)
             assert [number for number, _ in ranked] == [hit.number for hit in head]
+
+
+def _found_by_worker(index: Index, answers: multiprocessing.Queue) -> None:
+    answers.put([hit.id for hit in index.search(queries(1)[0], k=5)])
+
+
+def test_a_pickle_opens_the_store_anew(index: Index, store: Path) -> None:
+    with espnx.open(store, None, engine="posix", hot="1MiB", threads=1, compute=torch.device("cpu")) as opened:
+        with copy.copy(opened) as other:  # by what a pickle is made of
+            assert (other.encoder, other.hot is not None, other.store.path) == (None, True, str(store.resolve()))
+            result = other.search(queries(1)[0], k=5)
+        assert result.effective_path == "posix"
+    expected = [hit.id for hit in index.search(queries(1)[0], k=5)]
+    assert [hit.id for hit in result] == expected
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    worker = context.Process(target=_found_by_worker, args=(index, answers))
+    worker.start()
+    assert answers.get(timeout=100) == expected
+    worker.join()
+
+
+def test_a_pickle_takes_no_open_things_along(store: Path) -> None:
+    engine = espnx.open_engine("posix")
+    opened = espnx.open(store, engine=engine)
+    with pytest.raises(errors.InvalidInputError, match=r"a pickled index; its engine; got NativeEngine.*espnx.open"):
+        copy.copy(opened)
+    opened.close()
+    engine.close()
+    with pytest.raises(errors.EngineClosedError, match="closed"):
+        copy.copy(opened)
 
 
 @pytest.mark.parametrize("fmt", ["fp16", "fp32"])
