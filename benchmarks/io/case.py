@@ -96,10 +96,6 @@ def read_options(args: Namespace) -> Options:
     from .work import KIB, product_points, standard_points
 
     path = Path(args.path)
-    if not path.is_dir():
-        raise InvalidInputError(
-            "bench io measures the disk of a directory", got=repr(args.path), expected="an existing directory", fix="--path DIR"
-        )
     ops = choices(args.op, OPS, "operation")
     rate = parse_rate(args.throttle) if args.throttle else None
     if args.block or args.pattern or args.queue_depth:

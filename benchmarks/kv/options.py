@@ -98,8 +98,6 @@ class Options:
 def read_options(args: Namespace, say: Say) -> Options:
     """Raises InvalidInputError, MissingDependencyError (FlexGen or fio was asked for), PathUnavailableError."""
     path = Path(args.path)
-    if not path.is_dir():
-        raise InvalidInputError("bench kv needs a directory", got=repr(args.path), expected="an existing one", fix="--path DIR")
     quick, name_config, shows = args.quick, read_config(args.model), choices(args.show, SHOWS, "--show")
     if name_config[1] == smollm2.CONFIG:
         smollm2.require()

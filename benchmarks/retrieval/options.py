@@ -87,8 +87,6 @@ class Options:
 def read_options(args: Namespace) -> Options:
     """Raises InvalidInputError, and PathUnavailableError where memory should be limited and cannot be."""
     path = Path(args.path)
-    if not path.is_dir():
-        raise InvalidInputError("bench retrieval needs a directory", got=repr(args.path), expected="an existing one", fix="--path DIR")
     shows, quick = choices(args.show, SHOWS, "--show"), args.quick
     corpora = words(args.corpus)
     for name in corpora:

@@ -114,6 +114,9 @@ def _clean(args: Namespace) -> int:
 
 def run_case(args: Namespace) -> int:
     case = cases()[args.case]
+    path = getattr(args, "path", None)
+    if path is not None and not Path(path).is_dir():  # now, not after what takes minutes
+        raise InvalidInputError(f"bench {args.case} needs a directory", got=repr(path), expected="an existing one", fix="--path DIR")
     text = case.standalone(args, say)
     if text is not None:
         print(text, end="")

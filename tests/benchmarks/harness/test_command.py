@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
@@ -203,6 +204,26 @@ def test_wrong_usage_ends_with_2(tmp_path: Path, words: list[str], capsys: pytes
 
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     assert bench_io(tmp_path / "none") == 2
+
+
+@pytest.mark.parametrize("name", sorted(cases()))
+def test_a_directory_that_is_not_there_is_an_error_at_once(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is made or measured: in words, whatever the case."""
+    nowhere = tmp_path / "nowhere"
+    words = {"head-to-head": ["search"]}.get(name, [])
+    if "--path" not in _options(name):
+        pytest.skip("it measures no disk")
+    assert main(["bench", name, *words, "--path", str(nowhere)]) == 2
+    said = capsys.readouterr().err
+    assert said == f"espnx: error: bench {name} needs a directory; got {str(nowhere)!r}; expected an existing one. Fix: --path DIR\n"
+    assert not nowhere.exists()
+
+
+def _options(name: str) -> set[str]:
+    """Of a case, on the command line."""
+    parser = ArgumentParser()
+    cases()[name].configure(parser)
+    return {option for action in parser._actions for option in action.option_strings}
 
 
 def test_tune_prints_configuration_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
