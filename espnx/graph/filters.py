@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,14 @@ from .format import NODES, ROWS, GraphFacts, parse_pages
 from .vectors import as_array
 
 _REBUILD = "restore the graph from a copy, or build it again"
-#: Entry points that a filter has at least: of a graph's own, or nodes that are read for it.
-ENTRIES_MIN = 16
+#: Entry points that a scattered filter has at least, and places in which any other has one: of a graph's own, or nodes that are read.
+ENTRIES_MIN, _PLACES = 16, 64
+# Of the pages with allowed nodes, those that are read for entry points.
+_ENTRY_PAGES_SHARE = 1 / 8
+# Whether a filter is scattered is told by so many of the graph's entry points and the nearest of these to each; by fewer of them that it
+# allows it cannot be told.
+_LOOKED_AT, _SURROUNDING, _TELLING = 1024, 16, 8
+_BY_CHANCE = 4  # standard deviations
 _KEPT = 4  # filters that an open graph knows again
 _READ_BYTES = 8 << 20  # at a time
 
@@ -79,29 +86,42 @@ class NodeFilter:
         rows: that may be found.
         nodes: uint8 tensor, a bit for each node, as those of `RowFilter`.
         page_mask: bool [pages]: those that have such a node.
-        entries: int64 [m]: some of these nodes, spread over all of them. entry_codes: uint8 [m, code_bytes].
-        read_bytes: of the file of rows. read_pages: of the entry points that the graph itself has not.
+        is_scattered: whether they lie everywhere, like rows drawn by lot, as far as the graph's entry points tell: then some lie around
+            every query. Else some places have more of them than others, and a query may be far from all.
+        read_bytes: of the file of rows.
     """
 
     rows: RowFilter
     nodes: torch.Tensor
     page_mask: np.ndarray
-    entries: np.ndarray
-    entry_codes: np.ndarray
+    is_scattered: bool
     read_bytes: int
-    read_pages: int
 
     @property
     def n_pages(self) -> int:
         """That have a node which may be found."""
         return int(np.count_nonzero(self.page_mask))
 
-    def native(self) -> dict[str, Any]:
-        """As the native searcher takes it."""
+    def native(self, seeds: Seeds) -> dict[str, Any]:
+        """As the native searcher takes it: a walk and what was read to begin it read no more than all pages that have such a node."""
         return {
-            "rows": self.rows.bits, "nodes": self.nodes, "count": self.rows.count, "pages": self.n_pages,
-            "entries": torch.from_numpy(self.entries), "entry_codes": torch.from_numpy(self.entry_codes),
+            "rows": self.rows.bits, "nodes": self.nodes, "count": self.rows.count, "pages": self.n_pages - seeds.n_pages,
+            "entries": torch.from_numpy(seeds.nodes), "entry_codes": torch.from_numpy(seeds.codes),
         }  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Seeds:
+    """Nodes that a filter allows, at which walks begin, too.
+
+    Attributes:
+        nodes: int64 [m]: some, in as many places as may be. codes: uint8 [m, code_bytes].
+        n_pages: that are read for those which are no entry points of the graph.
+    """
+
+    nodes: np.ndarray
+    codes: np.ndarray
+    n_pages: int
 
 
 class FilterReader:
@@ -114,6 +134,8 @@ class FilterReader:
     def __init__(self, facts: GraphFacts, engine: str):
         self._facts, self._requested = facts, engine
         self._kept: list[NodeFilter] = []
+        self._seeds: weakref.WeakKeyDictionary[NodeFilter, Seeds] = weakref.WeakKeyDictionary()
+        self._surroundings: tuple[np.ndarray, np.ndarray] | None = None
         self._lock = threading.Lock()
 
     def nodes_of(self, rows: RowFilter, deadline_s: float) -> tuple[NodeFilter, bool]:
@@ -137,14 +159,42 @@ class FilterReader:
                 raise errors.FormatError(
                     "rows of a graph", path=self._facts.path(ROWS), got="a node of two rows", expected="one of each", fix=_REBUILD
                 )
-            entries, codes = self._facts.entries, self._facts.entry_codes
-            chosen = allowed[entries]
-            entries, codes, read_pages = entries[chosen], codes[chosen], 0
-            if len(entries) < min(ENTRIES_MIN, rows.count):
-                entries, codes, read_pages = self._more_entries(engine, allowed, clock)
         page_mask = np.logical_or.reduce(allowed.reshape(-1, layout.nodes_per_page), axis=1)
         bits = torch.from_numpy(np.packbits(allowed[: layout.n], bitorder="little"))
-        return NodeFilter(rows, bits, page_mask, entries, np.ascontiguousarray(codes), read_bytes, read_pages)
+        return NodeFilter(rows, bits, page_mask, self._is_scattered(allowed), read_bytes)
+
+    def _is_scattered(self, allowed: np.ndarray) -> bool:
+        """Whether around allowed entry points no more are allowed than among all of them."""
+        if self._surroundings is None:
+            self._surroundings = _surroundings(self._facts)
+        looked_at, nearest = self._surroundings
+        may = allowed[looked_at]
+        count, width = int(np.count_nonzero(may)), nearest.shape[1]
+        if count < _TELLING or not width:
+            return count == len(may)
+        share = (count - 1) / (len(may) - 1)
+        # Of two that are near to each other, each is among the nearest of the other: half of what is counted tells nothing new.
+        deviation = np.sqrt(2 * width * count * share * (1 - share))
+        return bool(np.count_nonzero(may[nearest[may]]) <= width * count * share + _BY_CHANCE * deviation)
+
+    def seeds_of(self, nodes: NodeFilter, deadline_s: float) -> tuple[Seeds, bool]:
+        """(where walks begin, for a filter; whether pages were read for it). Raises as `GraphIndex.search`."""
+        with self._lock:
+            kept = self._seeds.get(nodes)
+        if kept is not None:
+            return kept, False
+        layout, entries, codes = self._facts.layout, self._facts.entries, self._facts.entry_codes
+        allowed = np.flatnonzero(np.unpackbits(nodes.nodes.numpy(), count=layout.n, bitorder="little"))
+        chosen = np.isin(entries, allowed)
+        entries, codes, n_pages = entries[chosen], codes[chosen], 0
+        if not nodes.is_scattered or len(entries) < min(ENTRIES_MIN, nodes.rows.count):
+            with NativeEngine(self._requested) as engine:
+                more, more_codes, n_pages = self._more_entries(engine, nodes, allowed, entries, _Clock(deadline_s))
+            entries, codes = np.concatenate([entries, more]), np.concatenate([codes, more_codes])
+        made = Seeds(entries, np.ascontiguousarray(codes), n_pages)
+        with self._lock:
+            self._seeds[nodes] = made
+        return made, n_pages > 0
 
     def _mark(self, engine: NativeEngine, rows: RowFilter, allowed: np.ndarray, clock: _Clock) -> int:
         """Sets the places of the nodes of these rows: bytes that were read."""
@@ -174,15 +224,23 @@ class FilterReader:
             read_bytes += int(sizes.sum())
         return read_bytes
 
-    def _more_entries(self, engine: NativeEngine, allowed: np.ndarray, clock: _Clock) -> tuple[np.ndarray, np.ndarray, int]:
-        """Nodes that lie evenly among those that may be found, and so in many places: neighbours have near numbers."""
+    def _more_entries(
+        self, engine: NativeEngine, nodes: NodeFilter, allowed: np.ndarray, entries: np.ndarray, clock: _Clock
+    ) -> tuple[np.ndarray, np.ndarray, int]:  # fmt: skip
+        """(nodes, their codes, pages that were read): neighbours have near numbers, so that numbers far from one another are different
+        places, and a few allowed nodes far from most have one of their own."""
         layout = self._facts.layout
-        nodes = np.flatnonzero(allowed)
-        chosen = nodes[np.linspace(0, len(nodes) - 1, ENTRIES_MIN).round().astype(np.int64)]
-        pages = np.unique(chosen // layout.nodes_per_page)
+        places = ENTRIES_MIN if nodes.is_scattered else _PLACES
+        first = np.searchsorted(allowed, np.arange(places + 1) * layout.n / places)
+        lacking = np.flatnonzero((np.diff(first) > 0) & (np.bincount(entries * places // layout.n, minlength=places) == 0))
+        pages = np.unique(allowed[(first[lacking] + first[lacking + 1]) // 2] // layout.nodes_per_page)
+        most = int(max(1, nodes.n_pages * _ENTRY_PAGES_SHARE))
+        pages = pages[np.unique(np.linspace(0, len(pages) - 1, min(most, len(pages))).astype(np.int64))]
+        if not len(pages):
+            return np.empty(0, np.int64), np.empty((0, layout.code_bytes), np.uint8), 0
         found = read_pages(engine, engine.open(self._facts.path(NODES)), self._facts, pages, clock.left_s())
         numbers = pages[:, None] * layout.nodes_per_page + np.arange(layout.nodes_per_page)
-        may = allowed[numbers]
+        may = np.isin(numbers, allowed)
         vectors = self._facts.coding.decode(found["vector"][may])
         return numbers[may], self._facts.codebook.encode(vectors), len(pages)
 
@@ -206,6 +264,22 @@ class FilterReader:
                         "rows of a graph", path=self._facts.path(ROWS), got="other nodes than the pages say", fix=_REBUILD
                     )
                 yield rows[is_wanted], self._facts.coding.decode(here["vector"][is_wanted])
+
+
+def _surroundings(facts: GraphFacts) -> tuple[np.ndarray, np.ndarray]:
+    """(some of a graph's entry points; of each the places among these of those that are nearest to it), as their codes tell."""
+    chosen = np.unique(np.linspace(0, max(0, len(facts.entries) - 1), min(_LOOKED_AT, len(facts.entries))).astype(np.int64))
+    width = min(_SURROUNDING, len(chosen) - 1)
+    if width < 1:
+        return facts.entries[chosen], np.empty((len(chosen), 0), np.int64)
+    vectors = facts.codebook.decode(facts.entry_codes[chosen])
+    squares = np.square(vectors).sum(axis=1)
+    nearest = []
+    for first in range(0, len(chosen), 128):
+        far = squares - 2 * vectors[first : first + 128] @ vectors.T
+        far[np.arange(len(far)), first + np.arange(len(far))] = np.inf
+        nearest.append(np.argpartition(far, width - 1, axis=1)[:, :width])
+    return facts.entries[chosen], np.concatenate(nearest)
 
 
 def read_pages(engine: NativeEngine, file: FileHandle, facts: GraphFacts, pages: np.ndarray, deadline_s: float) -> np.ndarray:

@@ -36,6 +36,10 @@ _DISTANCES_AT_ONCE = 1 << 22
 _DISTANCES_PER_PAGE = 256
 # A filter of so much of a share is taken for one of it.
 _ALIKE = 0.8
+_NEAR_OF_FAR = 4
+#: Of the pages that measuring all reads, as many as one of a walk is worth: walks need room to go astray, up to as many pages. Where they
+#: seek a region, hundreds of reads wait for one another; all its pages, which are asked for together, come sooner, and nothing is missed.
+WALK_PAGES, REGION_PAGES = 2, 8
 _MEASURING_S = 3600.0  # for searches of a build
 _REBUILD = "restore the graph from a copy, or build it again"
 
@@ -102,20 +106,27 @@ class _Effort:
     """Of walks with a filter.
 
     Attributes:
-        list_size: candidates that they keep. far_list_size: those of one around which others are allowed
-            than elsewhere.
+        list_size: candidates that they keep. far_list_size: those of one around which others are allowed than elsewhere.
         pages, far_pages: that a query reads near what is allowed, and far from it.
+        worth_pages: of those that measuring all would read, as many as a walk's are worth.
     """
 
     list_size: int
     far_list_size: int
     pages: float
     far_pages: float
+    worth_pages: int = WALK_PAGES
 
     def is_dearer_than_all(self, n_queries: int, all_pages: int, count: int) -> bool:
-        """Than measuring all allowed rows for all queries at a time. Walks need room to go astray: up to as many pages each."""
+        """Than measuring all allowed rows for all queries at a time."""
         measuring = n_queries * count / _DISTANCES_PER_PAGE
-        return all_pages <= 2 * self.far_pages or all_pages + measuring <= n_queries * self.pages
+        return all_pages <= self.worth_pages * self.far_pages or all_pages + measuring <= n_queries * self.pages
+
+
+def lists_of_region(near: int, far: int) -> tuple[int, int]:
+    """Candidates that walks keep near what a region allows, and far from it, where random filters want `near`. At its edge a walk may
+    take itself for one among allowed rows: both lists grow."""
+    return max(near, far // _NEAR_OF_FAR), max(near, far)
 
 
 class GraphSearch:
@@ -341,43 +352,61 @@ class GraphIndex:
         walk = _Walk(native, wide, k, beamwidth, float("inf") if stop_beyond is None else float(stop_beyond), float(deadline_s))
         if allowed is None:
             return self._walk(walk, max(k, usual))
-        effort = self._effort(allowed.count, recall) if list_size is None else _Effort(list_size, list_size, list_size, list_size)
         nodes, is_read = self._filters.nodes_of(allowed, deadline_s)
-        costs = {"shared_pages": nodes.read_pages if is_read else 0, "filter_bytes": nodes.read_bytes if is_read else 0}
+        filter_bytes = nodes.read_bytes if is_read else 0
+        effort = self._effort(nodes, recall) if list_size is None else _Effort(list_size, list_size, list_size, list_size)
         if effort is None or effort.is_dearer_than_all(len(native), nodes.n_pages, allowed.count):
-            return GraphSearch(self, k, self._measure_all(walk, nodes, **costs))
-        return self._walk(walk, max(k, effort.list_size), max(k, effort.far_list_size), nodes, **costs)
+            return GraphSearch(self, k, self._measure_all(walk, nodes, filter_bytes))
+        seeds, is_read = self._filters.seeds_of(nodes, deadline_s)
+        shared_pages = seeds.n_pages if is_read else 0
+        return self._walk(
+            walk, max(k, effort.list_size), max(k, effort.far_list_size), nodes.native(seeds),
+            shared_pages=shared_pages, filter_bytes=filter_bytes,
+        )  # fmt: skip
 
     def walk_without(
         self, rows: np.ndarray, queries: Any, k: int, lists: tuple[int, int], allowed: RowFilter | None = None
     ) -> tuple[Neighbours, int]:  # fmt: skip
         """(what walks find from which a row of the graph is kept, int64 [q], one for each query: neither found nor gone by, as if the
         graph had not been built of it; and pages that measuring all allowed rows would read), for whoever measures walks."""
-        filtered = None if allowed is None else self._filters.nodes_of(allowed, _MEASURING_S)[0]
+        nodes = None if allowed is None else self._filters.nodes_of(allowed, _MEASURING_S)[0]
+        filtered = None if nodes is None else nodes.native(self._filters.seeds_of(nodes, _MEASURING_S)[0])
         walk = _Walk(*self._queries(queries), k, 1, float("inf"), _MEASURING_S)
         with NativeEngine(self._requested) as engine:
             absent = torch.from_numpy(self._nodes_of(engine, rows, _MEASURING_S))
         found = self._walk(walk, max(k, lists[0]), max(k, lists[1]), filtered, absent).finish()
-        return found, self.facts.layout.n_pages if filtered is None else filtered.n_pages
+        return found, self.facts.layout.n_pages if nodes is None else nodes.n_pages
 
     def _walk(
-        self, walk: _Walk, list_size: int, far_list_size: int | None = None, nodes: NodeFilter | None = None,
+        self, walk: _Walk, list_size: int, far_list_size: int | None = None, filtered: dict[str, Any] | None = None,
         absent: torch.Tensor | None = None, **costs: int,
     ) -> GraphSearch:  # fmt: skip
         return GraphSearch(self, walk.k, self._native.start(
             queries=walk.native, queries_f32=walk.wide, k=walk.k, list_size=list_size, far_list_size=far_list_size or list_size,
-            beam=walk.beamwidth, stop_beyond=walk.stop_beyond, filter=None if nodes is None else nodes.native(), absent=absent,
+            beam=walk.beamwidth, stop_beyond=walk.stop_beyond, filter=filtered, absent=absent,
             deadline_s=walk.deadline_s,
         ), **costs)  # fmt: skip
 
-    def _effort(self, count: int, recall: float | None) -> _Effort | None:
+    def _effort(self, nodes: NodeFilter, recall: float | None) -> _Effort | None:
         """Of walks that were measured to find that share where so many rows are allowed; None: there are none."""
-        wanted, share = _RECALL if recall is None else recall, count / max(1, len(self))
-        measured = next((each for each in self.facts.filtered if _ALIKE * each.share <= share), None)
-        if measured is None:
+        wanted, share = _RECALL if recall is None else recall, nodes.rows.count / max(1, len(self))
+        at = next((i for i, each in enumerate(self.facts.filtered) if _ALIKE * each.share <= share), None)
+        if at is None:
             return None
-        near, far = (next((each for each in points if each.recall >= wanted), None) for points in (measured.near, measured.far))
-        return None if near is None or far is None else _Effort(near.list_size, max(near.list_size, far.list_size), near.pages, far.pages)
+        measured = self.facts.filtered[at]
+        near = next((each for each in measured.near if each.recall >= wanted), None)
+        if near is None:
+            return None
+        if nodes.is_scattered:  # few queries, if any, seem far from what is allowed
+            return _Effort(near.list_size, max([near.list_size, *(each.list_size for each in measured.far)]), near.pages, near.pages)
+        # Regions of more rows may be harder than those of fewer: a part of one cluster is found more easily than pieces of several.
+        around = self.facts.filtered[max(0, at - 1) : at + 1]
+        far = [next((point for point in each.far if point.recall >= wanted), None) for each in around]
+        reached = [each for each in far if each is not None]
+        if len(reached) < len(far):
+            return None
+        length = max(each.list_size for each in reached)
+        return _Effort(*lists_of_region(near.list_size, length), near.pages, max(each.pages for each in reached), REGION_PAGES)
 
     def shown(self, far: np.ndarray) -> np.ndarray:
         """Distances as `Neighbours` has them: of vectors of length 1 half the squared distance is one minus the cosine."""
@@ -431,7 +460,7 @@ class GraphIndex:
     def _mask(self, rows: Any, name: str) -> np.ndarray:
         return row_mask(rows, len(self), name)
 
-    def _measure_all(self, walk: _Walk, nodes: NodeFilter, shared_pages: int, filter_bytes: int) -> Neighbours:
+    def _measure_all(self, walk: _Walk, nodes: NodeFilter, filter_bytes: int) -> Neighbours:
         """Of all rows that may be found, each read once."""
         begun, q, k = time.monotonic(), len(walk.wide), walk.k
         far, ids = self._nearest_of(walk.wide, k, self._filters.blocks(nodes, walk.deadline_s))
@@ -440,7 +469,7 @@ class GraphIndex:
         none, whole = np.zeros(q, np.int64), np.full(q, nodes.rows.count, np.int64)
         seconds = np.full(q, time.monotonic() - begun, np.float32)
         page_bytes = self.facts.layout.page_bytes
-        return Neighbours(ids, self.shown(far), none, none, whole, none, seconds, page_bytes, shared_pages + nodes.n_pages, filter_bytes)
+        return Neighbours(ids, self.shown(far), none, none, whole, none, seconds, page_bytes, nodes.n_pages, filter_bytes)
 
     def _nearest_of(
         self, queries: torch.Tensor, k: int, blocks: Iterable[tuple[np.ndarray, np.ndarray]]

@@ -12,7 +12,7 @@ from ..storage import NativeEngine
 from ..storage.manifest import write_manifest
 from .filters import RowFilter
 from .format import MAGIC, VERSION, FilteredRecall, GraphFacts, RecallPoint
-from .index import THREADS_MAX, GraphIndex
+from .index import REGION_PAGES, THREADS_MAX, WALK_PAGES, GraphIndex, lists_of_region
 from .write import Progress
 
 #: All vectors that a graph is built of, [m, dim] at a time, and their rows, int64 [m]; begins anew each time it is called.
@@ -28,7 +28,7 @@ _LISTS = (10, 14, 20, 28, 40, 56, 80, 112, 160, 224, 320)
 _FILTERED_MIN, _ALLOWED_MIN = 4096, 64
 _SHARES = (0.9, 0.5, 0.2, 0.05, 0.01, 0.001)
 _NEAR_QUERIES = 100
-_REGIONS, _REGION_QUERIES = 4, 25
+_REGIONS, _REGION_QUERIES = 8, 16
 # Vectors by which it is decided how far a region goes.
 _SAMPLE, _SAMPLE_BYTES, _SAMPLE_PARTS = 4096, 4 << 20, 16
 # Of vectors, while it is looked which filters allow them: a build in bounded memory has room for that.
@@ -154,12 +154,13 @@ class _Filtered:
         filters = [RowFilter(torch.from_numpy(each.bits), int(np.unpackbits(each.bits).sum())) for each in trials]
         points: list[RecallPoint] = []
         for length in lists:
+            lists = (length, length) if list_size is None else lists_of_region(list_size, length)
             recalls, pages = [], []
             for trial, allowed in zip(trials, filters, strict=True):
-                found, all_pages = self._index.walk_without(trial.rows, trial.queries, _K, (list_size or length, length), allowed)
+                found, all_pages = self._index.walk_without(trial.rows, trial.queries, _K, lists, allowed)
                 recalls.append(_share_found(found.ids, _others(trial.best[1], trial.rows, _K)))
                 pages.append(float((found.pages + found.code_pages).mean()))
-                if 2 * pages[-1] > all_pages:
+                if pages[-1] * (WALK_PAGES if list_size is None else REGION_PAGES) > all_pages:
                     return points
             points.append(RecallPoint(max(_K, length), min(recalls), float(np.mean(pages))))  # a filter is one, and not the mean of several
             if points[-1].recall > _ENOUGH:

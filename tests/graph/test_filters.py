@@ -11,6 +11,7 @@ import torch
 
 import espnx.graph
 from espnx import errors
+from espnx.graph.filters import FilterReader, RowFilter
 from espnx.graph.format import ROWS
 from tests.graph.conftest import exact, recall_of
 
@@ -63,6 +64,66 @@ def test_finds_what_is_allowed_wherever_it_lies(ten: Path, vectors: np.ndarray, 
             assert np.array_equal(found.ids, others.ids)
             assert np.array_equal(found.distances, others.distances)
             assert others.filter_bytes == 0 < found.filter_bytes or not count, "the second time nothing is read for the same filter"
+
+
+def test_one_query_at_a_time(ten: Path, vectors: np.ndarray, labels: np.ndarray) -> None:
+    """Walks pay for one query where measuring all does not: of regions of any size they find as much, of rows drawn by lot at a price that
+    grows with what is not allowed, and what begins them is counted, too."""
+    random = np.random.default_rng(6)
+    queries = vectors[random.permutation(N)[:40]]
+    wide = vectors.astype(np.float32)
+    filters = {f"lot {share}": random.random(N) < share for share in (0.5, 0.2, 0.05)}
+    for share in (0.7, 0.5, 0.3, 0.15, 0.12, 0.1, 0.05):
+        for centre in random.permutation(N)[:3]:
+            far = np.square(wide - wide[centre]).sum(axis=1)
+            filters[f"{share} around {centre}"] = far <= np.sort(far)[int(share * N)]
+    with espnx.graph.open(ten, code_cache_bytes=0) as index:
+        nodes = np.fromfile(index.facts.path(ROWS), "<u4")
+        free = np.mean([index.search(query[None], 10, recall=0.95, beamwidth=1).pages[0] for query in queries])
+        for name, allowed in filters.items():
+            rows, pages = np.flatnonzero(allowed), []
+            all_pages = len(np.unique(nodes[allowed] // index.facts.layout.nodes_per_page))
+            found = [index.search(query[None], 10, recall=0.95, beamwidth=1, include=allowed) for query in queries]
+            for each in found:
+                pages.append(int(each.pages[0] + each.code_pages[0]) + each.shared_pages)
+                assert pages[-1] <= all_pages, name
+            ids = np.concatenate([each.ids for each in found])
+            assert recall_of(ids, rows[exact(vectors[rows], queries, 10)]) >= 0.93, name
+            if name.startswith("lot") and ten.name != "paged":  # codes cost pages there, with a filter and without
+                assert np.mean(pages) <= 2 / (len(rows) / N) * free, name
+
+
+def test_a_few_rows_that_lie_apart_from_most(tmp_path: Path) -> None:
+    """A cluster and the few rows of others beside it: those are what is nearest to most queries, and hard to come by from the cluster."""
+    random, n = np.random.default_rng(0), 9000
+    labels = random.integers(0, 10, n)
+    vectors = (2 * random.standard_normal((10, 32))[labels] + random.standard_normal((n, 32))).astype(np.float16)
+    espnx.graph.build(vectors, tmp_path / "g", max_degree=24, search_list_size=40, seed=3)
+    wide, queries = vectors.astype(np.float32), vectors[random.permutation(n)[:60]]
+    with espnx.graph.open(tmp_path / "g") as index:
+        for label in range(0, 10, 2):
+            far = np.square(wide - wide[labels == label].mean(axis=0)).sum(axis=1) + 1e9 * (labels == label)
+            rows = np.flatnonzero((labels == label) | (far <= np.sort(far)[20]))
+            found = [index.search(query[None], 10, recall=0.95, include=rows, beamwidth=1).ids for query in queries]
+            assert recall_of(np.concatenate(found), rows[exact(vectors[rows], queries, 10)]) >= 0.93, label
+
+
+def test_whether_a_filter_is_scattered(ten: Path, labels: np.ndarray) -> None:
+    random = np.random.default_rng(7)
+    lot = random.random(N)
+    with espnx.graph.open(ten) as index:
+        reader = FilterReader(index.facts, "auto")
+
+        def is_scattered(mask: np.ndarray) -> bool:
+            return reader.nodes_of(RowFilter.of(mask), 30.0)[0].is_scattered
+
+        assert all(is_scattered(lot < share) for share in (1.1, 0.9, 0.5, 0.2, 0.05))
+        assert all(is_scattered(random.permutation(N) < N // 5) for _ in range(20))
+        for label in range(10):
+            assert not is_scattered(labels == label)
+            assert not is_scattered(labels != label)
+        assert not is_scattered((labels < 5) & (lot < 0.3)), "everywhere in a half alone"
+        assert not is_scattered(np.arange(N) == 5), "too few to tell"
 
 
 @pytest.mark.parametrize("list_size", [10, 30])
