@@ -97,6 +97,8 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File, InclusionLevel
 
     for name, text in outside_pages().items():
+        if name.endswith(".json.md"):  # results: thousands of lines, in which a search would find every word
+            text = f"---\nsearch:\n  exclude: true\n---\n\n{text}"
         files.append(File.generated(config, name, content=text, inclusion=InclusionLevel.NOT_IN_NAV))
     return files
 

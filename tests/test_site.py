@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -115,3 +116,6 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "index.html").is_file()
+    found = {entry["location"] for entry in json.loads((tmp_path / "search/search_index.json").read_text())["docs"]}
+    assert any("search.html" in place for place in found)
+    assert not [place for place in found if ".json.html" in place], "whole result files stand among what a search finds"
