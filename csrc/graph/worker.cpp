@@ -2,7 +2,6 @@
 #include "worker.hpp"
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <limits>
 
@@ -10,8 +9,7 @@ namespace espnx::graph {
 namespace {
 
 constexpr int64_t kLongestWaitNs = 200'000'000;
-constexpr int kIdleRetries = 16;  // completions without progress before a read is given up
-constexpr double kGraceS = 1;     // for reads that nobody waits for any more
+constexpr double kGraceS = 1;  // for reads that nobody waits for any more
 
 }  // namespace
 
@@ -146,18 +144,11 @@ void GraphSearcher::Worker::start_read(size_t i, Want want) {
   read.is_codes = want.is_codes;
   if (!read.buffer || read.buffer->capacity_bytes < page_bytes(read))
     read.buffer = searcher_.pool_->take(page_bytes(read));
-  read.moved_bytes = 0;
-  read.idle_retries = 0;
+  const int64_t size = page_bytes(read);
+  read.piece = {io::Op::read, &file(read), begin_bytes(read), read.buffer->data, size, size};
   ++in_flight_;
   ++slots_[i].reads;
-  submit(tag);
-}
-
-void GraphSearcher::Worker::submit(size_t tag) {
-  Read& read = reads_[tag];
-  const int64_t size = page_bytes(read);
-  queue_->submit({io::Op::read, &file(read), begin_bytes(read) + read.moved_bytes, read.buffer->data + read.moved_bytes,
-                  size - read.moved_bytes, tag});
+  queue_->submit(read.piece.request(tag));
 }
 
 void GraphSearcher::Worker::complete(const io::Completion& completion) {
@@ -168,23 +159,26 @@ void GraphSearcher::Worker::complete(const io::Completion& completion) {
     read.slot = -1;
     return free_reads_.push_back(tag);
   }
-  const bool passes = completion.result == -EINTR || completion.result == -EAGAIN;
-  if (completion.result > 0) read.moved_bytes += completion.result, read.idle_retries = 0;
-  const bool whole = read.moved_bytes >= page_bytes(read);
   const auto slot = static_cast<size_t>(read.slot);
-  const bool wanted = !slots_[slot].job->failed;
-  if (!whole && wanted && (completion.result > 0 || (passes && ++read.idle_retries < kIdleRetries))) {
-    return submit(tag);
-  }
+  Job& job = *slots_[slot].job;
+  io::Progress progress = io::advance(read.piece, completion.result);
+  if (progress.step == io::Step::again && !job.failed) return queue_->submit(read.piece.request(tag));
   --in_flight_;
   --slots_[slot].reads;
-  if (wanted) take(tag, completion.result);
+  if (progress.step == io::Step::failed) {
+    progress.failure.what = progress.failure.kind == io::Kind::truncated    ? "a page of a graph ends early"
+                            : progress.failure.kind == io::Kind::short_read ? "reading a page of a graph stays short"
+                                                                            : "reading a page of a graph failed";
+    job.fail(std::move(progress.failure));
+  } else if (!job.failed) {
+    take(tag);
+  }
   read.slot = -1;
   free_reads_.push_back(tag);
   go_on(slot);
 }
 
-void GraphSearcher::Worker::take(size_t tag, int64_t result) {
+void GraphSearcher::Worker::take(size_t tag) {
   Read& read = reads_[tag];
   Slot& slot = slots_[read.slot];
   io::Failure failure;
@@ -192,14 +186,6 @@ void GraphSearcher::Worker::take(size_t tag, int64_t result) {
   failure.path = file(read).path;
   failure.offset_bytes = begin_bytes(read);
   failure.size_bytes = size;
-  if (read.moved_bytes < size) {
-    failure.kind = result < 0 ? io::Kind::read : result == 0 ? io::Kind::truncated : io::Kind::short_read;
-    failure.error = result < 0 ? static_cast<int>(-result) : 0;
-    failure.what = result < 0 ? "reading a page of a graph failed" : "a page of a graph ends early";
-    failure.got = std::to_string(read.moved_bytes) + " bytes";
-    failure.expected = std::to_string(size) + " bytes";
-    return slot.job->fail(std::move(failure));
-  }
   const auto* bytes = reinterpret_cast<const uint8_t*>(read.buffer->data);
   const char* fault =
       read.is_codes ? header_fault(bytes, size, read.page, code_salt(layout_)) : fault_of(layout_, bytes, read.page);

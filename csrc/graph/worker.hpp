@@ -5,6 +5,7 @@
 #include <chrono>
 #include <optional>
 
+#include "io/piece.hpp"
 #include "search.hpp"
 
 namespace espnx::graph {
@@ -61,9 +62,9 @@ class GraphSearcher::Worker {
   static constexpr int64_t kLost = -2;  // in place of a read's slot: its walk was given up
 
   struct Read {
-    int64_t slot = -1, page = 0, moved_bytes = 0;
+    int64_t slot = -1, page = 0;
     bool is_codes = false;
-    int idle_retries = 0;
+    io::Piece piece;
     std::shared_ptr<io::Buffer> buffer;
   };
   struct Slot {
@@ -83,12 +84,12 @@ class GraphSearcher::Worker {
   // Reads as much as the walk wants, or ends it.
   void go_on(size_t i);
   int64_t page_bytes(const Read& read) const { return read.is_codes ? kCodePageBytes : layout_.page_bytes; }
-  const io::File& file(const Read& read) const { return read.is_codes ? *searcher_.codes_file_ : *searcher_.file_; }
+  io::File& file(const Read& read) const { return read.is_codes ? *searcher_.codes_file_ : *searcher_.file_; }
   int64_t begin_bytes(const Read& read) const;
   void start_read(size_t i, Want want);
-  void submit(size_t tag);
   void complete(const io::Completion& completion);
-  void take(size_t tag, int64_t result);
+  // A page that has arrived, or the failure of its job.
+  void take(size_t tag);
   void look_at(size_t i, Clock::time_point now);
   static void write_found(const std::vector<Found>& found, int64_t k, int64_t* rows, float* distances);
   // What the walk has found so far, where `partial` waits for it.

@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <utility>
 
@@ -11,7 +10,6 @@ namespace espnx::io {
 namespace {
 
 constexpr int64_t kLongestWaitNs = 1'000'000'000;  // a wake-up that is lost costs this, and is no hang
-constexpr int kIdleRetries = 16;                   // completions without progress before a request is given up
 
 Failure make_failure(Kind kind, int error, std::string what) {
   Failure failure;
@@ -294,19 +292,17 @@ void Engine::admit() {
   std::lock_guard lock(mutex_);
   for (auto it = active_.begin(); it != active_.end();) {
     Transfer& transfer = **it;
-    Transfer::Piece piece;
-    while (!free_slots_.empty() && transfer.take_piece(piece)) {
+    while (!free_slots_.empty()) {
       const uint64_t tag = free_slots_.back();
+      Slot& slot = slots_[tag];
+      if (!transfer.take_piece(slot.piece, slot.extent)) break;
       free_slots_.pop_back();
-      slots_[tag].transfer = *it;
-      slots_[tag].piece = piece;
-      slots_[tag].idle_retries = 0;
-      slots_[tag].cancel_sent = false;
+      slot.transfer = *it;
+      slot.cancel_sent = false;
       transfer.piece_started();
       ++in_flight_;
       ++requests_;
-      queue_->submit({transfer.reading() ? Op::read : Op::write, &transfer.file_of(piece.extent), piece.offset_bytes,
-                      piece.data, piece.size_bytes, tag});
+      queue_->submit(slot.piece.request(tag));
     }
     if (free_slots_.empty() && transfer.has_pieces()) return;
     if (!transfer.has_pieces() && transfer.in_flight() == 0) {
@@ -326,90 +322,40 @@ void Engine::send_cancels() {
   }
 }
 
-void Engine::retry(uint64_t tag) {
-  const Slot& slot = slots_[tag];
-  ++retries_;
-  const Transfer::Piece& piece = slot.piece;
-  const Op op = slot.transfer->reading() ? Op::read : Op::write;
-  queue_->submit({op, &slot.transfer->file_of(piece.extent), piece.offset_bytes, piece.data, piece.size_bytes, tag});
-}
-
 void Engine::end(uint64_t tag, bool whole) {
   Slot& slot = slots_[tag];
-  slot.transfer->piece_ended(slot.piece.extent, whole);
+  slot.transfer->piece_ended(slot.extent, whole);
   touched_.push_back(std::move(slot.transfer));
   free_slots_.push_back(tag);
   --in_flight_;
 }
 
-void Engine::fail_piece(uint64_t tag, Kind kind, int error, const char* what) {
-  const Slot& slot = slots_[tag];
-  File& file = slot.transfer->file_of(slot.piece.extent);
-  Failure failure = make_failure(kind, error, what);
-  failure.path = file.path;
-  failure.offset_bytes = slot.piece.offset_bytes;
-  failure.size_bytes = slot.piece.expected_bytes;
-  if (kind == Kind::truncated) {
-    failure.got = "a file of " + std::to_string(file.size_bytes) + " bytes";
-    failure.expected = "at least " + std::to_string(slot.piece.offset_bytes + slot.piece.expected_bytes);
-  } else if (kind == Kind::short_read) {
-    failure.got = std::to_string(kIdleRetries) + " completions without progress";
-  } else if (kind == Kind::disk_full) {
-    failure.needed_bytes = slot.transfer->missing_bytes();
-    failure.free_bytes = free_bytes(file.path);
-  }
-  slot.transfer->fail(std::move(failure));
-  end(tag, false);
-}
-
-// The one completion routine. A short transfer goes on from the last whole block, because O_DIRECT cannot begin inside
-// one.
 void Engine::complete(const Completion& completion) {
   const uint64_t tag = completion.tag;
   Slot& slot = slots_[tag];
   Transfer& transfer = *slot.transfer;
-  const bool reading = transfer.reading();
-  if (completion.result < 0) {
-    const auto error = static_cast<int>(-completion.result);
-    if (transfer.failed()) return end(tag, false);
-    if ((error == EAGAIN || error == EINTR) && ++slot.idle_retries <= kIdleRetries) return retry(tag);
-    if (error == ENOSPC || error == EDQUOT) return fail_piece(tag, Kind::disk_full, error, "no space left");
-    return fail_piece(tag, reading ? Kind::read : Kind::write, error, reading ? "read failed" : "write failed");
-  }
-  const int64_t moved = std::min(completion.result, slot.piece.expected_bytes);
-  transfer.piece_moved(moved);
-  bytes_moved_ += completion.result;
-  if (moved == slot.piece.expected_bytes) return end(tag, true);
+  Progress progress = advance(slot.piece, completion.result);
+  if (completion.result > 0) bytes_moved_ += completion.result;
+  transfer.piece_moved(progress.moved_bytes);
+  if (progress.step == Step::done) return end(tag, true);
   if (transfer.failed()) return end(tag, false);
-  File& file = transfer.file_of(slot.piece.extent);
-  int stat_error = 0;
-  if (reading && ends_before(file, slot.piece.offset_bytes + slot.piece.expected_bytes, stat_error)) {
-    return fail_piece(tag, Kind::truncated, 0, "file ended during the read");
+  if (progress.step == Step::again) {
+    ++retries_;
+    return queue_->submit(slot.piece.request(tag));
   }
-  if (stat_error != 0) return fail_piece(tag, Kind::read, stat_error, "cannot stat file");
-  const int64_t whole = file.direct ? moved / file.alignment_bytes * file.alignment_bytes : moved;
-  slot.idle_retries = whole > 0 ? 0 : slot.idle_retries + 1;
-  if (slot.idle_retries > kIdleRetries) {
-    return fail_piece(tag, reading ? Kind::short_read : Kind::write, 0,
-                      reading ? "read stays short" : "write stays short");
+  Failure& failure = progress.failure;
+  const bool is_short = failure.error == 0;
+  if (failure.kind == Kind::disk_full) {
+    failure.what = "no space left";
+    failure.needed_bytes = transfer.missing_bytes();
+    failure.free_bytes = free_bytes(failure.path);
+  } else if (failure.kind == Kind::truncated) {
+    failure.what = "file ended during the read";
+  } else {
+    failure.what = std::string(transfer.reading() ? "read" : "write") + (is_short ? " stays short" : " failed");
   }
-  transfer.piece_moved(whole - moved);  // what is read again counts once
-  slot.piece.offset_bytes += whole;
-  slot.piece.data += whole;
-  slot.piece.size_bytes -= whole;
-  slot.piece.expected_bytes -= whole;
-  retry(tag);
-}
-
-// A file that is being cut ends inside a block, where O_DIRECT delivers the same few bytes for ever: every short read
-// asks for the size.
-bool Engine::ends_before(File& file, int64_t end_bytes, int& error) {
-  try {
-    return end_bytes > file.refresh_size();
-  } catch (const FailureError& failed) {
-    error = failed.failure.error;
-    return false;
-  }
+  transfer.fail(std::move(failure));
+  end(tag, false);
 }
 
 void Engine::fail_everything(const Failure& failure) {

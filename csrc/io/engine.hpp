@@ -87,8 +87,8 @@ class Engine {
  private:
   struct Slot {
     std::shared_ptr<Transfer> transfer;
-    Transfer::Piece piece = {};
-    int idle_retries = 0;
+    size_t extent = 0;
+    Piece piece;
     bool cancel_sent = false;
   };
 
@@ -102,10 +102,7 @@ class Engine {
   void admit();  // takes from the active list into the queue
   void send_cancels();
   void complete(const Completion& completion);
-  void retry(uint64_t tag);
   void end(uint64_t tag, bool whole);
-  void fail_piece(uint64_t tag, Kind kind, int error, const char* what);
-  bool ends_before(File& file, int64_t end_bytes, int& error);
   void fail_everything(const Failure& failure);
   void drain();
   void abandon_what_is_left();

@@ -85,7 +85,7 @@ void Transfer::place_items(const std::shared_ptr<BufferPool>& pool, int64_t limi
   }
 }
 
-bool Transfer::take_piece(Piece& piece) {
+bool Transfer::take_piece(Piece& piece, size_t& extent_number) {
   while (has_pieces()) {
     const Extent& extent = layout_.extents[next_extent_];
     const int64_t done = next_piece_bytes_;
@@ -94,11 +94,14 @@ bool Transfer::take_piece(Piece& piece) {
       next_piece_bytes_ = 0;
       continue;
     }
-    piece.extent = next_extent_;
+    extent_number = next_extent_;
+    piece.op = spec_.reading ? Op::read : Op::write;
+    piece.file = files_[extent.file].get();
     piece.offset_bytes = extent.offset_bytes + done;
     piece.data = memory_ + extent.place_bytes + done;
     piece.size_bytes = std::min(limit_bytes_, extent.size_bytes - done);
     piece.expected_bytes = std::min(piece.size_bytes, extent.expected_bytes - done);
+    piece.idle_retries = 0;
     next_piece_bytes_ += piece.size_bytes;
     if (next_piece_bytes_ >= extent.expected_bytes) {
       ++next_extent_;

@@ -14,6 +14,7 @@
 #include "buffer.hpp"
 #include "failure.hpp"
 #include "layout.hpp"
+#include "piece.hpp"
 
 namespace espnx::io {
 
@@ -65,24 +66,15 @@ class Transfer {
 
   // --- the I/O thread's side ---
 
-  struct Piece {
-    size_t extent;
-    int64_t offset_bytes;
-    char* data;
-    int64_t size_bytes;
-    int64_t expected_bytes;
-  };
-
-  // The next piece to submit, at most the engine's request limit long. False at the end or after a failure.
-  bool take_piece(Piece& piece);
+  // The next piece to submit, at most the engine's request limit long, and the extent that it is of. False at the end
+  // or after a failure.
+  bool take_piece(Piece& piece, size_t& extent);
   bool has_pieces() const { return !failed_ && next_extent_ < layout_.extents.size(); }
   void piece_started() { ++in_flight_, ++requests_; }
   void piece_moved(int64_t bytes) { moved_bytes_ += bytes; }
   void piece_ended(size_t extent, bool whole);
   void notify();
 
-  const File& file_of(size_t extent) const { return *files_[layout_.extents[extent].file]; }
-  File& file_of(size_t extent) { return *files_[layout_.extents[extent].file]; }
   bool reading() const { return spec_.reading; }
   int priority() const { return spec_.priority; }
   int64_t in_flight() const { return in_flight_; }

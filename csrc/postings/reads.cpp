@@ -2,7 +2,6 @@
 #include "reads.hpp"
 
 #include <algorithm>
-#include <cerrno>
 #include <mutex>
 #include <utility>
 
@@ -12,7 +11,6 @@ namespace {
 constexpr unsigned kDepth = 128;
 constexpr int64_t kSignalCheckNs = 50'000'000;
 constexpr int64_t kRequestBytes = 960 << 10;
-constexpr int kIdleRetries = 16;           // completions without progress before a read is given up
 constexpr int64_t kGraceNs = 100'000'000;  // for reads that nobody waits for any more
 
 int64_t align_up(int64_t bytes) { return (bytes + io::kBlockBytes - 1) / io::kBlockBytes * io::kBlockBytes; }
@@ -37,7 +35,7 @@ Reads::Reads(io::Engine& engine) : engine_(engine) {
 Reads::~Reads() {
   try {
     for (size_t tag = 0; tag < reads_.size(); ++tag) {
-      if (reads_[tag].file != nullptr && in_flight_ > 0) queue_->cancel(tag);
+      if (reads_[tag].batch && in_flight_ > 0) queue_->cancel(tag);
     }
     const auto until = io::Clock::now() + std::chrono::nanoseconds(kGraceNs);
     while (in_flight_ > 0 && io::Clock::now() < until) {
@@ -89,7 +87,7 @@ void Reads::add(const std::shared_ptr<ReadBatch>& batch, const Want& want, int64
       tag = free_.back();
       free_.pop_back();
     }
-    reads_[tag] = {batch, file, at, size, std::min(size, end - at), batch->buffer->data + place, 0};
+    reads_[tag] = {batch, {io::Op::read, file, at, batch->buffer->data + place, size, std::min(size, end - at)}};
     waiting_.push_back(tag);
     ++batch->left;
     at += size, place += size;
@@ -107,9 +105,8 @@ void Reads::pump() {
 }
 
 void Reads::submit(size_t tag) {
-  const Read& read = reads_[tag];
   is_unsent_ = true;
-  queue_->submit({io::Op::read, read.file, read.offset_bytes, read.data, read.size_bytes, tag});
+  queue_->submit(reads_[tag].piece.request(tag));
 }
 
 bool Reads::take(size_t at_least, int64_t timeout_ns) {
@@ -148,43 +145,25 @@ void Reads::wait(ReadBatch& batch, double deadline_s, const std::function<bool()
   }
 }
 
-// A short read goes on from the last whole block, because O_DIRECT cannot begin inside one.
 void Reads::complete(const io::Completion& completion) {
   const auto tag = static_cast<size_t>(completion.tag);
   Read& read = reads_[tag];
-  const bool passes = completion.result == -EAGAIN || completion.result == -EINTR;
-  if (completion.result < 0 && !passes) {
-    fail(read, io::Kind::read, static_cast<int>(-completion.result), "reading a posting list failed");
-  }
-  const int64_t got = std::max<int64_t>(0, completion.result);
-  read.batch->bytes_moved += got;
-  if (got >= read.expected_bytes) {
+  io::Progress progress = io::advance(read.piece, completion.result);
+  read.batch->bytes_moved += std::max<int64_t>(0, completion.result);
+  if (progress.step == io::Step::done) {
     --read.batch->left;
     read = {};
     free_.push_back(tag);
     return;
   }
-  const int64_t end = read.offset_bytes + read.expected_bytes;
-  if (!passes && end > read.file->refresh_size()) {
-    fail(read, io::Kind::truncated, 0, "a file of posting lists ends early");
+  if (progress.step == io::Step::failed) {
+    progress.failure.what = progress.failure.kind == io::Kind::truncated    ? "a file of posting lists ends early"
+                            : progress.failure.kind == io::Kind::short_read ? "reading a posting list stays short"
+                                                                            : "reading a posting list failed";
+    throw io::FailureError(std::move(progress.failure));
   }
-  const int64_t whole = read.file->direct ? got / read.file->alignment_bytes * read.file->alignment_bytes : got;
-  read.idle_retries = whole > 0 ? 0 : read.idle_retries + 1;
-  if (read.idle_retries > kIdleRetries) fail(read, io::Kind::short_read, 0, "reading a posting list stays short");
-  read.offset_bytes += whole, read.data += whole, read.size_bytes -= whole, read.expected_bytes -= whole;
   ++in_flight_;
   submit(tag);
-}
-
-void Reads::fail(const Read& read, io::Kind kind, int error, const char* what) {
-  io::Failure failure;
-  failure.kind = kind;
-  failure.error = error;
-  failure.what = what;
-  failure.path = read.file->path;
-  failure.offset_bytes = read.offset_bytes;
-  failure.size_bytes = read.expected_bytes;
-  throw io::FailureError(failure);
 }
 
 }  // namespace espnx::postings

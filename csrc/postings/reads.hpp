@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "io/engine.hpp"
+#include "io/piece.hpp"
 
 namespace espnx::postings {
 
@@ -43,11 +44,8 @@ class Reads {
 
  private:
   struct Read {
-    std::shared_ptr<ReadBatch> batch;
-    io::File* file = nullptr;
-    int64_t offset_bytes = 0, size_bytes = 0, expected_bytes = 0;
-    char* data = nullptr;
-    int idle_retries = 0;
+    std::shared_ptr<ReadBatch> batch;  // null: free
+    io::Piece piece;
   };
 
   void add(const std::shared_ptr<ReadBatch>& batch, const Want& want, int64_t place);
@@ -57,7 +55,6 @@ class Reads {
   // where nothing had ended.
   bool take(size_t at_least, int64_t timeout_ns);
   void complete(const io::Completion& completion);
-  [[noreturn]] void fail(const Read& read, io::Kind kind, int error, const char* what);
 
   io::Engine& engine_;
   std::unique_ptr<io::Queue> queue_;

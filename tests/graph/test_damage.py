@@ -108,7 +108,7 @@ def test_reads_that_fail(graph: Path, queries: np.ndarray, engine: str, rule: Fa
 @pytest.mark.parametrize(
     "rules",
     [
-        [FaultRule("short", operation="read", probability=0.5, value=512)],
+        *([FaultRule("short", operation="read", probability=0.5, value=value)] for value in (0, 1, 100, 512, 4095)),
         [FaultRule("error", operation="read", probability=0.2, value=4), FaultRule("error", operation="read", probability=0.2, value=11)],
         [FaultRule("delay", operation="read", probability=0.1, value=20_000_000)],
     ],

@@ -136,6 +136,15 @@ def test_a_read_that_fails_ends_the_query_and_no_other(
         assert again.scores[row][: len(numbers)].tolist() == scores[:10].tolist()
 
 
+@pytest.mark.parametrize("value", [0, 1, 100, 512, 4095, 5000])
+def test_short_reads_go_on(postings_path: Path, queries: list[list[str]], value: int) -> None:
+    rule = FaultRule(fault="short", operation="read", path="*.postings", probability=0.5, value=value)
+    with Postings.open(postings_path) as plain, Postings.open(postings_path, rules=[rule]) as postings:
+        expected, found = (each.search(queries, k=10) for each in (plain, postings))
+    assert found.numbers.tolist() == expected.numbers.tolist()
+    assert found.scores.tolist() == expected.scores.tolist()
+
+
 def test_a_read_that_never_ends_meets_its_deadline(postings_path: Path) -> None:
     rule = FaultRule(fault="never", operation="read", path="*.postings", nth=3, count=1)
     with Postings.open(postings_path) as postings:
