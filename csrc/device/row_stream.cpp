@@ -197,9 +197,9 @@ void RowStream::work(Reading& reading, int thread, const Arrived& arrived, const
       arrived(reading, unit, memory, thread);
       computing_s += seconds_since(computing);
       moved_bytes += transfer->moved_bytes();
+      transfer->release_memory();  // for the next read
       std::lock_guard lock(mutex_);
       reading.transfers[i].reset();
-      transfer.reset();  // its buffer serves the next read
       if (!reading.is_forgotten) ahead_bytes_ -= unit.size_bytes;
       pump();
     }

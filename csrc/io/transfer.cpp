@@ -121,6 +121,11 @@ void Transfer::piece_ended(size_t extent, bool whole) {
   ready_items_ += layout_.extents[extent].last - layout_.extents[extent].first;
 }
 
+void Transfer::release_memory() {
+  std::lock_guard lock(mutex_);
+  if (in_flight_ == 0) buffer_.reset();
+}
+
 void Transfer::notify() {
   std::lock_guard lock(mutex_);
   const auto all = static_cast<int64_t>(spec_.file.size());

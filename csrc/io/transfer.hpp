@@ -52,6 +52,10 @@ class Transfer {
   // completes.
   void fail(Failure failure);
 
+  // Gives the engine's memory back at once, whoever else still holds this transfer. For what has arrived whole, and
+  // been used.
+  void release_memory();
+
   const std::vector<int64_t>& position_bytes() const { return position_bytes_; }
   char* memory() const { return copies_ ? spec_.base : memory_; }
   int64_t memory_bytes() const { return copies_ ? spec_.base_bytes : memory_bytes_; }
