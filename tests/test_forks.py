@@ -6,6 +6,7 @@ a child; and parents that make one, whose threads others would wait for.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import json
 import math
@@ -32,6 +33,9 @@ def calls(tmp_path_factory: pytest.TempPathFactory, open_forks: Callable[[str], 
     assert processes.run(what="prepare", folder=folder / "world") == 0
 
     def run(first: Sequence[str] = (), then: Sequence[str] = ()) -> list[list[Any]]:
+        # That guard against hangs in native code ends the whole run after some minutes, which are fewer than all calls take. This process
+        # waits in Python, where a test's own timeout reaches it, for children that have deadlines.
+        faulthandler.cancel_dump_traceback_later()
         assert processes.run(what="run", folder=folder / "world", first=first, then=then, out=folder / "out") == 0
         return [json.loads(line) for line in (folder / "out").read_text().splitlines()]
 
