@@ -78,7 +78,7 @@ def check_page(scratch: Path, *, editable: bool) -> None:
 
 def check_release() -> None:
     """One version; a dated heading and a tag of it where this commit is released."""
-    version = re.findall(r'"(.+)"', (ROOT / "espnx" / "_version.py").read_text())[0]
+    version = re.findall(r'^__version__ = "(.+)"$', (ROOT / "espnx" / "_version.py").read_text(), re.MULTILINE)[0]
     number, note = re.findall(r"^## (\S+) \((.*)\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
     done = subprocess.run(["git", "-C", str(ROOT), "tag", "--points-at", "HEAD", "v*"], capture_output=True, text=True)
     tags = done.stdout.split()
