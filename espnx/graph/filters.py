@@ -25,7 +25,7 @@ ENTRIES_MIN, _PLACES = 16, 64
 _ENTRY_PAGES_SHARE = 1 / 8
 # Whether a filter is scattered is told by so many of the graph's entry points and the nearest of these to each; by fewer of them that it
 # allows it cannot be told.
-_LOOKED_AT, _SURROUNDING, _TELLING = 1024, 16, 8
+_LOOKED_AT, _SURROUNDING, _TELLING = 1024, 16, 24
 _BY_CHANCE = 4  # standard deviations
 _KEPT = 4  # filters that an open graph knows again
 _READ_BYTES = 8 << 20  # at a time
@@ -172,10 +172,12 @@ class FilterReader:
         count, width = int(np.count_nonzero(may)), nearest.shape[1]
         if count < _TELLING or not width:
             return count == len(may)
-        share = (count - 1) / (len(may) - 1)
-        # Of two that are near to each other, each is among the nearest of the other: half of what is counted tells nothing new.
-        deviation = np.sqrt(2 * width * count * share * (1 - share))
-        return bool(np.count_nonzero(may[nearest[may]]) <= width * count * share + _BY_CHANCE * deviation)
+        # Moran's I: around a mean of zero, so that points which are near to many others weigh no more than any.
+        off = may - count / len(may)
+        alike = float((off[:, None] * off[nearest]).sum())
+        # Of two that are near to each other, each is among the nearest of the other: at most half of what is summed tells nothing new.
+        deviation = float(np.square(off).mean() * np.sqrt(2 * width * len(may)))
+        return alike <= _BY_CHANCE * deviation
 
     def seeds_of(self, nodes: NodeFilter, deadline_s: float) -> tuple[Seeds, bool]:
         """(where walks begin, for a filter; whether pages were read for it). Raises as `GraphIndex.search`."""
