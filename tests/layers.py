@@ -39,6 +39,8 @@ KERNEL_USERS = {"ops"}
 # What a layer may see of `device`: the interface, the registry and what is told of rows, not the devices behind them. Layers that are not
 # here may import any of it.
 DEVICE_SEEN_BY = {"kv": {"crew", "interface", "near_storage", "registry", "row_layout"}}
+# Rooms of one layer that know nothing of one another: what both need lies beside them.
+STRANGERS = {"espnx.retrieval.build", "espnx.retrieval.search"}
 
 # Third-party packages by layer, beyond the standard library.
 THIRD_PARTY = {
@@ -106,8 +108,9 @@ class Import:
 def imports_of(source: str, module: str, *, is_package: bool) -> list[Import]:
     """Every import in ``source``, inside functions too; relative ones are resolved against ``module``."""
     # `from espnx import storage` imports espnx.storage: judge each name, not only the package.
+    halls = {"espnx"} | {room.rpartition(".")[0] for room in STRANGERS}
     found = {
-        Import(f"{base}.{name}" if base == "espnx" and name else base, line)
+        Import(f"{base}.{name}" if base in halls and name else base, line)
         for base, name, line in _imported(source, module, is_package=is_package)
     }
     return sorted(found, key=lambda item: (item.line, item.module))
@@ -190,7 +193,7 @@ def violations(source: str, module: str, *, is_package: bool = False) -> list[st
     for item in imports_of(source, module, is_package=is_package):
         top = item.module.split(".")[0]
         if top == "espnx":
-            problem = _own(layer, item.module) or _faiss(module, item.module)
+            problem = _own(layer, item.module) or _stranger(module, item.module) or _faiss(module, item.module)
         elif top in sys.stdlib_module_names:
             problem = None if layer != "kernels" or top in ("typing", "__future__") else "kernels import triton and typing alone"
         else:
@@ -218,6 +221,11 @@ def _own(layer: str, imported: str) -> str | None:
     if target not in RANK:  # espnx itself, or a name that its front page offers
         return None if RANK[layer] >= RANK["benchmarks"] else "the front page is for users; import the module that defines it"
     return None if RANK[target] < RANK[layer] else f"{layer} (rank {RANK[layer]}) must not know {target} (rank {RANK[target]})"
+
+
+def _stranger(module: str, imported: str) -> str | None:
+    own, other = ({room for room in STRANGERS if f"{name}.".startswith(f"{room}.")} for name in (module, imported))
+    return f"{own.pop()} and {other.pop()} know nothing of one another" if own and other and own != other else None
 
 
 def _faiss(module: str, imported: str) -> str | None:

@@ -253,6 +253,14 @@ class FunctionEncoder:
         return Encoded(cls, tokens)
 
 
+def check_count(encoder: Encoder | None, texts: int, results: int) -> None:
+    """Raises InvalidInputError where an encoder returned too few or too many: pairing them off would give texts the wrong vectors."""
+    if results != texts:
+        raise InvalidInputError(
+            f"{encoder.name if encoder else ''}: encode {texts} texts", got=f"{results} results", expected="one per text"
+        )
+
+
 def _owned_float32(what: str, value: Any) -> Tensor:
     """A float32 copy of ``value`` on the CPU."""
     import numpy

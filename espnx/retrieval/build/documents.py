@@ -15,7 +15,7 @@ import torch
 from ... import errors
 from ...ops.maxsim import Codebook, token_format, token_row_bytes
 from ...storage.documents.ids import DocumentId, document_id
-from ..encoder import Encoded, Encoder
+from ..encoder import Encoded, Encoder, check_count
 
 DIGEST_BYTES = 16
 
@@ -195,11 +195,3 @@ def encode(batch: list[Document], encoder: Encoder | None) -> list[Encoded]:
     check_count(encoder, len(missing), len(made))
     vectors = iter(made)
     return [document.vectors if document.vectors is not None else next(vectors) for document in batch]
-
-
-def check_count(encoder: Encoder | None, texts: int, results: int) -> None:
-    """Raises InvalidInputError where an encoder returned too few or too many: pairing them off would give texts the wrong vectors."""
-    if results != texts:
-        raise errors.InvalidInputError(
-            f"{encoder.name if encoder else ''}: encode {texts} texts", got=f"{results} results", expected="one per text"
-        )

@@ -27,8 +27,7 @@ from ...storage.documents.ids import DocumentId, document_id, document_ids
 from ...storage.native import host_engine
 from ...suggestions import suggests_keywords
 from ...tables import render_table
-from ..build.documents import check_count
-from ..encoder import AUTO, Encoded, Encoder, EncoderLike, check_same_encoder, encoder_of, remembered_encoder
+from ..encoder import AUTO, Encoded, Encoder, EncoderLike, check_count, check_same_encoder, encoder_of, remembered_encoder
 from ..evaluate import DEFAULT_METRICS, Qrels, check_judged, depth_of, evaluate
 from ..first_stage.interface import LoadedStage
 from ..sparse_encoder import SparseEncoderLike, sparse_encoder_of
