@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import torch
+import transformers
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -47,6 +48,7 @@ def enable_kv_cache(model: Model) -> Model:
 
     Raises:
         InvalidInputError: the model computes attention in a way that espnx does not; nothing was changed.
+        MissingDependencyError: its models are of a transformers that is too new.
     """
     compute_alone()
     inner = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
@@ -164,7 +166,15 @@ def _probe(model: PreTrainedModel) -> str | None:
         ReadError, ...: of weights that are streamed.
     """
     what = f"{type(model).__name__} cannot attend through espnx"
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
+    takes = inspect.signature(model.forward).parameters
+    if "past_key_values" not in takes and "cache" in takes:
+        raise errors.MissingDependencyError(
+            what,
+            got=f"transformers {transformers.__version__}, whose models call the cache by another name",
+            expected="transformers 5.21 to 5.23",
+            fix="pip install 'transformers>=5.21,<5.24'",
+        )
+    if "past_key_values" not in takes:
         raise errors.InvalidInputError(what, got="no past_key_values in its forward pass", expected="a decoder that takes a Cache")
     training = [module for module in model.modules() if module.training]
     device = next((each.device for each in model.parameters() if not each.is_meta), torch.device("cpu"))

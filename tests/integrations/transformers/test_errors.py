@@ -26,6 +26,20 @@ def test_a_model_that_is_not_enabled(folder: Path) -> None:
         assert torch.equal(generate(enabled("llama"), prompt([20]), cache), expected("llama", [20]))
 
 
+class OfANewerTransformers(transformers.LlamaForCausalLM):
+    def forward(self, input_ids: torch.Tensor, cache: transformers.Cache | None = None, **options: object) -> object:  # type: ignore[override]
+        return super().forward(input_ids, past_key_values=cache, **options)
+
+
+def test_a_transformers_that_is_too_new() -> None:
+    """From 5.24 on models call the cache by another name."""
+    model = OfANewerTransformers(plain("llama").config)
+    before = model.config._attn_implementation
+    with pytest.raises(errors.MissingDependencyError, match=r"expected transformers 5.21 to 5.23. Fix: pip install"):
+        enable_kv_cache(model)
+    assert model.config._attn_implementation == before
+
+
 def small(name: str, **options: int) -> transformers.PreTrainedModel:
     config = getattr(transformers, f"{name}Config")(vocab_size=50, **options)
     kind = {"T5": "ForConditionalGeneration", "Bart": "ForConditionalGeneration"}.get(name, "ForCausalLM")
