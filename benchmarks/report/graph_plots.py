@@ -58,10 +58,13 @@ def _missed(row: Row) -> float:
     return max(1 - float(row.metrics["recall"]), _MISSED_LEAST)
 
 
-def _worth(data: str, rows: Sequence[Row]) -> tuple[bool, int, int]:
-    """Real vectors first, then how many there are, then how many systems were measured with them."""
+def _worth(data: str, rows: Sequence[Row]) -> tuple[bool, int, int, float]:
+    """Real vectors first, then how many there are, then how many systems were measured with them, and the recall that all of them reach."""
+    reached: dict[str, float] = {}
     here = [row for row in rows if row.params["data"] == data]
-    return not data.startswith(_MADE), here[0].params["n"], len({row.system for row in here})
+    for row in here:
+        reached[row.system] = max(reached.get(row.system, 0.0), float(row.metrics["recall"]))
+    return not data.startswith(_MADE), here[0].params["n"], len(reached), min(reached.values())
 
 
 def _title(rows: Sequence[Row], name: str) -> str | None:

@@ -197,6 +197,14 @@ def test_graphs_of_real_vectors_come_first() -> None:
     assert drawn("graph-reads", rows) is None
 
 
+def test_graphs_that_all_systems_reach_recall_on_come_first() -> None:
+    """Of as many real vectors and systems, those on which no line ends early; whichever file comes first."""
+    short, whole = [graph("patches", 50, name) for name in ("diskann", "espnx-inline")], [graph("tokens", 50, "espnx-inline")]
+    short[1], more = graph("patches", 50, "espnx-inline", recall=0.999), graph("tokens", 50, "diskann", recall=0.98)
+    figure = drawn("graph-rates", [*short, more, *(replace(each, metrics={**each.metrics, "recall": 0.98}) for each in whole)])
+    assert figure.axes[0].get_xlabel() == "recall@10, tokens"
+
+
 def test_names_at_the_ends_of_lines_stand_apart() -> None:
     assert looks._apart([0.1, 0.5]) == [0.1, 0.5]
     touching = looks._apart([0.5, 0.5, 0.51, 0.9])
