@@ -27,7 +27,7 @@ def test_a_model_that_is_not_enabled(folder: Path) -> None:
 
 
 class OfANewerTransformers(transformers.LlamaForCausalLM):
-    def forward(self, input_ids: torch.Tensor, cache: transformers.Cache | None = None, **options: object) -> object:  # type: ignore[override]
+    def forward(self, input_ids: torch.Tensor, cache: transformers.Cache | None = None, **options: object) -> object:
         return super().forward(input_ids, past_key_values=cache, **options)
 
 
