@@ -186,12 +186,12 @@ class FilterReader:
         if kept is not None:
             return kept, False
         layout, entries, codes = self._facts.layout, self._facts.entries, self._facts.entry_codes
-        allowed = np.flatnonzero(np.unpackbits(nodes.nodes.numpy(), count=layout.n, bitorder="little"))
-        chosen = np.isin(entries, allowed)
+        mask = np.unpackbits(nodes.nodes.numpy(), count=layout.n, bitorder="little").view(np.bool_)
+        chosen = mask[entries]
         entries, codes, n_pages = entries[chosen], codes[chosen], 0
         if not nodes.is_scattered or len(entries) < min(ENTRIES_MIN, nodes.rows.count):
             with NativeEngine(self._requested) as engine:
-                more, more_codes, n_pages = self._more_entries(engine, nodes, allowed, entries, _Clock(deadline_s))
+                more, more_codes, n_pages = self._more_entries(engine, nodes, np.flatnonzero(mask), entries, _Clock(deadline_s))
             entries, codes = np.concatenate([entries, more]), np.concatenate([codes, more_codes])
         made = Seeds(entries, np.ascontiguousarray(codes), n_pages)
         with self._lock:
