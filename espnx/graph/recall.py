@@ -153,11 +153,11 @@ class _Filtered:
         allowed needs; None: all are."""
         filters = [RowFilter(torch.from_numpy(each.bits), int(np.unpackbits(each.bits).sum())) for each in trials]
         points: list[RecallPoint] = []
-        for length in lists:
-            lists = (length, length) if list_size is None else lists_of_region(list_size, length)
+        for length in lists if trials else ():
+            kept = (length, length) if list_size is None else lists_of_region(list_size, length)
             recalls, pages = [], []
             for trial, allowed in zip(trials, filters, strict=True):
-                found, all_pages = self._index.walk_without(trial.rows, trial.queries, _K, lists, allowed)
+                found, all_pages = self._index.walk_without(trial.rows, trial.queries, _K, kept, allowed)
                 recalls.append(_share_found(found.ids, _others(trial.best[1], trial.rows, _K)))
                 pages.append(float((found.pages + found.code_pages).mean()))
                 if pages[-1] * (WALK_PAGES if list_size is None else REGION_PAGES) > all_pages:
@@ -181,7 +181,8 @@ class _Filtered:
             for share in self._shares:
                 limit = np.partition(far, place := min(len(far) - 1, max(1, round(share * len(far)))))[place]
                 outside = random.permutation(np.flatnonzero(far > limit))[:_REGION_QUERIES]
-                made.append(self._trial(share, True, rows[outside], sample[outside], _of_region(sample[centre], limit)))
+                if len(outside):  # of vectors that are all alike, a region is everything
+                    made.append(self._trial(share, True, rows[outside], sample[outside], _of_region(sample[centre], limit)))
         return made
 
     def _trial(self, share: float, is_region: bool, rows: np.ndarray, queries: np.ndarray, allows: Callable) -> _Trial:

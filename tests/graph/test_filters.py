@@ -229,3 +229,15 @@ def test_numbers_arrays_and_paths_as_they_come(ten: Path, vectors: np.ndarray, t
         espnx.graph.build(vectors[:9], tmp_path / "g", device="tpu")
     with pytest.raises(errors.StoreNotFoundError, match="graph build"):
         espnx.graph.open(tmp_path / "none")
+
+
+@pytest.mark.parametrize("codes", ["inline", "memory"])
+def test_vectors_that_are_all_alike(tmp_path: Path, codes: str) -> None:
+    """No vector lies outside any region of them: there is nothing to measure regions by, and a filter finds what it allows."""
+    espnx.graph.build(np.ones((4200, 8), np.float32), tmp_path / "g", max_degree=16, search_list_size=32, codes=codes)
+    with espnx.graph.open(tmp_path / "g") as index:
+        for allowed in (np.arange(3), np.arange(600), np.arange(0, 4200, 7)):
+            found = index.search(np.ones((4, 8), np.float32), 5, recall=0.95, include=allowed)
+            want = min(5, len(allowed))
+            assert np.isin(found.ids[:, :want], allowed).all()
+            assert all(len(set(row.tolist())) == want for row in found.ids[:, :want])
