@@ -20,9 +20,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ... import errors
 from ..transformers.cache import KVCache
+from ..transformers.cache_argument import CACHE_NAMES, cache_in
 from .model import find_layers
 
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
+_CACHES = (*CACHE_NAMES, "past_key_value", "layer_past")
 #: Arguments of layers whose first dimension is the batch, or 1 for the same in all rows.
 _BY_ROW = ("hidden_states", "attention_mask", "position_ids", "position_embeddings")
 
@@ -147,7 +148,7 @@ def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
         wanted = kwargs.get(name)
         if wanted or (wanted is None and getattr(model.config, name, False)):
             raise errors.InvalidInputError("micro_batches", got=f"{name}=True", expected="hidden states and logits alone")
-    cache = kwargs.get("past_key_values")
+    cache = cache_in(kwargs)
     if isinstance(cache, GroupedCache):
         ids = kwargs.get("input_ids", args[0] if args else None)
         rows = ids if ids is not None else kwargs.get("inputs_embeds")
@@ -156,7 +157,7 @@ def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _end(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    cache = kwargs.get("past_key_values")
+    cache = cache_in(kwargs)
     if isinstance(cache, GroupedCache):
         cache.end(model, failed=output is None)
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import torch
-import transformers
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -23,6 +22,7 @@ from ...forks import compute_alone
 from ...kv.scores import PLAIN, ScoreRules
 from .attention import NAME, attend_in_memory, awaited, espnx_attention, tag
 from .cache import KVCache
+from .cache_argument import cache_in, cache_name
 from .generation import watch_generation
 from .graphs import outside_graphs
 from .layers import StoredLayer, layers_of
@@ -48,7 +48,6 @@ def enable_kv_cache(model: Model) -> Model:
 
     Raises:
         InvalidInputError: the model computes attention in a way that espnx does not; nothing was changed.
-        MissingDependencyError: its models are of a transformers that is too new.
     """
     compute_alone()
     inner = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
@@ -104,7 +103,7 @@ def _note_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
 
 @outside_graphs
 def _note_input(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    cache = kwargs.get("past_key_values")
+    cache = cache_in(kwargs)
     if isinstance(cache, KVCache) and cache.store.x_rows:
         layer = cache.layers[module.layer_idx]
         if isinstance(layer, StoredLayer):
@@ -166,15 +165,8 @@ def _probe(model: PreTrainedModel) -> str | None:
         ReadError, ...: of weights that are streamed.
     """
     what = f"{type(model).__name__} cannot attend through espnx"
-    takes = inspect.signature(model.forward).parameters
-    if "past_key_values" not in takes and "cache" in takes:
-        raise errors.MissingDependencyError(
-            what,
-            got=f"transformers {transformers.__version__}, whose models call the cache by another name",
-            expected="transformers 5.21 to 5.23",
-            fix="pip install 'transformers>=5.21,<5.24'",
-        )
-    if "past_key_values" not in takes:
+    name = cache_name(inspect.signature(model.forward).parameters)
+    if name is None:
         raise errors.InvalidInputError(what, got="no past_key_values in its forward pass", expected="a decoder that takes a Cache")
     training = [module for module in model.modules() if module.training]
     device = next((each.device for each in model.parameters() if not each.is_meta), torch.device("cpu"))
@@ -189,7 +181,7 @@ def _probe(model: PreTrainedModel) -> str | None:
         model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for end, part in ((_TOKENS, ids[:, :_TOKENS]), (_TOKENS + 1, ids[:, _TOKENS:])):
-                model(input_ids=part, attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+                model(input_ids=part, attention_mask=mask[:, :end], use_cache=True, **{name: cache})
                 cache.check(end)
     except errors.InvalidInputError as error:
         raise errors.InvalidInputError(what, got=f"{error.what}: {error.got}", expected=error.expected, fix=error.fix) from error
@@ -226,7 +218,7 @@ class _Onlooker(Cache):
 
     def note_input(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         layer = self.layers[module.layer_idx]
-        if isinstance(layer, _Noted) and kwargs.get("past_key_values") is self:
+        if isinstance(layer, _Noted) and cache_in(kwargs) is self:
             layer.input = LayerInput.of_call(module, args, kwargs)
 
     def check(self, tokens: int) -> None:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from ... import errors
 from .attention import NAME
 from .cache import KVCache
+from .cache_argument import cache_in, cache_name
 
 
 def watch_generation(model: PreTrainedModel) -> None:
@@ -32,7 +33,7 @@ def watch_generation(model: PreTrainedModel) -> None:
 def _generate(own: Any, *args: Any, **kwargs: Any) -> Any:
     """What the model's own `generate` returns. Raises InvalidInputError where the prompt does not go on from what the cache holds;
     ForeignFileError and others where that is no wonder."""
-    cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+    cache, mask = cache_in(kwargs), kwargs.get("attention_mask")
     ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
     # With a mask that is longer the tokens are new, all of them.
     if isinstance(cache, KVCache) and isinstance(ids, torch.Tensor) and (mask is None or mask.shape[-1] == ids.shape[-1]):
@@ -47,7 +48,7 @@ def _prepare(own: Callable[..., dict[str, Any]], input_ids: torch.Tensor, *args:
         InvalidInputError: `use_cache=False`.
         StateError: the model drops the cache, and the text that it is to be made of anew is not known.
     """
-    cache = kwargs.get("past_key_values")
+    cache = cache_in(kwargs)
     if not isinstance(cache, KVCache):
         return own(input_ids, *args, **kwargs)
     if kwargs.get("use_cache") is False:
@@ -58,8 +59,9 @@ def _prepare(own: Callable[..., dict[str, Any]], input_ids: torch.Tensor, *args:
         # Assisted decoding begins with the whole text, also where the cache holds the first part of it.
         kwargs["next_sequence_length"] = input_ids.shape[-1] - cache.get_seq_length()
     inputs = own(input_ids, *args, **kwargs)
-    if inputs.get("past_key_values") is not cache:
+    if cache_in(inputs) is not cache:
         _begin_anew(cache, inputs)
+        inputs[cache_name(kwargs)] = cache
     return inputs
 
 
@@ -83,7 +85,6 @@ def _begin_anew(cache: KVCache, inputs: dict[str, Any]) -> None:
         error.sequences = cache.tokens  # type: ignore[attr-defined]
         raise error
     cache.reset()
-    inputs["past_key_values"] = cache
 
 
 def _refuse_continuous_batching(own: Any, *args: Any, **kwargs: Any) -> Any:
