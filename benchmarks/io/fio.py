@@ -19,7 +19,7 @@ from .work import KIB, Point, Work
 
 TIMEOUT_S = 600
 # Buffers in huge pages, as espnx's are: a drive takes a request in as many parts as its memory lies in, and scattered 4 KiB pages can cost
-# half of its rate. fio has no option for that, glibc has.
+# half of its rate. fio's own huge pages have to be reserved before; glibc's need not.
 ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 

@@ -76,7 +76,7 @@ def line(axes: Any, look: Look, points: Sequence[tuple[float, float]], **more: A
 
 
 def name_ends(axes: Any, *, with_leaders: bool = False) -> None:
-    """The name of each line beside its last point, apart from one another; of a line that ends before the others do, above it, or
+    """The name of each line beside its last point, apart from one another; of a line that ends before the others do, below it, or
     `with_leaders` in the same column, a thin line leading there. Called when scales and limits are what they will be."""
     named = [each for each in axes.lines if not each.get_label().startswith("_")]
     places = {each: _within(axes, each.get_xydata()[-1]) for each in named}
@@ -96,7 +96,7 @@ def name_ends(axes: Any, *, with_leaders: bool = False) -> None:
                 leader = {"arrowstyle": "-", "color": each.get_color(), "alpha": 0.4, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 3}
                 axes.annotate("", (x, y), xytext=(right + 0.01, height), arrowprops=leader, **ends)
         else:
-            axes.annotate(each.get_label(), (x, y), xytext=(0, 7), textcoords="offset points", ha="center", va="bottom", **words)
+            axes.annotate(each.get_label(), (x, y), xytext=(-9, -4), textcoords="offset points", ha="right", va="top", **words)
 
 
 def _within(axes: Any, point: Sequence[float]) -> tuple[float, float]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any
 
+from ... import errors
+
 CACHE_NAMES = ("cache", "past_key_values")
 
 
@@ -17,5 +19,11 @@ def cache_name(names: Container[str]) -> str | None:
 
 
 def cache_in(kwargs: Mapping[str, Any]) -> Any:
-    """The cache of a call with these keyword arguments; None without one."""
-    return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+    """The cache of a call with these keyword arguments; None without one. Raises InvalidInputError for two, of which a model takes one."""
+    found = [kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None]
+    if len({id(each) for each in found}) > 1:
+        raise errors.InvalidInputError(
+            "two caches at once", got=" and ".join(f"{type(each).__name__} as {name}" for name, each in zip(CACHE_NAMES, found, strict=True)),
+            expected="one", fix="without prompts or prefixes that PEFT learned, until PEFT knows this transformers (peft>=0.22)",
+        )  # fmt: skip
+    return found[0] if found else None

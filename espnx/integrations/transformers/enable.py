@@ -92,6 +92,7 @@ def _note_end(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 @outside_graphs
 def _note_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     cache = _cache_of(args, kwargs)
+    cache_in(kwargs)  # raises for two
     if cache is None:
         awaited.layer = None
         return

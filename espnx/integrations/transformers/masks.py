@@ -109,11 +109,11 @@ def _read(mask: torch.Tensor) -> Mask:
 def _unpacked(function: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
     """What a mask function for packed sequences is made of, and whether it was one, where no sequence is packed: a graph that is being
     traced cannot look, and takes any for packed ones. Those that are packed stay what they are, and are refused."""
-    parts = _parts(function)
-    if [getattr(part, "__code__", None) for part in parts] == [_PACKED, _REMAPPED]:
-        numbers = _closure(parts[0])["packed_sequence_mask"]
+    parts = {getattr(part, "__code__", None): part for part in _parts(function)}  # in another order from transformers 5.24 on
+    if parts.keys() == {_PACKED, _REMAPPED}:
+        numbers = _closure(parts[_PACKED])["packed_sequence_mask"]
         if bool((numbers[:, -1:] == 0).all()):  # they count up along each row
-            return _closure(parts[1])["mask_function"], True
+            return _closure(parts[_REMAPPED])["mask_function"], True
     return function, False
 
 

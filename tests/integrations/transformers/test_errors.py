@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import transformers
 
 from espnx import errors
 from espnx.integrations.transformers.cache import KVCache
+from espnx.integrations.transformers.cache_argument import cache_name
 from espnx.integrations.transformers.enable import enable_kv_cache
 from tests.integrations.transformers import tiny
 from tests.integrations.transformers.tiny import enabled, expected, generate, make, plain, prompt
@@ -27,17 +30,30 @@ def test_a_model_that_is_not_enabled(folder: Path) -> None:
 
 
 class OfANewerTransformers(transformers.LlamaForCausalLM):
-    def forward(self, input_ids: torch.Tensor, cache: transformers.Cache | None = None, **options: object) -> object:
-        return super().forward(input_ids, past_key_values=cache, **options)
+    """Models take the cache by another name from 5.24 on."""
+
+    def forward(self, input_ids: torch.Tensor, cache: transformers.Cache | None = None, **options: Any) -> Any:
+        own = cache_name(inspect.signature(transformers.LlamaForCausalLM.forward).parameters)
+        return super().forward(input_ids, **{own: cache}, **options)
 
 
-def test_a_transformers_that_is_too_new() -> None:
-    """From 5.24 on models call the cache by another name."""
-    model = OfANewerTransformers(plain("llama").config)
-    before = model.config._attn_implementation
-    with pytest.raises(errors.MissingDependencyError, match=r"expected transformers 5.21 to 5.23. Fix: pip install"):
-        enable_kv_cache(model)
-    assert model.config._attn_implementation == before
+def test_the_cache_by_its_newer_name(folder: Path) -> None:
+    model = OfANewerTransformers(plain("llama").config).eval()
+    model.load_state_dict(plain("llama").state_dict())
+    enable_kv_cache(model)
+    ids = prompt([20])["input_ids"]
+    with KVCache(model.config, folder) as cache, torch.no_grad():
+        parts = [model(part, cache=cache, use_cache=True).logits for part in ids.split([15, 4, 1], dim=1)]
+        assert cache.get_seq_length() == 20
+        wanted = plain("llama")(ids).logits
+    torch.testing.assert_close(torch.cat(parts, dim=1), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+def test_two_caches_at_once(folder: Path) -> None:
+    """As PEFT would give a model whose cache it knows by its older name alone."""
+    model = enabled("llama")
+    with KVCache(model.config, folder) as cache, torch.no_grad(), pytest.raises(errors.InvalidInputError, match="two caches at once"):
+        model(prompt([20])["input_ids"], past_key_values=transformers.DynamicCache(), cache=cache)
 
 
 def small(name: str, **options: int) -> transformers.PreTrainedModel:

@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, Stoppi
 import espnx
 from espnx import errors
 from espnx.integrations.transformers.cache import KVCache
+from espnx.integrations.transformers.cache_argument import CACHE_NAMES
 from espnx.integrations.transformers.enable import enable_kv_cache
 from tests.integrations.transformers import tiny
 from tests.integrations.transformers.tiny import CONFIGS, enabled, expected, generate, make, plain, prompt
@@ -205,9 +206,9 @@ def test_a_cache_that_was_dropped_and_cannot_be_made_anew(folder: Path) -> None:
     model = longrope()
     own = model.prepare_inputs_for_generation
 
-    def drops(input_ids: torch.Tensor, past_key_values: Any = None, **kwargs: Any) -> dict[str, Any]:
-        prepared = own(input_ids, past_key_values=past_key_values, **kwargs)
-        return {name: value for name, value in prepared.items() if name != "past_key_values" or input_ids.shape[1] != 25}
+    def drops(input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
+        prepared = own(input_ids, **kwargs)
+        return {name: value for name, value in prepared.items() if name not in CACHE_NAMES or input_ids.shape[1] != 25}
 
     model.prepare_inputs_for_generation = drops  # type: ignore[method-assign]
     espnx.enable_kv_cache(model)

@@ -148,14 +148,16 @@ def test_what_masks_mean() -> None:
         assert (said.window, said.is_causal) == (size, True)
         assert said.visible is not None
         assert not said.visible.any()
-    in_graphs = made.packed_sequence_compatibility_function(window, torch.arange(4).expand(2, -1), torch.zeros(2, 4, dtype=torch.long))
-    assert meaning(padding_mask(**shape, mask_function=in_graphs, allow_is_causal_skip=False)) == Mask(window=3)
+    one, two = torch.zeros(2, 4, dtype=torch.long), torch.tensor([[0, 0, 1, 1]] * 2)
+    remapped = made.remap_positions_for_packed_sequence(window, torch.arange(4).expand(2, -1))
+    for in_graphs in ((made.packed_sequence_mask_function(one), remapped), (remapped, made.packed_sequence_mask_function(one))):
+        assert meaning(padding_mask(**shape, mask_function=made.and_masks(*in_graphs), allow_is_causal_skip=False)) == Mask(window=3)
     left = torch.zeros(2, dtype=torch.long)
     for unknown in (
         made.chunked_causal_mask_function(2, left), made.sliding_window_bidirectional_mask_function(2),
         made.or_masks(made.causal_mask_function, made.blockwise_overlay(padded)),
         made.and_masks(made.causal_mask_function, made.packed_sequence_mask_function(padded)),
-        made.packed_sequence_compatibility_function(window, torch.tensor([[0, 1, 0, 1]] * 2), torch.tensor([[0, 0, 1, 1]] * 2)),
+        made.and_masks(made.packed_sequence_mask_function(two), remapped), made.and_masks(remapped, made.packed_sequence_mask_function(two)),
         lambda b, h, q, k: q >= k,
     ):  # fmt: skip
         with pytest.raises(errors.InvalidInputError, match="mask"):
