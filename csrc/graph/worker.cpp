@@ -125,8 +125,8 @@ void GraphSearcher::Worker::go_on(size_t i) {
 }
 
 int64_t GraphSearcher::Worker::begin_bytes(const Read& read) const {
-  const PageFiles& files = searcher_.files_;
-  return (read.is_codes ? files.codes_begin : files.pages_begin) + read.page * page_bytes(read);
+  const GraphView& view = searcher_.view_;
+  return (read.is_codes ? view.code_pages : view.pages).begin + read.page * page_bytes(read);
 }
 
 void GraphSearcher::Worker::start_read(size_t i, Want want) {
@@ -233,7 +233,7 @@ void GraphSearcher::Worker::look_at(size_t i, Clock::time_point now) {
 void GraphSearcher::Worker::write_found(const std::vector<Found>& found, int64_t k, int64_t* rows, float* distances) {
   for (int64_t i = 0; i < k; ++i) {
     const bool is_there = i < static_cast<int64_t>(found.size());
-    rows[i] = is_there ? static_cast<int64_t>(found[i].row) : -1;
+    rows[i] = is_there ? found[i].id : -1;
     distances[i] = is_there ? found[i].distance : std::numeric_limits<float>::infinity();
   }
 }
@@ -256,7 +256,7 @@ void GraphSearcher::Worker::show_early(Slot& slot) {
 void GraphSearcher::Worker::write_result(Slot& slot) {
   const SearchRequest& request = *slot.job->request;
   const int64_t k = request.walk.k, at = slot.query;
-  write_found(slot.walk.results(), k, request.rows + at * k, request.distances + at * k);
+  write_found(slot.walk.nearest(), k, request.rows + at * k, request.distances + at * k);
   const WalkCosts& costs = slot.walk.costs();
   request.pages[at] = costs.pages;
   request.code_pages[at] = costs.code_pages;
