@@ -207,18 +207,23 @@ class Extension:
 
     ClusterStream: type[ClusterStream]
     ClusterTicket: type[ClusterTicket]
+    Codebook: type[Codebook]
     Engine: type[Engine]
     Future: type[Future]
     GraphSearch: type[GraphSearch]
     GraphSearcher: type[GraphSearcher]
+    GraphSearchOptions: type[GraphSearchOptions]
+    GraphView: type[GraphView]
     KeptRecords: type[KeptRecords]
     LinkClock: type[LinkClock]
     LinkTicket: type[LinkTicket]
     ListEncoder: type[ListEncoder]
+    PageLayout: type[PageLayout]
     PostingsDictionaries: type[PostingsDictionaries]
     PostingsTicket: type[PostingsTicket]
     RecordStream: type[RecordStream]
     RecordTicket: type[RecordTicket]
+    RoundWalk: type[RoundWalk]
     RowStream: type[RowStream]
     Vamana: type[Vamana]
     ROW_SEGMENT_FIELDS: tuple[str, ...]
@@ -362,24 +367,55 @@ class Vamana:
     def edges(self) -> tuple[Tensor, Tensor]: ...
     def pack(self, nodes_per_page: int, /) -> Tensor: ...
 
+class RoundWalk:
+    """csrc/graph/rounds.hpp."""
+
+    def __init__(self, *, n_nodes: int, k: int, list_size: int, beam: int, by_codes: bool, upper_layers: int | None) -> None: ...
+    def run(self, source: Any, entries: Tensor, /) -> tuple[Tensor, Tensor]: ...
+    def unknown(self, numbers: Tensor, /) -> Tensor: ...
+    def arrived(
+        self, numbers: Tensor, ids: Tensor, distances: Tensor, neighbours: Tensor, begin: Tensor, end: Tensor, /
+    ) -> None: ...  # fmt: skip
+
 class GraphSearch:
     """A search under way; see csrc/graph/search.hpp."""
 
     def partial(self, pages: int, /) -> tuple[Tensor, Tensor]: ...
     def finish(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]: ...
 
-class GraphSearcher:
+class PageLayout:
+    """csrc/graph/page.hpp."""
+
+    def __init__(
+        self, *, n: int, dim: int, format: str, degree: int, code_bytes: int, inline_codes: int, paged_codes: bool,  # noqa: A002
+        disk_pq_bytes: int, page_bytes: int, nodes_per_page: int, salt: int,
+    ) -> None: ...  # fmt: skip
+
+class Codebook:
+    """csrc/graph/codebook.hpp."""
+
+    def __init__(self, *, parts: Sequence[int], centroids: Tensor, rotation: Tensor | None) -> None: ...
+
+class GraphView:
+    """csrc/graph/walk.hpp."""
+
+    def __init__(
+        self, *, pages: tuple[str, int], code_pages: tuple[str, int], layout: PageLayout, metric: str, book: Codebook,
+        disk_book: Codebook | None, codes: Tensor | None, entries: Tensor, entry_codes: Tensor,
+    ) -> None: ...  # fmt: skip
+
+class GraphSearchOptions:
     """csrc/graph/search.hpp."""
 
     def __init__(
-        self, *, path: str, begin: int, codes_path: str, codes_begin: int, direct: bool | None, n: int, dim: int, format: str, metric: str,  # noqa: A002
-        degree: int, code_bytes: int,
-        codes_in: str, inline_pq: int, page_bytes: int, nodes_per_page: int, salt: int, parts: Sequence[int], centroids: Tensor,
-        rotation: Tensor | None, disk_parts: Sequence[int], disk_centroids: Tensor | None, disk_rotation: Tensor | None,
-        codes: Tensor | None,
-        entries: Tensor, entry_codes: Tensor, engine: str, threads: int, walks: int, code_cache_bytes: int,
-        rules: Sequence[dict[str, Any]], seed: int,
+        self, *, path: str, direct: bool | None, threads: int, walks: int, code_cache_bytes: int, rules: Sequence[dict[str, Any]],
+        seed: int,
     ) -> None: ...  # fmt: skip
+
+class GraphSearcher:
+    """csrc/graph/search.hpp."""
+
+    def __init__(self, graph: GraphView, options: GraphSearchOptions) -> None: ...
     @property
     def path(self) -> tuple[str, str, bool]: ...
     def start(

@@ -124,6 +124,9 @@ void bind_clusters(py::module_& m);
 // Graphs of vectors: building and searching them.
 void bind_graph(py::module_& m);
 
+// Walks over graphs of any kind, in rounds.
+void bind_rounds(py::module_& m);
+
 // Posting lists: writing, reading and searching them.
 void bind_postings(py::module_& m);
 

@@ -320,6 +320,7 @@ PYBIND11_MODULE(_C, m) {
   bind_links(m);
   bind_clusters(m);
   bind_graph(m);
+  bind_rounds(m);
   bind_postings(m);
   bind_ops(m);
   m.def("pack_plan", &pack_plan);

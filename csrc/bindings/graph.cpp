@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <optional>
+#include <tuple>
 
 #include "bindings.hpp"
 #include "graph/pack.hpp"
@@ -168,6 +169,19 @@ class PyVamana {
   std::unique_ptr<Vamana> graph_;
 };
 
+// Entry points, and the code of each.
+std::pair<std::vector<uint32_t>, std::vector<uint8_t>> to_entries(const Tensor& entries, const Tensor& codes,
+                                                                  const graph::PageLayout& layout) {
+  std::vector<uint32_t> nodes;
+  for (const int64_t entry : to_vector(entries, "entries", -1)) {
+    if (entry < 0 || entry >= layout.n) invalid("an entry point is no node");
+    nodes.push_back(static_cast<uint32_t>(entry));
+  }
+  const auto* near = contiguous<const uint8_t>(codes, Dtype::uint8, "entry_codes", "uint8");
+  if (codes.numel() != static_cast<int64_t>(nodes.size()) * layout.code_bytes) invalid("a code for each entry");
+  return {std::move(nodes), {near, near + codes.numel()}};
+}
+
 // A search under way, and the memory that it reads from and writes to.
 class PyGraphSearch {
  public:
@@ -250,15 +264,8 @@ class PyGraphSearch {
     filter_.nodes = bits("nodes");
     filter_.count = given["count"].cast<int64_t>();
     filter_.pages = given["pages"].cast<int64_t>();
-    for (const int64_t entry : to_vector(given["entries"].cast<Tensor>(), "entries", -1)) {
-      if (entry < 0 || entry >= layout.n) invalid("an entry point is no node");
-      filter_.entries.push_back(static_cast<uint32_t>(entry));
-    }
-    const auto codes = given["entry_codes"].cast<Tensor>();
-    const auto* near = contiguous<const uint8_t>(codes, Dtype::uint8, "entry_codes", "uint8");
-    if (codes.numel() != static_cast<int64_t>(filter_.entries.size()) * layout.code_bytes)
-      invalid("a code for each entry");
-    filter_.entry_codes.assign(near, near + codes.numel());
+    std::tie(filter_.entries, filter_.entry_codes) =
+        to_entries(given["entries"].cast<Tensor>(), given["entry_codes"].cast<Tensor>(), layout);
     request_.filter = &filter_;
   }
 
@@ -279,12 +286,34 @@ class PyGraphSearch {
   pid_t process_ = getpid();
 };
 
-// Centroids [256, dim] of parts that begin so, the last number being dim, and the rotation of vectors that they are of.
-graph::Codebook to_codebook(const std::vector<int64_t>& parts, const Tensor& centroids,
-                            const std::optional<Tensor>& rotation, int64_t dim) {
-  if (parts.size() < 2 || parts.front() != 0 || parts.back() != dim || !std::is_sorted(parts.begin(), parts.end())) {
+// Checked, but for what other objects must agree with.
+graph::PageLayout make_layout(int64_t n, int64_t dim, const std::string& format, int64_t degree, int64_t code_bytes,
+                              int64_t inline_codes, bool paged_codes, int64_t disk_pq_bytes, int64_t page_bytes,
+                              int64_t nodes_per_page, uint64_t salt) {
+  graph::PageLayout layout;
+  layout.n = n, layout.dim = dim, layout.format = to_format(format), layout.degree = degree;
+  layout.code_bytes = code_bytes, layout.inline_codes = inline_codes, layout.paged_codes = paged_codes;
+  layout.disk_pq_bytes = disk_pq_bytes, layout.salt = salt;
+  layout.page_bytes = page_bytes, layout.nodes_per_page = nodes_per_page;
+  if (n < 0 || n >= UINT32_MAX || dim < 1 || dim > kMaxVectorDim || degree < 0 || degree > 65535 || code_bytes < 1 ||
+      inline_codes < 0 || inline_codes > degree || disk_pq_bytes < 0 || page_bytes < 512 || nodes_per_page < 1 ||
+      graph::kPageHeaderBytes + nodes_per_page * layout.node_bytes() > page_bytes) {
+    invalid("the layout of a graph's pages is out of range");
+  }
+  if (paged_codes && code_bytes > graph::kCodePageBytes - graph::kPageHeaderBytes) {
+    invalid("a code is longer than a page of codes");
+  }
+  return layout;
+}
+
+// `centroids` [256, dim] of parts that begin so, the last number being dim; `rotation` [dim, dim] of the vectors that
+// they are of.
+graph::Codebook make_codebook(const std::vector<int64_t>& parts, const Tensor& centroids,
+                              const std::optional<Tensor>& rotation) {
+  if (parts.size() < 2 || parts.front() != 0 || !std::is_sorted(parts.begin(), parts.end())) {
     invalid("parts must go from 0 to dim");
   }
+  const int64_t dim = parts.back();
   const auto* values = contiguous<const float>(centroids, Dtype::float32, "centroids", "float32");
   if (centroids.dim() != 2 || centroids.size(0) != kCentroids || centroids.size(1) != dim) {
     invalid("centroids must be [256, dim]");
@@ -299,64 +328,57 @@ graph::Codebook to_codebook(const std::vector<int64_t>& parts, const Tensor& cen
   return book;
 }
 
+graph::PagesAt to_place(const std::pair<std::string, int64_t>& place) {
+  if (place.second < 0 || place.second % 4096 != 0) {
+    invalid("pages of a graph must begin at a multiple of 4096 bytes");
+  }
+  return {place.first, place.second};
+}
+
+GraphView make_view(const std::pair<std::string, int64_t>& pages, const std::pair<std::string, int64_t>& code_pages,
+                    const graph::PageLayout& layout, const std::string& metric, const graph::Codebook& book,
+                    const std::optional<graph::Codebook>& disk_book, const std::optional<Tensor>& codes,
+                    const Tensor& entries, const Tensor& entry_codes) {
+  GraphView view;
+  view.pages = to_place(pages), view.code_pages = to_place(code_pages);
+  view.layout = layout, view.metric = to_metric(metric), view.book = book;
+  if (book.parts() != layout.code_bytes || book.begin.back() != layout.dim) invalid("a codebook must be of the layout");
+  if (disk_book) view.disk_book = *disk_book;
+  if (layout.disk_pq_bytes != (disk_book ? disk_book->parts() : 0) ||
+      (disk_book && disk_book->begin.back() != layout.dim)) {
+    invalid("a codebook of what nodes hold must be of the layout");
+  }
+  if (codes) {
+    view.codes = contiguous<const uint8_t>(*codes, Dtype::uint8, "codes", "uint8");
+    if (codes->dim() != 2 || codes->size(0) != layout.n || codes->size(1) != layout.code_bytes) {
+      invalid("codes must be [n, bytes]");
+    }
+    view.codes_owner = codes->keep();
+  } else if (!layout.paged_codes && layout.inline_codes < layout.degree) {
+    invalid("codes in memory are needed");
+  }
+  std::tie(view.entries, view.entry_codes) = to_entries(entries, entry_codes, layout);
+  return view;
+}
+
+graph::SearchOptions make_options(const std::string& path, std::optional<bool> direct, int threads, int64_t walks,
+                                  int64_t code_cache_bytes, const std::vector<py::dict>& rules, uint64_t seed) {
+  if (threads < 1 || threads > 256 || walks < 1 || walks > 1024) invalid("threads must be 1 to 256, walks 1 to 1024");
+  if (code_cache_bytes < 0) invalid("code_cache_bytes must be 0 or more");
+  graph::SearchOptions options;
+  options.path = path, options.threads = threads, options.walks = walks, options.code_cache_bytes = code_cache_bytes;
+  if (direct) options.direct = *direct ? io::Direct::yes : io::Direct::no;
+  for (const auto& rule : rules) options.rules.push_back(to_fault_rule(rule));
+  options.seed = seed;
+  return options;
+}
+
 // A searcher in the process that opened it: its threads are not in a child's.
 class PyGraphSearcher {
  public:
-  PyGraphSearcher(const std::string& path, int64_t begin, const std::string& codes_path, int64_t codes_begin,
-                  std::optional<bool> direct, int64_t n, int64_t dim, const std::string& format,
-                  const std::string& metric, int64_t degree, int64_t code_bytes, const std::string& codes_in,
-                  int64_t inline_pq, int64_t page_bytes, int64_t nodes_per_page, uint64_t salt,
-                  const std::vector<int64_t>& parts, const Tensor& centroids, const std::optional<Tensor>& rotation,
-                  const std::vector<int64_t>& disk_parts, const std::optional<Tensor>& disk_centroids,
-                  const std::optional<Tensor>& disk_rotation, const std::optional<Tensor>& codes, const Tensor& entries,
-                  const Tensor& entry_codes, const std::string& engine, int threads, int64_t walks,
-                  int64_t code_cache_bytes, const std::vector<py::dict>& rules, uint64_t seed) {
-    GraphView view;
-    view.layout = {n,         dim,        to_format(format), degree, code_bytes,
-                   inline_pq, page_bytes, nodes_per_page,    salt,   codes_in == "paged"};
-    view.layout.disk_pq_bytes = disk_parts.empty() ? 0 : static_cast<int64_t>(disk_parts.size()) - 1;
-    view.metric = to_metric(metric);
-    const graph::PageLayout& layout = view.layout;
-    if (n < 0 || n >= UINT32_MAX || dim < 1 || dim > kMaxVectorDim || degree < 0 || degree > 65535 ||
-        page_bytes < 512 || nodes_per_page < 1 || inline_pq < 0 || inline_pq > degree ||
-        (codes_in == "inline") != (inline_pq == degree) ||
-        graph::kPageHeaderBytes + nodes_per_page * layout.node_bytes() > page_bytes) {
-      invalid("the layout of a graph's pages is out of range");
-    }
-    if (static_cast<int64_t>(parts.size()) != code_bytes + 1) invalid("parts must be code_bytes + 1 numbers");
-    view.book = to_codebook(parts, centroids, rotation, dim);
-    if (disk_centroids) view.disk_book = to_codebook(disk_parts, *disk_centroids, disk_rotation, dim);
-    if (disk_centroids.has_value() == disk_parts.empty()) invalid("disk_parts and disk_centroids belong together");
-    if (codes) {
-      view.codes = contiguous<const uint8_t>(*codes, Dtype::uint8, "codes", "uint8");
-      if (codes->dim() != 2 || codes->size(0) != n || codes->size(1) != code_bytes) invalid("codes must be [n, bytes]");
-      view.codes_owner = codes->keep();
-    } else if (codes_in == "memory") {
-      invalid("codes in memory are needed");
-    }
-    if (layout.paged_codes && code_bytes > graph::kCodePageBytes - graph::kPageHeaderBytes) {
-      invalid("a code is longer than a page of codes");
-    }
-    for (const int64_t entry : to_vector(entries, "entries", -1)) {
-      if (entry < 0 || entry >= n) invalid("an entry point is no node");
-      view.entries.push_back(static_cast<uint32_t>(entry));
-    }
-    const auto* near = contiguous<const uint8_t>(entry_codes, Dtype::uint8, "entry_codes", "uint8");
-    if (entry_codes.numel() != static_cast<int64_t>(view.entries.size()) * code_bytes) invalid("a code for each entry");
-    view.entry_codes.assign(near, near + entry_codes.numel());
-    if (threads < 1 || threads > 256 || walks < 1 || walks > 1024) invalid("threads must be 1 to 256, walks 1 to 1024");
-    graph::SearchOptions options;
-    options.path = engine, options.threads = threads, options.walks = walks, options.seed = seed;
-    if (code_cache_bytes < 0) invalid("code_cache_bytes must be 0 or more");
-    options.code_cache_bytes = code_cache_bytes;
-    for (const auto& rule : rules) options.rules.push_back(to_fault_rule(rule));
-    if (begin < 0 || begin % 4096 != 0 || codes_begin < 0 || codes_begin % 4096 != 0) {
-      invalid("pages of a graph must begin at a multiple of 4096 bytes");
-    }
-    graph::PageFiles files{path, codes_path, begin, codes_begin};
-    const io::Direct asked = !direct ? io::Direct::automatic : *direct ? io::Direct::yes : io::Direct::no;
+  PyGraphSearcher(const GraphView& view, const graph::SearchOptions& options) {
     py::gil_scoped_release unlocked;
-    searcher_ = std::make_shared<GraphSearcher>(std::move(view), std::move(files), asked, std::move(options));
+    searcher_ = std::make_shared<GraphSearcher>(view, options);
   }
   ~PyGraphSearcher() {
     if (process_ != getpid()) {
@@ -416,20 +438,21 @@ void bind_graph(py::module_& m) {
   py::class_<PyGraphSearch>(m, "GraphSearch")
       .def("partial", &PyGraphSearch::partial)
       .def("finish", &PyGraphSearch::finish);
+  py::class_<graph::PageLayout>(m, "PageLayout")
+      .def(py::init(&make_layout), py::kw_only(), py::arg("n"), py::arg("dim"), py::arg("format"), py::arg("degree"),
+           py::arg("code_bytes"), py::arg("inline_codes"), py::arg("paged_codes"), py::arg("disk_pq_bytes"),
+           py::arg("page_bytes"), py::arg("nodes_per_page"), py::arg("salt"));
+  py::class_<graph::Codebook>(m, "Codebook")
+      .def(py::init(&make_codebook), py::kw_only(), py::arg("parts"), py::arg("centroids"), py::arg("rotation"));
+  py::class_<GraphView>(m, "GraphView")
+      .def(py::init(&make_view), py::kw_only(), py::arg("pages"), py::arg("code_pages"), py::arg("layout"),
+           py::arg("metric"), py::arg("book"), py::arg("disk_book"), py::arg("codes"), py::arg("entries"),
+           py::arg("entry_codes"));
+  py::class_<graph::SearchOptions>(m, "GraphSearchOptions")
+      .def(py::init(&make_options), py::kw_only(), py::arg("path"), py::arg("direct"), py::arg("threads"),
+           py::arg("walks"), py::arg("code_cache_bytes"), py::arg("rules"), py::arg("seed"));
   py::class_<PyGraphSearcher>(m, "GraphSearcher")
-      .def(py::init<const std::string&, int64_t, const std::string&, int64_t, std::optional<bool>, int64_t, int64_t,
-                    const std::string&, const std::string&, int64_t, int64_t, const std::string&, int64_t, int64_t,
-                    int64_t, uint64_t, const std::vector<int64_t>&, const Tensor&, const std::optional<Tensor>&,
-                    const std::vector<int64_t>&, const std::optional<Tensor>&, const std::optional<Tensor>&,
-                    const std::optional<Tensor>&, const Tensor&, const Tensor&, const std::string&, int, int64_t,
-                    int64_t, const std::vector<py::dict>&, uint64_t>(),
-           py::kw_only(), py::arg("path"), py::arg("begin"), py::arg("codes_path"), py::arg("codes_begin"),
-           py::arg("direct"), py::arg("n"), py::arg("dim"), py::arg("format"), py::arg("metric"), py::arg("degree"),
-           py::arg("code_bytes"), py::arg("codes_in"), py::arg("inline_pq"), py::arg("page_bytes"),
-           py::arg("nodes_per_page"), py::arg("salt"), py::arg("parts"), py::arg("centroids"), py::arg("rotation"),
-           py::arg("disk_parts"), py::arg("disk_centroids"), py::arg("disk_rotation"), py::arg("codes"),
-           py::arg("entries"), py::arg("entry_codes"), py::arg("engine"), py::arg("threads"), py::arg("walks"),
-           py::arg("code_cache_bytes"), py::arg("rules"), py::arg("seed"))
+      .def(py::init<const GraphView&, const graph::SearchOptions&>(), py::arg("graph"), py::arg("options"))
       .def("start", &PyGraphSearcher::start, py::kw_only(), py::arg("queries"), py::arg("queries_f32"), py::arg("k"),
            py::arg("list_size"), py::arg("far_list_size"), py::arg("beam"), py::arg("stop_beyond"), py::arg("filter"),
            py::arg("absent"), py::arg("deadline_s"))

@@ -5,15 +5,14 @@
 #include <cstdint>
 #include <vector>
 
+#include "nearest.hpp"
+
 namespace espnx::graph {
 
 struct Candidate {
   float distance;
   uint32_t node;
-  // By number where distances are equal, so that a list does not depend on the order in which candidates come.
-  bool operator<(const Candidate& other) const {
-    return distance != other.distance ? distance < other.distance : node < other.node;
-  }
+  bool operator<(const Candidate& other) const { return is_nearer(distance, node, other.distance, other.node); }
 };
 
 // A table by number of a node, or of a page, with open addressing, so that forgetting everything is one memset. An

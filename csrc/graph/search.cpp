@@ -15,18 +15,17 @@ constexpr int64_t kSignalCheckNs = 50'000'000;
 
 }  // namespace
 
-GraphSearcher::GraphSearcher(GraphView view, PageFiles files, io::Direct direct, SearchOptions options)
+GraphSearcher::GraphSearcher(GraphView view, SearchOptions options)
     : view_(std::move(view)),
       options_(std::move(options)),
-      files_(std::move(files)),
       pool_(std::make_shared<io::BufferPool>(0, false)),
       faults_(std::make_shared<io::FaultState>(options_.rules, options_.seed)) {
   const auto open = [&](const std::string& path) {
     return options_.path == "memory" ? io::open_memory_file(path, io::Mode::read)
-                                     : io::open_file(path, io::Mode::read, direct);
+                                     : io::open_file(path, io::Mode::read, options_.direct);
   };
-  file_ = open(files_.pages_path);
-  if (view_.layout.paged_codes) codes_file_ = open(files_.codes_path);
+  file_ = open(view_.pages.path);
+  if (view_.layout.paged_codes) codes_file_ = open(view_.code_pages.path);
   const auto work = [this] {
     std::unique_ptr<Worker> worker;
     try {

@@ -24,6 +24,7 @@ namespace espnx::graph {
 
 struct SearchOptions {
   std::string path = "auto";  // of the reads: auto, uring, posix, memory
+  io::Direct direct = io::Direct::automatic;
   int threads = 2;
   int64_t walks = 32;                  // of a thread, under way at a time
   int64_t code_cache_bytes = 5 << 20;  // of a thread: pages of codes that were read last
@@ -53,19 +54,13 @@ struct SearchRequest {
   float* early_distances = nullptr;
 };
 
-// Where the pages of a graph lie, and those of its codes where they are paged: in files of their own, or inside others.
-struct PageFiles {
-  std::string pages_path, codes_path;
-  int64_t pages_begin = 0, codes_begin = 0;  // in bytes
-};
-
 class GraphSearcher {
  public:
   // A search under way. It writes to what the request points to until `finish` or `cancel` has returned.
   struct Job;
 
   // Opens the files, and starts the threads. Throws FailureError.
-  GraphSearcher(GraphView view, PageFiles files, io::Direct direct, SearchOptions options);
+  GraphSearcher(GraphView view, SearchOptions options);
   ~GraphSearcher();
   GraphSearcher(const GraphSearcher&) = delete;
   GraphSearcher& operator=(const GraphSearcher&) = delete;
@@ -101,7 +96,6 @@ class GraphSearcher {
 
   GraphView view_;
   SearchOptions options_;
-  PageFiles files_;
   std::shared_ptr<io::File> file_, codes_file_;
   std::shared_ptr<io::BufferPool> pool_;
   std::shared_ptr<io::FaultState> faults_;

@@ -37,7 +37,7 @@ void GraphWalk::begin(const GraphView& view, const WalkOptions& options, const v
   met_.clear();
   listed_.clear();
   read_.clear();
-  nearest_.clear();
+  nearest_.clear(options.k);
   under_way_.clear();
   code_pages_.clear();
   beside_.clear();
@@ -80,8 +80,8 @@ bool GraphWalk::is_asked(uint32_t node) const {
 }
 
 bool GraphWalk::is_beyond(float distance) const {
-  if (static_cast<int64_t>(nearest_.size()) < options_.k) return false;
-  const float farthest = nearest_.front().distance;
+  if (!nearest_.is_full()) return false;
+  const float farthest = nearest_.farthest();
   return distance - farthest > options_.stop_beyond * std::abs(farthest);
 }
 
@@ -93,9 +93,7 @@ bool GraphWalk::has_allowed(int64_t page) const {
   return false;
 }
 
-int64_t GraphWalk::missing() const {
-  return std::min(options_.k, filter_->count) - static_cast<int64_t>(nearest_.size());
-}
+int64_t GraphWalk::missing() const { return std::min(options_.k, filter_->count) - nearest_.size(); }
 
 // Pages without allowed nodes are read only while enough are left for those with the results that are still missing.
 bool GraphWalk::affords_other() const {
@@ -317,27 +315,7 @@ bool GraphWalk::add_candidate(const Candidate& candidate, bool waits, bool is_be
 
 void GraphWalk::keep(float distance, uint32_t row) {
   if (filter_ != nullptr && !has_bit(filter_->rows, row)) return;
-  const Found found{distance, row};
-  if (static_cast<int64_t>(nearest_.size()) < options_.k || found < nearest_.front()) unchanged_ = 0;
-  if (static_cast<int64_t>(nearest_.size()) < options_.k) {
-    nearest_.push_back(found);
-    std::push_heap(nearest_.begin(), nearest_.end());
-  } else if (found < nearest_.front()) {
-    std::pop_heap(nearest_.begin(), nearest_.end());
-    nearest_.back() = found;
-    std::push_heap(nearest_.begin(), nearest_.end());
-  }
-}
-
-std::vector<Found> GraphWalk::nearest() const {
-  std::vector<Found> found = nearest_;
-  std::sort_heap(found.begin(), found.end());
-  return found;
-}
-
-std::vector<Found> GraphWalk::results() {
-  std::sort_heap(nearest_.begin(), nearest_.end());
-  return std::move(nearest_);
+  if (nearest_.keep({distance, row})) unchanged_ = 0;
 }
 
 }  // namespace espnx::graph

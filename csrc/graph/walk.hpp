@@ -6,16 +6,25 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "candidates.hpp"
 #include "codebook.hpp"
+#include "nearest.hpp"
 #include "page.hpp"
 
 namespace espnx::graph {
 
-// What every walk over a graph shares.
+// Where pages lie: in a file of their own, or inside another.
+struct PagesAt {
+  std::string path;
+  int64_t begin = 0;  // in bytes
+};
+
+// A graph on storage as a searcher sees it: what every walk over it shares.
 struct GraphView {
+  PagesAt pages, code_pages;  // of its codes where they are paged
   PageLayout layout;
   Metric metric = Metric::kL2;
   Codebook book;
@@ -45,14 +54,6 @@ struct WalkCosts {
 struct Want {
   bool is_codes;  // of codes, and not of nodes
   int64_t page;
-};
-
-struct Found {
-  float distance;
-  uint32_t row;
-  bool operator<(const Found& other) const {
-    return distance != other.distance ? distance < other.distance : row < other.row;
-  }
 };
 
 // Rows that alone may be found, as a walk needs them. It has two lists then. That of the nearest of all nodes brings it
@@ -95,11 +96,8 @@ class GraphWalk {
   // Nothing is left, and nothing under way.
   bool done() { return under_way_.empty() && code_pages_.empty() && wanted_page() < 0; }
 
-  // The k nearest of all vectors that were measured, nearest first, ties by row.
-  std::vector<Found> results();
-
-  // The same, of those that were measured so far, and the walk goes on.
-  std::vector<Found> nearest() const;
+  // The k nearest of all vectors that were measured so far, nearest first, ties by row.
+  std::vector<Found> nearest() const { return nearest_.sorted(); }
 
   const WalkCosts& costs() const { return costs_; }
 
@@ -130,11 +128,11 @@ class GraphWalk {
   std::optional<DistanceQuery> exact_;  // or, of codes in place of vectors:
   std::vector<float> disk_table_;
   std::vector<float> table_;
-  CandidateList near_;          // of all nodes
-  NodeSet met_;                 // nodes that were looked at
-  NodeDistances listed_;        // those that a list has had
-  NodeSet read_;                // pages that have arrived
-  std::vector<Found> nearest_;  // a heap, the farthest on top
+  CandidateList near_;    // of all nodes
+  NodeSet met_;           // nodes that were looked at
+  NodeDistances listed_;  // those that a list has had
+  NodeSet read_;          // pages that have arrived
+  Nearest nearest_;
   // Where a filter allows some rows alone:
   CandidateList allowed_;  // of nodes that it allows
   CandidateList wide_;     // of all nodes again, for a query that is far from those

@@ -9,7 +9,7 @@ namespace espnx::graph {
 namespace {
 
 constexpr int64_t kLongestWaitNs = 200'000'000;
-constexpr double kGraceS = 1;  // for reads that nobody waits for any more
+constexpr int64_t kGraceNs = 1'000'000'000;  // for reads that nobody waits for any more
 
 }  // namespace
 
@@ -17,16 +17,19 @@ GraphSearcher::Worker::Worker(GraphSearcher& searcher)
     : searcher_(searcher),
       layout_(searcher.view_.layout),
       code_cache_(searcher.options_.code_cache_bytes / kCodePageBytes),
-      slots_(searcher.options_.walks) {
+      depth_(std::min<int64_t>(4096, searcher.options_.walks * kBeamAhead)),
+      queue_(make_queue(), kGraceNs),
+      slots_(searcher.options_.walks) {}
+
+std::unique_ptr<io::Queue> GraphSearcher::Worker::make_queue() {
   auto& options = searcher_.options_;
-  const auto depth = static_cast<unsigned>(std::min<int64_t>(4096, options.walks * kBeamAhead));
   std::string effective, reason;
-  queue_ = io::make_queue(options.path, depth, 32, effective, reason);
-  if (!options.rules.empty()) queue_ = io::make_faulty_queue(std::move(queue_), searcher_.faults_);
-  depth_ = depth;
+  auto queue = io::make_queue(options.path, static_cast<unsigned>(depth_), 32, effective, reason);
+  if (!options.rules.empty()) queue = io::make_faulty_queue(std::move(queue), searcher_.faults_);
   std::lock_guard lock(searcher_.mutex_);
   searcher_.effective_ = effective;
   searcher_.fallback_reason_ = reason;
+  return queue;
 }
 
 void GraphSearcher::Worker::run() {
@@ -43,7 +46,7 @@ void GraphSearcher::Worker::abandon(const io::Failure& failure) {
     slot.job->fail(failure);
     end(i);
   }
-  leave_behind();
+  queue_.leave_behind();
 }
 
 bool GraphSearcher::Worker::take_queries() {
@@ -74,12 +77,11 @@ bool GraphSearcher::Worker::take_queries() {
 void GraphSearcher::Worker::step() {
   for (const size_t i : fresh_) begin(i);
   fresh_.clear();
-  if (in_flight_ == 0) return;
-  completions_.clear();
+  if (queue_.in_flight() == 0) return;
   // Several at a time: a system call for each page that arrives would leave the drive with fewer reads to work on
   // meanwhile.
-  queue_->wait(completions_, std::max<size_t>(1, (in_flight_ - lost_) / 4), kLongestWaitNs);
-  for (const io::Completion& completion : completions_) complete(completion);
+  queue_.wait(std::max<size_t>(1, queue_.awaited() / 4), kLongestWaitNs,
+              [&](Read read, io::Progress progress, int64_t) { ended(std::move(read), std::move(progress)); });
   std::vector<size_t> starved;
   starved.swap(starved_);
   for (const size_t i : starved) go_on(i);
@@ -107,7 +109,7 @@ void GraphSearcher::Worker::go_on(size_t i) {
     if (slot.reads == 0) end(i);
     return;
   }
-  while (in_flight_ < depth_) {
+  while (queue_.in_flight() < depth_) {
     const auto want = slot.walk.next_page();
     if (!want) break;
     const uint8_t* codes = want->is_codes ? code_cache_.find(want->page) : nullptr;
@@ -125,45 +127,26 @@ void GraphSearcher::Worker::go_on(size_t i) {
 }
 
 int64_t GraphSearcher::Worker::begin_bytes(const Read& read) const {
-  const PageFiles& files = searcher_.files_;
-  return (read.is_codes ? files.codes_begin : files.pages_begin) + read.page * page_bytes(read);
+  const GraphView& view = searcher_.view_;
+  return (read.is_codes ? view.code_pages : view.pages).begin + read.page * page_bytes(read);
 }
 
 void GraphSearcher::Worker::start_read(size_t i, Want want) {
-  size_t tag = 0;
-  if (free_reads_.empty()) {
-    tag = reads_.size();
-    reads_.emplace_back();
-  } else {
-    tag = free_reads_.back();
-    free_reads_.pop_back();
-  }
-  Read& read = reads_[tag];
-  read.slot = static_cast<int64_t>(i);
-  read.page = want.page;
-  read.is_codes = want.is_codes;
-  if (!read.buffer || read.buffer->capacity_bytes < page_bytes(read))
-    read.buffer = searcher_.pool_->take(page_bytes(read));
+  Read read{static_cast<int64_t>(i), want.page, want.is_codes, nullptr};
   const int64_t size = page_bytes(read);
-  read.piece = {io::Op::read, &file(read), begin_bytes(read), read.buffer->data, size, size};
-  ++in_flight_;
+  if (!buffers_.empty()) {
+    read.buffer = std::move(buffers_.back());
+    buffers_.pop_back();
+  }
+  if (!read.buffer || read.buffer->capacity_bytes < size) read.buffer = searcher_.pool_->take(size);
+  const io::Piece piece{io::Op::read, &file(read), begin_bytes(read), read.buffer->data, size, size};
   ++slots_[i].reads;
-  queue_->submit(read.piece.request(tag));
+  queue_.submit(std::move(read), piece);
 }
 
-void GraphSearcher::Worker::complete(const io::Completion& completion) {
-  const auto tag = static_cast<size_t>(completion.tag);
-  Read& read = reads_[tag];
-  if (read.slot == kLost) {
-    --in_flight_, --lost_;
-    read.slot = -1;
-    return free_reads_.push_back(tag);
-  }
+void GraphSearcher::Worker::ended(Read read, io::Progress progress) {
   const auto slot = static_cast<size_t>(read.slot);
   Job& job = *slots_[slot].job;
-  io::Progress progress = io::advance(read.piece, completion.result);
-  if (progress.step == io::Step::again && !job.failed) return queue_->submit(read.piece.request(tag));
-  --in_flight_;
   --slots_[slot].reads;
   if (progress.step == io::Step::failed) {
     progress.failure.what = progress.failure.kind == io::Kind::truncated    ? "a page of a graph ends early"
@@ -171,15 +154,13 @@ void GraphSearcher::Worker::complete(const io::Completion& completion) {
                                                                             : "reading a page of a graph failed";
     job.fail(std::move(progress.failure));
   } else if (!job.failed) {
-    take(tag);
+    take(read);
   }
-  read.slot = -1;
-  free_reads_.push_back(tag);
+  if (read.buffer) buffers_.push_back(std::move(read.buffer));
   go_on(slot);
 }
 
-void GraphSearcher::Worker::take(size_t tag) {
-  Read& read = reads_[tag];
+void GraphSearcher::Worker::take(Read& read) {
   Slot& slot = slots_[read.slot];
   io::Failure failure;
   const int64_t size = page_bytes(read);
@@ -220,12 +201,7 @@ void GraphSearcher::Worker::look_at(size_t i, Clock::time_point now) {
   if (!slot.job->failed || slot.reads == 0) return;
   // A read that never ends keeps its memory and its place with the queue; the call does not wait for it, and the next
   // walk has the slot.
-  for (size_t tag = 0; tag < reads_.size(); ++tag) {
-    if (reads_[tag].slot != static_cast<int64_t>(i)) continue;
-    queue_->cancel(tag);
-    reads_[tag].slot = kLost;
-    ++lost_;
-  }
+  queue_.give_up([&](const Read& read) { return read.slot == static_cast<int64_t>(i); });
   slot.reads = 0;
   end(i);
 }
@@ -233,7 +209,7 @@ void GraphSearcher::Worker::look_at(size_t i, Clock::time_point now) {
 void GraphSearcher::Worker::write_found(const std::vector<Found>& found, int64_t k, int64_t* rows, float* distances) {
   for (int64_t i = 0; i < k; ++i) {
     const bool is_there = i < static_cast<int64_t>(found.size());
-    rows[i] = is_there ? static_cast<int64_t>(found[i].row) : -1;
+    rows[i] = is_there ? found[i].id : -1;
     distances[i] = is_there ? found[i].distance : std::numeric_limits<float>::infinity();
   }
 }
@@ -256,7 +232,7 @@ void GraphSearcher::Worker::show_early(Slot& slot) {
 void GraphSearcher::Worker::write_result(Slot& slot) {
   const SearchRequest& request = *slot.job->request;
   const int64_t k = request.walk.k, at = slot.query;
-  write_found(slot.walk.results(), k, request.rows + at * k, request.distances + at * k);
+  write_found(slot.walk.nearest(), k, request.rows + at * k, request.distances + at * k);
   const WalkCosts& costs = slot.walk.costs();
   request.pages[at] = costs.pages;
   request.code_pages[at] = costs.code_pages;
@@ -282,23 +258,7 @@ void GraphSearcher::Worker::drain() {
     slots_[i].job->fail(make_failure(io::Kind::closed, "searching a graph: it was closed"));
     end(i);
   }
-  for (size_t tag = 0; tag < reads_.size(); ++tag) {
-    if (reads_[tag].slot >= 0) queue_->cancel(tag);
-  }
-  const auto until = Clock::now() + std::chrono::duration<double>(kGraceS);
-  while (in_flight_ > 0 && Clock::now() < until) {
-    completions_.clear();
-    queue_->wait(completions_, 1, kLongestWaitNs);
-    in_flight_ -= completions_.size();
-  }
-  if (in_flight_ > 0) leave_behind();
-}
-
-void GraphSearcher::Worker::leave_behind() {
-  static std::mutex mutex;
-  static auto* left = new std::vector<std::pair<std::deque<Read>, std::unique_ptr<io::Queue>>>();
-  std::lock_guard lock(mutex);
-  left->emplace_back(std::move(reads_), std::move(queue_));
+  queue_.release();
 }
 
 }  // namespace espnx::graph

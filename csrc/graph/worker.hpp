@@ -5,7 +5,7 @@
 #include <chrono>
 #include <optional>
 
-#include "io/piece.hpp"
+#include "io/own_queue.hpp"
 #include "search.hpp"
 
 namespace espnx::graph {
@@ -59,12 +59,9 @@ class GraphSearcher::Worker {
   using Clock = std::chrono::steady_clock;
   static constexpr int64_t kBeamAhead = 4;  // reads of a walk that the queue has room for, all walks at work
 
-  static constexpr int64_t kLost = -2;  // in place of a read's slot: its walk was given up
-
   struct Read {
     int64_t slot = -1, page = 0;
     bool is_codes = false;
-    io::Piece piece;
     std::shared_ptr<io::Buffer> buffer;
   };
   struct Slot {
@@ -77,6 +74,7 @@ class GraphSearcher::Worker {
     GraphWalk walk;
   };
 
+  std::unique_ptr<io::Queue> make_queue();
   // Waits while there is nothing to do. False: the searcher closes.
   bool take_queries();
   void step();
@@ -87,32 +85,27 @@ class GraphSearcher::Worker {
   io::File& file(const Read& read) const { return read.is_codes ? *searcher_.codes_file_ : *searcher_.file_; }
   int64_t begin_bytes(const Read& read) const;
   void start_read(size_t i, Want want);
-  void complete(const io::Completion& completion);
+  void ended(Read read, io::Progress progress);
   // A page that has arrived, or the failure of its job.
-  void take(size_t tag);
+  void take(Read& read);
   void look_at(size_t i, Clock::time_point now);
   static void write_found(const std::vector<Found>& found, int64_t k, int64_t* rows, float* distances);
   // What the walk has found so far, where `partial` waits for it.
   void show_early(Slot& slot);
   void write_result(Slot& slot);
   void end(size_t i);
-  // Reads that are under way when the searcher closes. Memory that a device may still write to is never freed.
+  // When the searcher closes.
   void drain();
-  // Memory that a device may still write to. Reachable for ever, on purpose.
-  void leave_behind();
 
   GraphSearcher& searcher_;
   const PageLayout& layout_;
   PageCache code_cache_;
-  std::unique_ptr<io::Queue> queue_;
-  unsigned depth_ = 0;
+  size_t depth_;
+  io::OwnQueue<Read> queue_;
   std::vector<Slot> slots_;
-  std::vector<size_t> starved_;  // slots whose walks wait for a place in the queue
-  std::vector<size_t> fresh_;    // slots whose walks have not begun
-  std::deque<Read> reads_;       // by tag
-  std::vector<size_t> free_reads_;
-  std::vector<io::Completion> completions_;
-  size_t in_flight_ = 0, lost_ = 0;  // reads with the queue, and how many of those nobody waits for
+  std::vector<size_t> starved_;                       // slots whose walks wait for a place in the queue
+  std::vector<size_t> fresh_;                         // slots whose walks have not begun
+  std::vector<std::shared_ptr<io::Buffer>> buffers_;  // of pages that have been looked at
   int64_t busy_ = 0;
   Clock::time_point next_look_{};
 };

@@ -2,7 +2,6 @@
 #include "reads.hpp"
 
 #include <algorithm>
-#include <mutex>
 #include <utility>
 
 namespace espnx::postings {
@@ -25,35 +24,17 @@ ThreadQueue& thread_queue() {
   return own;
 }
 
-}  // namespace
-
-Reads::Reads(io::Engine& engine) : engine_(engine) {
+std::unique_ptr<io::Queue> own_queue(io::Engine& engine) {
   ThreadQueue& own = thread_queue();
-  queue_ = own.engine == engine.id() && own.queue ? std::move(own.queue) : engine.thread_queue(kDepth);
+  return own.engine == engine.id() && own.queue ? std::move(own.queue) : engine.thread_queue(kDepth);
 }
 
+}  // namespace
+
+Reads::Reads(io::Engine& engine) : engine_(engine), queue_(own_queue(engine), kGraceNs) {}
+
 Reads::~Reads() {
-  try {
-    for (size_t tag = 0; tag < reads_.size(); ++tag) {
-      if (reads_[tag].batch && in_flight_ > 0) queue_->cancel(tag);
-    }
-    const auto until = io::Clock::now() + std::chrono::nanoseconds(kGraceNs);
-    while (in_flight_ > 0 && io::Clock::now() < until) {
-      completions_.clear();
-      queue_->wait(completions_, 1, kGraceNs);
-      in_flight_ -= completions_.size();
-    }
-    if (in_flight_ == 0) {
-      thread_queue() = {engine_.id(), std::move(queue_)};
-      return;
-    }
-  } catch (const io::FailureError&) {
-    // The queue is broken: what is under way is not heard of again.
-  }
-  static std::mutex mutex;
-  static auto* left = new std::vector<std::pair<std::deque<Read>, std::unique_ptr<io::Queue>>>();
-  std::lock_guard lock(mutex);
-  left->emplace_back(std::move(reads_), std::move(queue_));
+  if (auto queue = queue_.release()) thread_queue() = {engine_.id(), std::move(queue)};
 }
 
 std::shared_ptr<ReadBatch> Reads::start(const std::vector<Want>& wants) {
@@ -80,49 +61,39 @@ void Reads::add(const std::shared_ptr<ReadBatch>& batch, const Want& want, int64
   int64_t at = want.offset_bytes / io::kBlockBytes * io::kBlockBytes;
   while (at < end) {
     const int64_t size = std::min(kRequestBytes, align_up(end - at));
-    size_t tag = reads_.size();
-    if (free_.empty()) {
-      reads_.emplace_back();
-    } else {
-      tag = free_.back();
-      free_.pop_back();
-    }
-    reads_[tag] = {batch, {io::Op::read, file, at, batch->buffer->data + place, size, std::min(size, end - at)}};
-    waiting_.push_back(tag);
+    waiting_.push_back({batch, {io::Op::read, file, at, batch->buffer->data + place, size, std::min(size, end - at)}});
     ++batch->left;
     at += size, place += size;
   }
 }
 
 void Reads::pump() {
-  while (in_flight_ < kDepth && !waiting_.empty()) {
-    const size_t tag = waiting_.front();
+  while (queue_.in_flight() < kDepth && !waiting_.empty()) {
+    Waiting next = std::move(waiting_.front());
     waiting_.pop_front();
-    ++in_flight_;
-    ++reads_[tag].batch->requests;
-    submit(tag);
+    ++next.batch->requests;
+    queue_.submit(std::move(next.batch), next.piece);
   }
 }
 
-void Reads::submit(size_t tag) {
-  is_unsent_ = true;
-  queue_->submit(reads_[tag].piece.request(tag));
-}
-
 bool Reads::take(size_t at_least, int64_t timeout_ns) {
-  completions_.clear();
-  is_unsent_ = false;
-  queue_->wait(completions_, at_least, timeout_ns);
-  in_flight_ -= completions_.size();  // also those that a failure keeps from being looked at
-  for (const io::Completion& completion : completions_) complete(completion);
+  const size_t ended = queue_.wait(at_least, timeout_ns, [](Batch batch, io::Progress progress, int64_t moved_bytes) {
+    batch->bytes_moved += moved_bytes;
+    --batch->left;
+    if (progress.step == io::Step::done) return;
+    progress.failure.what = progress.failure.kind == io::Kind::truncated    ? "a file of posting lists ends early"
+                            : progress.failure.kind == io::Kind::short_read ? "reading a posting list stays short"
+                                                                            : "reading a posting list failed";
+    throw io::FailureError(std::move(progress.failure));
+  });
   pump();
-  return !completions_.empty();
+  return ended > 0;
 }
 
 void Reads::wait(ReadBatch& batch, double deadline_s, const std::function<bool()>& interrupted) {
   // Nothing to wait for: without a call of the queue, reads ahead would begin only when the next wait must be long.
   // io_uring looks for ended ones, which make room, only where at least one is asked for.
-  if (batch.left == 0 && (is_unsent_ || !waiting_.empty())) take(waiting_.empty() ? 0 : 1, 0);
+  if (batch.left == 0 && (queue_.has_unsent() || !waiting_.empty())) take(waiting_.empty() ? 0 : 1, 0);
   if (batch.left == 0) return;
   const auto deadline =
       io::Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::clamp(deadline_s, 0.0, 1e9) * 1e9));
@@ -143,27 +114,6 @@ void Reads::wait(ReadBatch& batch, double deadline_s, const std::function<bool()
       throw io::FailureError(failure);
     }
   }
-}
-
-void Reads::complete(const io::Completion& completion) {
-  const auto tag = static_cast<size_t>(completion.tag);
-  Read& read = reads_[tag];
-  io::Progress progress = io::advance(read.piece, completion.result);
-  read.batch->bytes_moved += std::max<int64_t>(0, completion.result);
-  if (progress.step == io::Step::done) {
-    --read.batch->left;
-    read = {};
-    free_.push_back(tag);
-    return;
-  }
-  if (progress.step == io::Step::failed) {
-    progress.failure.what = progress.failure.kind == io::Kind::truncated    ? "a file of posting lists ends early"
-                            : progress.failure.kind == io::Kind::short_read ? "reading a posting list stays short"
-                                                                            : "reading a posting list failed";
-    throw io::FailureError(std::move(progress.failure));
-  }
-  ++in_flight_;
-  submit(tag);
 }
 
 }  // namespace espnx::postings

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "io/engine.hpp"
-#include "io/piece.hpp"
+#include "io/own_queue.hpp"
 
 namespace espnx::postings {
 
@@ -43,27 +43,21 @@ class Reads {
   void wait(ReadBatch& batch, double deadline_s, const std::function<bool()>& interrupted);
 
  private:
-  struct Read {
-    std::shared_ptr<ReadBatch> batch;  // null: free
+  using Batch = std::shared_ptr<ReadBatch>;
+  struct Waiting {
+    Batch batch;
     io::Piece piece;
   };
 
-  void add(const std::shared_ptr<ReadBatch>& batch, const Want& want, int64_t place);
+  void add(const Batch& batch, const Want& want, int64_t place);
   void pump();
-  void submit(size_t tag);
   // Takes what has ended, at least so much of it or until the time is over, and submits what waits for room. False
   // where nothing had ended.
   bool take(size_t at_least, int64_t timeout_ns);
-  void complete(const io::Completion& completion);
 
   io::Engine& engine_;
-  std::unique_ptr<io::Queue> queue_;
-  std::deque<Read> reads_;  // by tag
-  std::deque<size_t> waiting_;
-  std::vector<size_t> free_;
-  std::vector<io::Completion> completions_;
-  size_t in_flight_ = 0;
-  bool is_unsent_ = false;  // reads that the queue has, and the kernel perhaps has not
+  io::OwnQueue<Batch> queue_;
+  std::deque<Waiting> waiting_;
 };
 
 }  // namespace espnx::postings

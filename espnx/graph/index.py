@@ -19,11 +19,11 @@ from ..ops.distances import distances
 from ..sizes import format_size
 from ..storage import FaultRule, NativeEngine, Plan
 from ..suggestions import suggests_keywords
-from .codebook import Codebook
 from .filters import FilterReader, NodeFilter, RowFilter, row_mask
-from .format import CODES, NODES, ROWS, GraphFacts, GraphSections, RecallPoint, parse_pages, read_codes, read_graph
+from .format import NODES, ROWS, GraphFacts, GraphSections, RecallPoint, parse_pages, read_codes, read_graph
 from .layout import CODE_PAGE_BYTES
 from .options import SQUARES_MAX
+from .searcher import native_view
 from .vectors import as_array
 
 LIST_SIZE_MAX = 1 << 20
@@ -161,14 +161,6 @@ class GraphSearch:
         return self._search
 
 
-def _tensors(book: Codebook | None, which: str = "") -> dict[str, Any]:
-    """A codebook as the native searcher takes it."""
-    if book is None:
-        return {f"{which}parts": [], f"{which}centroids": None, f"{which}rotation": None}
-    rotation = None if book.rotation is None else torch.from_numpy(book.rotation)
-    return {f"{which}parts": book.begin.tolist(), f"{which}centroids": torch.from_numpy(book.centroids), f"{which}rotation": rotation}
-
-
 class GraphIndex:
     """A graph that `espnx.graph.build` has made, open for searches.
 
@@ -201,21 +193,13 @@ class GraphIndex:
             path = check_path("directory of a graph", path)
         with NativeEngine(engine if engine in ("memory", "posix") else "posix", threads=1, pool_bytes=0) as own:
             self.facts: GraphFacts = read_graph(own, path)
-            codes = torch.from_numpy(read_codes(own, self.facts).copy()) if self.facts.layout.codes_in == "memory" else None
+            codes = read_codes(own, self.facts) if self.facts.layout.codes_in == "memory" else None
         self._requested, self._process = engine, os.getpid()
-        layout, book, held = self.facts.layout, self.facts.codebook, self.facts.disk_codebook
-        codes_in = CODES if layout.paged_codes else NODES  # or none are read
-        self._native = load_extension().GraphSearcher(
-            path=self.facts.path(NODES), begin=self.facts.begin_bytes(NODES), codes_path=self.facts.path(codes_in),
-            codes_begin=self.facts.begin_bytes(codes_in), direct=direct, n=layout.n, dim=layout.dim,
-            format="fp32" if layout.format == "pq" else layout.format,
-            metric="ip" if self.facts.metric == "ip" else "l2", degree=layout.max_degree, code_bytes=layout.code_bytes,
-            codes_in=layout.codes_in, inline_pq=layout.inline_pq, page_bytes=layout.page_bytes,
-            nodes_per_page=layout.nodes_per_page, salt=self.facts.salt,
-            **_tensors(book), **_tensors(held, "disk_"), codes=codes,
-            entries=torch.from_numpy(self.facts.entries), entry_codes=torch.from_numpy(self.facts.entry_codes.copy()), engine=engine,
-            threads=threads, walks=walks, code_cache_bytes=code_cache_bytes, rules=[asdict(rule) for rule in rules], seed=fault_seed,
-        )  # fmt: skip
+        native = load_extension()
+        self._native = native.GraphSearcher(native_view(self.facts, codes), native.GraphSearchOptions(
+            path=engine, direct=direct, threads=threads, walks=walks, code_cache_bytes=code_cache_bytes,
+            rules=[asdict(rule) for rule in rules], seed=fault_seed,
+        ))  # fmt: skip
         self._filters = FilterReader(self.facts, engine)
         self._is_open = True
 

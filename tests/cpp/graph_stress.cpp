@@ -48,6 +48,7 @@ graph::GraphView build(const std::vector<uint8_t>& vectors, const std::string& p
   if (!built.build([](int64_t, int64_t) { return true; })) broken("the build ended early");
   built.connect({built.medoid()});
   graph::GraphView view;
+  view.pages.path = path;
   view.layout = {kN, kDim, espnx::VectorFormat::kUint8, kDegree, kDim, kDegree, kPage, 0, kSalt, false};
   view.layout.nodes_per_page = (kPage - graph::kPageHeaderBytes) / view.layout.node_bytes();
   const auto order = graph::pack_nodes(built, table, view.layout.nodes_per_page);
@@ -124,7 +125,7 @@ int main(int argc, char** argv) {
   const graph::GraphView view = build(vectors, path);
   graph::SearchOptions alone;
   alone.threads = 1, alone.walks = 1;
-  graph::GraphSearcher first(view, {path, ""}, io::Direct::automatic, alone);
+  graph::GraphSearcher first(view, alone);
   const Results expected = search(first, queries, 1, 60);
   for (int round = 0; round < rounds; ++round) {
     graph::SearchOptions options;
@@ -137,7 +138,7 @@ int main(int argc, char** argv) {
       options.rules.push_back({"read", "*", 0, INT64_MAX, 1, -1, 0.002, io::Fault::flip, 99});
       options.rules.push_back({"read", "*", 0, INT64_MAX, 1, -1, 0.001, io::Fault::never, 0});
     }
-    graph::GraphSearcher searcher(view, {path, ""}, io::Direct::automatic, options);
+    graph::GraphSearcher searcher(view, options);
     std::vector<std::thread> callers;
     for (int caller = 0; caller < 4; ++caller) {
       callers.emplace_back([&, caller] {

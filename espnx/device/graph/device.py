@@ -20,7 +20,7 @@ from ...ops.distances.checks import check_metric, check_query
 from ...storage import Future, NativeEngine, Plan
 from ..interface import Capabilities, DeviceStats, FilePath
 from ..vectors.interface import Graph, Round, SearchCommand, WalkStats
-from .walk import Walk
+from .rounds import WalkSource
 
 LENGTH_MAX = 1 << 20
 
@@ -148,21 +148,19 @@ class SsdSearchTicket:
         self._query, self._length, self._beam = query, length, beam
         self._cancelled = threading.Event()
         self._read: Future | None = None
-        self._walk: Walk | None = None
-        self._found: WalkFuture[np.ndarray]
+        self._walk: WalkSource | None = None
+        self._found: WalkFuture[tuple[np.ndarray, np.ndarray]]
 
     def begin(self, pool: ThreadPoolExecutor, k: int) -> None:
         """Puts the walk in line."""
         self._found = pool.submit(self._run, k)
 
-    def _run(self, k: int) -> np.ndarray:
+    def _run(self, k: int) -> tuple[np.ndarray, np.ndarray]:
         self._check()
-        walk = Walk(
-            self._device.graph, self._start_read, self._query, length=self._length, beam=self._beam, check=self._check, watch=self._watch
-        )  # fmt: skip
+        walk = WalkSource(self._device.graph, self._start_read, self._query, check=self._check, watch=self._watch)
         self._walk = walk
         try:
-            return walk.run(k)
+            return walk.run(self._length, k, self._beam)
         finally:
             self._read = None
             self._device.walked(walk.stats)
@@ -183,13 +181,12 @@ class SsdSearchTicket:
         self._device.check_process()
         begun = time.monotonic()
         try:
-            found = self._found.result(timeout_s)
+            return self._found.result(timeout_s)
         except errors.EspnxError:  # a deadline of the reads is a TimeoutError, too
             raise
         except TimeoutError:
             waited_s = time.monotonic() - begun
             raise errors.DeadlineExceededError("a walk over a graph", got=f"none after {waited_s:.3g} s", expected="an end") from None
-        return found["id"], found["distance"]
 
     def cancel(self) -> None:
         """See `Ticket`."""
