@@ -74,7 +74,9 @@ RoundWalk::Node& RoundWalk::at(uint32_t node) {
 void RoundWalk::read_unknown(NodeSource& source, const std::vector<uint32_t>& nodes) {
   std::vector<uint32_t> unknown;
   std::copy_if(nodes.begin(), nodes.end(), std::back_inserter(unknown), [this](uint32_t node) { return !knows(node); });
-  if (!unknown.empty()) source.read(unknown);
+  if (unknown.empty()) return;
+  source.read(unknown);
+  for (const uint32_t node : unknown) at(node);  // throws where it has not arrived
 }
 
 uint32_t RoundWalk::descend(NodeSource& source, const std::vector<uint32_t>& entries) {
