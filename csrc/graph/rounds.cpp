@@ -34,29 +34,16 @@ std::vector<Found> RoundWalk::run(NodeSource& source, const std::vector<uint32_t
   }
   is_below_ = true;
   for (const uint32_t node : taken) estimated_.add(node);
-  if (!options_.by_codes) {
-    add_measured();
+  while (true) {
+    options_.by_codes ? add_estimated(source, taken) : add_measured();
     taken = take();
-  }
-  while (!taken.empty()) {
-    if (options_.by_codes) {
-      add_estimated(source, taken);
-      taken = take();
-      for (const uint32_t node : taken) {
-        if (knows(node)) meet(at(node));
-      }
-      read_unknown(source, taken);
-    } else {
-      const std::vector<uint32_t> near = neighbours_of(taken);
-      for (const uint32_t node : near) {
-        if (knows(node)) meet(at(node));
-      }
-      read_unknown(source, near);
-      add_measured();
-      taken = take();
+    if (taken.empty()) return nearest_.sorted();
+    const std::vector<uint32_t> wanted = options_.by_codes ? taken : neighbours_of(taken);
+    for (const uint32_t node : wanted) {
+      if (knows(node)) meet(at(node));
     }
+    read_unknown(source, wanted);
   }
-  return nearest_.sorted();
 }
 
 void RoundWalk::arrived(uint32_t node, int64_t id, float distance, const std::vector<uint32_t>& neighbours) {
@@ -74,7 +61,9 @@ RoundWalk::Node& RoundWalk::at(uint32_t node) {
 void RoundWalk::read_unknown(NodeSource& source, const std::vector<uint32_t>& nodes) {
   std::vector<uint32_t> unknown;
   std::copy_if(nodes.begin(), nodes.end(), std::back_inserter(unknown), [this](uint32_t node) { return !knows(node); });
-  if (!unknown.empty()) source.read(unknown);
+  if (unknown.empty()) return;
+  source.read(unknown);
+  for (const uint32_t node : unknown) at(node);  // throws where it has not arrived
 }
 
 uint32_t RoundWalk::descend(NodeSource& source, const std::vector<uint32_t>& entries) {

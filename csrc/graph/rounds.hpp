@@ -1,7 +1,10 @@
 // One query's way through a graph in rounds (RAGX's metadata navigation, sections 3 and 4.3, with DiskANN's beam): the
 // nodes that the nearest candidates need are read together, and what they say is used when all of them are there. So
-// the walk depends on the graph and the query alone, and not on the order in which a drive answers. `GraphWalk` goes on
-// as pages arrive, and knows what is in them; this one does not know how nodes are read, or look.
+// the walk depends on the graph and the query alone, and not on the order in which a drive answers. It does not know
+// how nodes are read, or look.
+//
+// `GraphWalk` goes the other way about: on as each page arrives, and from every node in it whose vector is near enough.
+// Here a node that came in the page of another is expanded when it is among the nearest candidates itself.
 //
 // Where codes say how far neighbours are, a node is read when it is expanded. Where nothing does, all neighbours of an
 // expanded node are read. Either way what is found was measured to the vectors themselves.

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,12 +19,15 @@ from ..ops.distances import distances
 from ..sizes import format_size
 from ..storage import FaultRule, NativeEngine, Plan
 from ..suggestions import suggests_keywords
+from .codebook import Codebook
 from .filters import FilterReader, NodeFilter, RowFilter, row_mask
-from .format import NODES, ROWS, GraphFacts, GraphSections, RecallPoint, parse_pages, read_codes, read_graph
+from .format import CODES, NODES, ROWS, GraphFacts, GraphSections, RecallPoint, parse_pages, read_codes, read_graph
 from .layout import CODE_PAGE_BYTES
 from .options import SQUARES_MAX
-from .searcher import native_view
 from .vectors import as_array
+
+if TYPE_CHECKING:
+    from .. import _C
 
 LIST_SIZE_MAX = 1 << 20
 THREADS_MAX = 256
@@ -196,7 +199,7 @@ class GraphIndex:
             codes = read_codes(own, self.facts) if self.facts.layout.codes_in == "memory" else None
         self._requested, self._process = engine, os.getpid()
         native = load_extension()
-        self._native = native.GraphSearcher(native_view(self.facts, codes), native.GraphSearchOptions(
+        self._native = native.GraphSearcher(_native_view(self.facts, codes), native.GraphSearchOptions(
             path=engine, direct=direct, threads=threads, walks=walks, code_cache_bytes=code_cache_bytes,
             rules=[asdict(rule) for rule in rules], seed=fault_seed,
         ))  # fmt: skip
@@ -600,6 +603,31 @@ class GraphIndex:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _native_view(facts: GraphFacts, codes: np.ndarray | None) -> _C.GraphView:
+    """A graph as the native searcher sees it. `codes`: uint8 [n, code_bytes] of all nodes, where they are in memory."""
+    layout = facts.layout
+    native = load_extension()
+    paged = CODES if layout.paged_codes else NODES  # or none are read
+    return native.GraphView(
+        pages=(facts.path(NODES), facts.begin_bytes(NODES)), code_pages=(facts.path(paged), facts.begin_bytes(paged)),
+        layout=native.PageLayout(
+            n=layout.n, dim=layout.dim, format="fp32" if layout.format == "pq" else layout.format, degree=layout.max_degree,
+            code_bytes=layout.code_bytes, inline_codes=layout.inline_pq, paged_codes=layout.codes_in == "paged",
+            disk_pq_bytes=0 if facts.disk_codebook is None else facts.disk_codebook.code_bytes, page_bytes=layout.page_bytes,
+            nodes_per_page=layout.nodes_per_page, salt=facts.salt,
+        ),
+        metric="ip" if facts.metric == "ip" else "l2", book=_native_codebook(facts.codebook),
+        disk_book=None if facts.disk_codebook is None else _native_codebook(facts.disk_codebook),
+        codes=None if codes is None else torch.from_numpy(codes.copy()), entries=torch.from_numpy(facts.entries),
+        entry_codes=torch.from_numpy(facts.entry_codes.copy()),
+    )  # fmt: skip
+
+
+def _native_codebook(book: Codebook) -> _C.Codebook:
+    rotation = None if book.rotation is None else torch.from_numpy(book.rotation)
+    return load_extension().Codebook(parts=book.begin.tolist(), centroids=torch.from_numpy(book.centroids), rotation=rotation)
 
 
 def _nearest(far: np.ndarray, ids: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

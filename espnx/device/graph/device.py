@@ -23,6 +23,7 @@ from ..vectors.interface import Graph, Round, SearchCommand, WalkStats
 from .rounds import WalkSource
 
 LENGTH_MAX = 1 << 20
+NODES_MAX = 2**32 - 1
 
 
 class SsdGraphDevice:
@@ -33,7 +34,7 @@ class SsdGraphDevice:
         engine: of the reads, which stays the caller's; a name opens one of its own.
         walks: that are under way at a time; further ones wait.
 
-    Raises what opening the graph's files does, InvalidInputError, PathUnavailableError.
+    Raises what opening the graph's files does, InvalidInputError (also of a graph of more than 2^32 - 1 nodes), PathUnavailableError.
     """
 
     compute = torch.device("cpu")
@@ -42,6 +43,7 @@ class SsdGraphDevice:
     def __init__(self, graph: Graph, *, engine: NativeEngine | str = "auto", walks: int = 16):
         check_whole("walks at a time", walks, 1, 1024)
         check_metric(graph.metric)
+        check_whole("nodes of a graph", graph.n_nodes, 0, NODES_MAX)
         self.graph = graph
         self._owns_engine = isinstance(engine, str)
         self.engine = NativeEngine(engine) if isinstance(engine, str) else engine

@@ -6,6 +6,7 @@ Nodes of a round are parsed and measured as they arrive.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from ... import errors
 from ...ops.distances import distances
 from ...storage import Future, Plan
 from ...storage.native import load_native
-from ..vectors.interface import Graph, LayeredGraph, Nodes, Round, WalkStats
+from ..vectors.interface import Estimate, Graph, LayeredGraph, Nodes, Round, WalkStats
 
 #: Nodes of a round are taken in so many groups: each call costs more than the arithmetic of a node.
 _GROUPS = 4
@@ -71,15 +72,15 @@ class WalkSource:
         nodes, measured = numbers.numpy(), self.stats.distances
         future = self._read(self._graph.plan(nodes))
         position = future.position_bytes.numpy()
-        came, finished = [], False
+        missing, finished = set(nodes.tolist()), False
         while not finished:
             items, finished = future.next(-(-len(nodes) // _GROUPS))
             arrived = items.numpy()
             if arrived.size:  # the last of them may come with the news that there are no more
-                came.append(self._take(self._graph.parse(nodes[arrived], future.memory, position[arrived]), future.memory))
-        missing = nodes[~np.isin(nodes, np.concatenate(came))]
-        if missing.size:
-            raise errors.FormatError(f"node {missing[0]} of a graph", got="other nodes in its place", expected="that node")
+                missing -= self._take(self._graph.parse(nodes[arrived], future.memory, position[arrived]), future.memory)
+        if missing:
+            first = next(node for node in nodes.tolist() if node in missing)
+            raise errors.FormatError(f"node {first} of a graph", got="other nodes in its place", expected="that node")
         self._count(WalkStats(
             hops=1, nodes=len(nodes), read_requests=future.request_count, bytes_asked=future.bytes_asked, bytes_moved=future.bytes_moved
         ))  # fmt: skip
@@ -89,20 +90,18 @@ class WalkSource:
 
     def estimate(self, node: int, neighbours: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """float32 [m]: how far some neighbours of a node are, int64 [m]; they have these places among all of its neighbours."""
-        assert self._estimator is not None
-        codes = self._codes.get(node)
-        far = self._estimator(neighbours.numpy(), None if codes is None else codes[places.numpy()])
+        codes, estimator = self._codes.get(node), cast(Estimate, self._estimator)  # or nobody asks
+        far = estimator(neighbours.numpy(), None if codes is None else codes[places.numpy()])
         self._count(WalkStats(estimates=len(far)))
         return torch.from_numpy(np.ascontiguousarray(far, dtype=np.float32))
 
     def upper_neighbours(self, layer: int, node: int) -> torch.Tensor:
         """int64 [m]: of a node in a layer above. Raises FormatError for one that is not there."""
-        assert isinstance(self._graph, LayeredGraph)
-        near = self._graph.upper_neighbours(layer, node)
+        near = cast(LayeredGraph, self._graph).upper_neighbours(layer, node)  # or nobody asks
         self._check_neighbours(near, node)
         return torch.from_numpy(np.ascontiguousarray(near, dtype=np.int64))
 
-    def _take(self, nodes: Nodes, memory: torch.Tensor) -> np.ndarray:
+    def _take(self, nodes: Nodes, memory: torch.Tensor) -> set[int]:
         """Hands those that the walk does not know to it; the numbers of all."""
         self._check_nodes(nodes)
         numbers, neighbours, first = (np.ascontiguousarray(each, np.int64) for each in (nodes.numbers, nodes.neighbours, nodes.first))
@@ -112,10 +111,12 @@ class WalkSource:
         far = distances(self._query, memory, offset, self._graph.format, self._graph.metric, threads=1)
         if nodes.codes is not None:  # copies: what was read returns to the engine
             self._codes.update((int(numbers[i]), np.array(nodes.codes[first[i] : first[i + 1]])) for i in fresh)
-        begin, end = first[fresh], first[fresh + 1]
-        self._walk.arrived(*map(torch.from_numpy, (numbers[fresh], ids[fresh])), far, *map(torch.from_numpy, (neighbours, begin, end)))
+        self._walk.arrived(
+            torch.from_numpy(numbers[fresh]), torch.from_numpy(ids[fresh]), far, torch.from_numpy(neighbours),
+            torch.from_numpy(first[fresh]), torch.from_numpy(first[fresh + 1]),
+        )  # fmt: skip
         self._count(WalkStats(distances=len(fresh)))
-        return numbers
+        return set(numbers.tolist())
 
     def _check_nodes(self, nodes: Nodes) -> None:
         self._check_numbers(nodes.numbers, "a node that was read")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +21,12 @@ class Walked:
     rounds: list[tuple[list[int], int, int, int]] = field(default_factory=list)
     distances: int = 0
     estimates: int = 0
+
+
+def in_order(each: tuple[float, int]) -> tuple[bool, float, int]:
+    """Nearest first, ties by number; what is no number is farther than all that is."""
+    far, number = each
+    return math.isnan(far), 0.0 if math.isnan(far) else far, number
 
 
 class ReferenceWalk:
@@ -69,7 +76,7 @@ class ReferenceWalk:
                 turn = self.take()
                 self.counts.update(turn)
                 self.counts |= self.read([node for node in turn if node not in self.far])
-        self.walked.found = sorted((self.far[node], self.ids[node]) for node in self.counts)[: self.k]
+        self.walked.found = sorted(((self.far[node], self.ids[node]) for node in self.counts), key=in_order)[: self.k]
         return self.walked
 
     def descend(self, graph: LayeredGraph, entries: list[int]) -> int:
@@ -85,7 +92,7 @@ class ReferenceWalk:
         return nearest
 
     def add(self, candidates: list[tuple[float, int]]) -> None:
-        self.listed = sorted([*self.listed, *candidates])[: self.length]
+        self.listed = sorted([*self.listed, *candidates], key=in_order)[: self.length]
 
     def take(self) -> list[int]:
         turn = [node for _, node in self.listed if node not in self.expanded][: self.beam]

@@ -11,10 +11,13 @@ import pytest
 import torch
 
 import espnx.graph
+from espnx import errors
 from espnx.device.graph import SsdGraphDevice
 from espnx.device.vectors.interface import Estimate, Graph
 from espnx.graph.hnsw import HnswGraph, Links, write_hnsw
+from espnx.ops.distances import distances
 from espnx.storage import NativeEngine
+from espnx.storage.native import load_native
 from tests.device.graph.made import query_of, random_graph
 from tests.device.graph.reference_walk import ReferenceWalk
 
@@ -28,7 +31,8 @@ def assert_walks_alike(graph: Graph, queries: Iterable[torch.Tensor], shapes: li
                 ticket = device.search(query, length, k, beam=beam)
                 ids, far = ticket.finish()
                 wanted = ReferenceWalk(graph, engine, query, length, k, beam).run()
-                assert list(zip(far.tolist(), ids.tolist(), strict=True)) == wanted.found, (length, k, beam)
+                found = list(zip(far.tolist(), ids.tolist(), strict=True))
+                assert repr(found) == repr(wanted.found), (length, k, beam)  # of which some may be no numbers
                 rounds = [(each.nodes.tolist(), each.bytes_moved, each.distances, each.read_requests) for each in ticket.rounds]
                 assert rounds == wanted.rounds, (length, k, beam)
                 counted = ticket.walk
@@ -80,22 +84,22 @@ def test_equal_vectors_with_codes(tmp_path: Path, codes: str) -> None:
 
 
 class Coded(HnswGraph):
-    """With layers above, and codes in memory: coarse vectors."""
+    """With layers above, and codes in memory: coarse vectors, or what a test puts there."""
+
+    guessed: np.ndarray | None = None  # float32 [n]
 
     def estimator(self, query: torch.Tensor) -> Estimate:  # type: ignore[override]
-        wanted = query.numpy().astype(np.float32)
+        if (guessed := self.guessed) is None:
+            pages = np.fromfile(Path(self.directory) / "vectors.bin", np.uint8).reshape(-1, 4096)
+            held = pages[:, : 4096 // self.dim * self.dim].reshape(-1, self.dim)
+            guessed = np.square(held // 32 * np.float32(32) - query.numpy().astype(np.float32)).sum(axis=1)
 
         def estimate(nodes: np.ndarray, codes: np.ndarray | None) -> np.ndarray:
             assert codes is None
-            held = np.fromfile(self.vectors, np.uint8).reshape(-1, 4096)[:, : 4096 // self.dim * self.dim].reshape(-1, self.dim)[nodes]
-            found: np.ndarray = np.square(held // 32 * np.float32(32) - wanted).sum(axis=1)
+            found: np.ndarray = guessed[nodes]
             return found
 
         return estimate
-
-    @property
-    def vectors(self) -> Path:
-        return Path(self.directory) / "vectors.bin"
 
 
 def layered(n: int, m: int, seed: int) -> Links:
@@ -143,3 +147,66 @@ def test_nodes_that_come_along(tmp_path: Path, coded: bool, shared_slots: int) -
     graph.shared_slots = shared_slots
     graph.entry = [5, 5, 200, 17]
     assert_walks_alike(graph, map(query_of, range(3)))
+
+
+@pytest.mark.parametrize("kind", [HnswGraph, Coded])
+def test_distances_that_are_no_numbers(tmp_path: Path, kind: type[HnswGraph]) -> None:
+    """Products that overflow, of both signs: infinities, and sums of such that are no numbers."""
+    base = vectors_of(150, 4, "int8", 3).astype(np.float32)
+    base[::3] *= np.float32(2e36)
+    write_hnsw(tmp_path / "hnsw", base, layered(150, 3, 5), metric="ip")
+    query = torch.tensor([1e5, 1e5, -1e5, 1.0])
+    graph = kind(tmp_path / "hnsw")
+    if isinstance(graph, Coded):
+        graph.guessed = distances(query, torch.from_numpy(base.view(np.uint8).ravel()), torch.arange(150) * 16, "fp32", "ip").numpy()
+    assert_walks_alike(graph, [query])
+    with SsdGraphDevice(graph) as device:
+        far = device.search(query, 150, 150).finish()[1]
+    assert np.isnan(far).any()
+    assert np.isinf(far).any()
+    assert np.isfinite(far).any()
+
+
+def native_walk(**change: int) -> object:
+    options = {"n_nodes": 10, "k": 2, "list_size": 4, "beam": 1, "by_codes": False, "upper_layers": None, **change}
+    return load_native().RoundWalk(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", [{"n_nodes": -1}, {"n_nodes": 2**32}, {"k": 0}, {"list_size": 1}, {"beam": 0}, {"upper_layers": -1}])
+def test_a_walk_that_cannot_be(change: dict[str, int]) -> None:
+    with pytest.raises(errors.InvalidInputError):
+        native_walk(**change)
+
+
+class Wrong:
+    """Says that it has read what it has not, or says it wrong."""
+
+    def __init__(self, arrival: dict[str, list[int]] | None):
+        self.walk, self.arrival = native_walk(), arrival
+
+    def read(self, nodes: torch.Tensor) -> None:
+        if self.arrival is not None:
+            given = {"numbers": [3], "ids": [3], "distances": [1], "neighbours": [5], "begin": [0], "end": [1], **self.arrival}
+            own = [torch.tensor(each, dtype=torch.float32 if name == "distances" else torch.int64) for name, each in given.items()]
+            self.walk.arrived(*own)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "arrival",
+    [
+        {"numbers": [10]}, {"numbers": [-1]}, {"neighbours": [10]}, {"neighbours": [-1]}, {"end": [2]}, {"begin": [-1]}, {"begin": [2]},
+        {"ids": []}, {"distances": []}, {"numbers": [3, 3], "ids": [3, 3], "distances": [1, 1], "begin": [0, 0], "end": [1, 1]},
+    ],
+)  # fmt: skip
+def test_what_never_arrived(arrival: dict[str, list[int]]) -> None:
+    source = Wrong(arrival)
+    with pytest.raises(errors.InvalidInputError):
+        source.walk.run(source, torch.tensor([3]))  # type: ignore[attr-defined]
+
+
+def test_nothing_arrives() -> None:
+    source = Wrong(None)
+    with pytest.raises(RuntimeError, match="was not read"):
+        source.walk.run(source, torch.tensor([3]))  # type: ignore[attr-defined]
+    with pytest.raises(errors.InvalidInputError, match="entries must be nodes"):
+        source.walk.run(source, torch.tensor([10]))  # type: ignore[attr-defined]
