@@ -1,16 +1,12 @@
-"""A device that stands in front of another: traces and emulation add something to its work, and say of the rest what it says."""
+"""A part of a device that stands in front of another: traces and emulation add something to its work, and say of the rest what it says."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any, Generic, Self, TypeVar
-
-import torch
+from typing import Any, Self
 
 from .crew import Clock, clock_of
-from .interface import Capabilities, Device, DeviceStats, FilePath
-
-D = TypeVar("D", bound=Device)
 
 
 def topologies_of(*devices: object) -> list[Any]:
@@ -23,29 +19,21 @@ def topologies_of(*devices: object) -> list[Any]:
     return list(dict.fromkeys(found))
 
 
-class DeviceAround(Generic[D]):
-    """See `Device`. The inner device is closed with it."""
+class Around:
+    """In front of a part, or of a ticket: what it does not say itself, the inner one says."""
 
-    def __init__(self, inner: D):
+    def __init__(self, inner: Any):
         self._inner = inner
 
-    @property
-    def compute(self) -> torch.device:
-        """See `Device`."""
-        return self._inner.compute
+    def __getattr__(self, name: str) -> Any:
+        if name == "_inner":  # before it is there
+            raise AttributeError(name)
+        return getattr(self._inner, name)
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """See `Device`."""
-        return self._inner.capabilities
 
-    def path_report(self) -> Sequence[FilePath]:
-        """See `Device`."""
-        return self._inner.path_report()
-
-    def stats(self) -> DeviceStats:
-        """See `Device`."""
-        return self._inner.stats()
+class PartAround(Around):
+    """The inner part is closed with it. A class derived from it has a `submit` of its own, and is made by `with_calls`, so that no call
+    comes past that."""
 
     @property
     def clock(self) -> Clock | None:
@@ -57,16 +45,14 @@ class DeviceAround(Generic[D]):
         """See `topologies_of`."""
         return topologies_of(self._inner)
 
-    def forget(self) -> None:
-        """See `Device`."""
-        self._inner.forget()
-
-    def close(self) -> None:
-        """See `Device`."""
-        self._inner.close()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@functools.cache
+def with_calls(around: Any, calls: Any) -> Any:
+    """A class of what stands in front of parts, with the calls of parts of one kind, which make commands."""
+    return type(f"{around.__name__}Of{calls.__name__}", (calls, around), {"__doc__": around.__doc__})

@@ -17,6 +17,7 @@ from ...ops.accelerator import DIM, LSE_LEAST, Buffered, accelerator, accelerato
 from ...ops.accelerator.checks import BLOCK, MASK, PAD_TO
 from ...ops.attention import Queries, RowsInMemory, attend_rows, merge
 from ...storage import Plan
+from ..cost.work import page_reads
 from ..crew import Clock
 from ..interface import READ_AHEAD_BYTES, Capabilities, SegmentView, Show
 from ..model.spec import Accelerator, DeviceSpec
@@ -26,7 +27,6 @@ from ..space import FileSegment
 from ..ssd_rows import SsdRowDevice
 from ..writes import Writing
 from .faults import Faults, Guard
-from .paced import page_reads
 from .row_pacing import HandOver, HeadRows, PacedReads, RowPacing, check_memory
 from .topology import Topology, Transfer
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 
 from ... import errors
 from ...checks import check_finite, check_whole
+from ...storage.parse import Fields
+from ..command import Command, Watch
 
 #: The opcode of `ScanCommand`: of those that NVMe leaves to vendors, the next one whose lowest bits say that data goes both ways.
 SCAN = 0x8B
@@ -17,6 +21,8 @@ UNIT_BYTES = 64
 #: What flash reads.
 PAGE_BYTES = 4096
 K_MAX = 1 << 24
+#: Of a payload in a trace, in base64.
+PAYLOAD_MAX = 64 << 20
 
 #: A list: where it lies among the device's lists and how long it is, in units of 64 bytes; the number of its term there; its postings; its
 #: first layer in units of 64 bytes, 0 where it has one; bytes of its name, and `DIGEST` where that is a digest.
@@ -123,20 +129,22 @@ class Weights:
 
 
 @dataclass(frozen=True, eq=False)
-class ScanCommand:
+class ScanCommand(Command):
     """Asks a device to score the records of some lists. The payload lies in the data buffer when the command is sent, and the reply when it
     is done: `SCAN_REPLY` of the k best, or `PARTIAL` of every posting where k is 0.
 
     Attributes:
-        lists, weights, k: see `PostingsDevice.scan`.
+        lists, weights, k, deadline_s: see `PostingsDevice.scan`.
         allowed: uint8: bit i % 8 of byte i / 8 says whether record i may be found; None: all may.
         opcode: `SCAN`.
     """
 
+    verb: ClassVar[str] = "scan"
     lists: ScanLists
     weights: Weights
     k: int
     allowed: np.ndarray | None = None
+    deadline_s: float = 30.0
     opcode: int = SCAN
 
     def __post_init__(self) -> None:
@@ -182,6 +190,33 @@ class ScanCommand:
         score; an impact takes two of them. Unpacking is not among them."""
         return 5.0 * self.lists.n_postings
 
+    def ask(self, part: Any, watch: Watch | None = None) -> Any:
+        """See `Command`."""
+        return part.scan(self.lists, self.weights, self.k, allowed=self.allowed, deadline_s=self.deadline_s)
+
+    def values(self, found: np.ndarray) -> np.ndarray:
+        """See `Command`."""
+        scores: np.ndarray = found["score"]
+        return scores
+
+    def begin_line(self, stored: Any, memo: dict[Any, Any]) -> dict[str, Any]:
+        """See `Command`."""
+        places = np.stack([self.lists.places["offset"], self.lists.places["size"]], axis=1)
+        return {
+            "bytes": self.lists.size_bytes, "k": self.k, "postings": self.lists.n_postings,
+            "lists": (places.astype(np.int64) * UNIT_BYTES).tolist(),
+            "sent": self.payload_bytes, "reply": self.data_len, "payload": base64.b64encode(self.payload).decode(), "waited_s": 0.0,
+        }  # fmt: skip
+
+    @classmethod
+    def of_line(cls, said: Fields, stored: Any, memo: dict[Any, Any]) -> ScanCommand:
+        """See `Command`."""
+        text = said.text("payload", most=PAYLOAD_MAX)
+        try:
+            return cls.parse(base64.b64decode(text, validate=True))
+        except (ValueError, errors.FormatError) as error:
+            said.refuse("payload", "the command of a scan, in base64", str(error))
+
     @classmethod
     def parse(cls, payload: bytes) -> ScanCommand:
         """What `payload` says. Raises FormatError for bytes that are no command."""
@@ -207,3 +242,14 @@ class ScanCommand:
 
 def _refuse(got: object, expected: object) -> NoReturn:
     raise errors.FormatError("command of a scan", got=got, expected=expected)
+
+
+class PostingsCalls:
+    """See `espnx.device.postings.interface.PostingsDevice`."""
+
+    if TYPE_CHECKING:
+        submit: Callable[..., Any]
+
+    def scan(self, lists: ScanLists, weights: Weights, k: int, *, allowed: np.ndarray | None = None, deadline_s: float = 30.0) -> Any:
+        """See `PostingsDevice`."""
+        return self.submit(ScanCommand(lists, weights, k, allowed, deadline_s))
