@@ -48,6 +48,25 @@ class Command:
         found: np.ndarray = ~np.isnan(values)
         return found
 
+    # --- on several devices (`espnx.device.several`) ---
+
+    #: Of results that are put together.
+    result_dtype: ClassVar[Any] = np.float32
+
+    @property
+    def items(self) -> np.ndarray | None:
+        """Numbers of what is asked for, of a command of which each device can do its own items; None: of any other."""
+        return None
+
+    @property
+    def n_results(self) -> int:
+        """Of all items together."""
+        return 0 if self.items is None else len(self.items)
+
+    def share(self, places: np.ndarray) -> tuple[Command, np.ndarray]:
+        """(the same of some of its items, which places its results have among all). Args: places: of the items, ascending."""
+        raise NotImplementedError
+
     # --- in a trace (docs/trace-format.md) ---
 
     def begin_line(self, stored: Any, memo: dict[Any, Any]) -> dict[str, Any]:

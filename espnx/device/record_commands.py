@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -42,13 +42,31 @@ class MaxsimCommand(Command):
         found: np.ndarray = np.isfinite(values)
         return found
 
+    @property
+    def items(self) -> np.ndarray:
+        """See `Command`."""
+        return np.ascontiguousarray(self.numbers, dtype=np.int64)
+
+    @property
+    def n_results(self) -> int:
+        """See `Command`: a score of each pair."""
+        return len(self.numbers) if self.pairs is None else len(self.pairs)
+
+    def share(self, places: np.ndarray) -> tuple[MaxsimCommand, np.ndarray]:
+        """See `Command`."""
+        if self.pairs is None:
+            return replace(self, numbers=self.items[places]), places
+        mine = np.flatnonzero(np.isin(self.pairs.item, places))
+        pairs = Pairs(np.searchsorted(places, self.pairs.item[mine]), self.pairs.query[mine])
+        return replace(self, numbers=self.items[places], pairs=pairs), mine
+
     def begin_line(self, stored: RecordLayout, memo: dict[Any, Any]) -> dict[str, Any]:
         """See `Command`."""
         return {
             "bytes": stored_bytes(stored, self.numbers), "places": self.numbers.tolist(),
             "queries": [len(query.tokens) for query in self.queries],
-            "pairs": len(self.numbers) if self.pairs is None else len(self.pairs),
-            "gap_bytes": self.gap_bytes, "is_urgent": self.is_urgent, "deadline_s": self.deadline_s, "waited_s": 0.0,
+            "pairs": self.n_results, "gap_bytes": self.gap_bytes,
+            "is_urgent": self.is_urgent, "deadline_s": self.deadline_s, "waited_s": 0.0,
         }  # fmt: skip
 
     @classmethod

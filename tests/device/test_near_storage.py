@@ -13,7 +13,7 @@ import espnx
 from espnx import errors
 from espnx.device.interface import RecordDevice, RecordQuery
 from espnx.device.near_storage import NearStorageDevice
-from espnx.device.routed_records import RoutedRecordDevice
+from espnx.device.several import SeveralRecordDevices
 from tests.integrations.transformers.tiny import enabled, prompt
 from tests.retrieval.common import build, corpus, queries
 
@@ -79,7 +79,7 @@ def test_a_search_over_several_devices(spread: tuple[Path, list[Path]]) -> None:
     path, directories = spread
     devices = espnx.device.open("ssd", [path, *directories])
     with espnx.open(path) as plain, espnx.open(path, device=devices) as index, espnx.open(path, device="ssd") as named:
-        assert isinstance(index.device, RoutedRecordDevice)
+        assert isinstance(index.device, SeveralRecordDevices)
         for options in ({}, {"rerank": 20}, {"prefetch_step": (0.1, 0.5)}, {"exclude": ["doc-3"]}, {"explain": True}, {"cascade": 20}):
             wanted, found, also = (each.search(queries(5), k=30, candidates=80, **options) for each in (plain, index, named))
             assert [result.hits for result in found] == [result.hits for result in wanted] == [result.hits for result in also]

@@ -154,7 +154,7 @@ class _Player:
 
     def __init__(self, device: NearStorageDevice, there: Mapping[PartKind, Sequence[Any]], row_options: dict[str, Any]):
         self._device, self._there, self._row_options = device, there, row_options
-        self._kinds = tuple(dict.fromkeys((*KINDS, *there)))
+        self._kinds = tuple(dict.fromkeys((*KINDS, *device.kinds, *there)))
         self._parts, self._own = dict[int, tuple[Any, Any, dict[Any, Any]]](), list[Any]()  # parts: what they store, and their memo
 
     def prepare(self, line: Command) -> Callable[[], Any]:
