@@ -54,7 +54,7 @@ class PacedPart(PartAround):
         cost = self._verbs[command.verb].cost
         if cost is None:  # whole records are for whoever checks or copies a store
             return command.ask(self._inner, watch)
-        fault, pace = self._guard.begin(command.verb), _Pace(self._topology, self._number)
+        fault, pace = self._guard.begin(command.verb), Pace(self._topology, self._number)
         with pace.lock:  # a step that the real work makes at once comes behind the first legs
             ticket = command.ask(self._inner, pace.step)
             try:
@@ -83,61 +83,54 @@ class PacedPart(PartAround):
         return [self._topology]
 
 
-class _Pace:
+class Pace:
     """The legs of a command on the links of one device.
 
     Attributes:
-        asked_s: the virtual second in which it was sent.
+        legs: that have been sent on their way.
+        asked_s: the virtual second in which the command was sent.
         lock: guards the legs; steps come from other threads.
     """
 
     def __init__(self, topology: Topology, device: int):
         self.topology, self._device, self.lock = topology, device, threading.RLock()
         self.asked_s, self._member = topology.now(), topology.member
-        self.work, self._legs, self._has_ended = Work(()), list[Transfer](), False
+        self.work, self.legs, self._has_ended = Work(()), list[Transfer](), False
 
     def begin(self, work: Work) -> None:
         self.work = work
-        self._add(work.legs)
+        self.add(work.legs)
 
     def step(self, done: Any) -> None:
         """A step of the work, behind the one before."""
         with self.lock, self.topology.asking_for(self._member):
             if self.work.step is not None:
-                self._add(self.work.step(done))
+                self.add(self.work.step(done))
 
     def end(self, found: Any) -> Transfer:
         """The last leg of all, of a command that has this result."""
         with self.lock:
             if self.work.end is not None and not self._has_ended:
-                self._add(self.work.end(found))
+                self.add(self.work.end(found))
             self._has_ended = True
-            return self._legs[-1]
+            return self.legs[-1]
 
-    def leg(self, number: int) -> Transfer:
-        return self._legs[number]
-
-    def _add(self, legs: Sequence[Leg]) -> None:
-        topology, device = self.topology, self._device
+    def add(self, legs: Sequence[Leg]) -> Sequence[Transfer]:
+        """Sends further legs on their way."""
+        topology, device, begin = self.topology, self._device, len(self.legs)
         for leg in legs:
-            after = [self._legs[number] for number in leg.after]
+            after = [self.legs[number] for number in leg.after]
             if leg.route == COMPUTE:
-                self._legs.append(topology.compute(device, leg.flop, leg.size_bytes, group=leg.heads, after=after))
+                self.legs.append(topology.compute(device, leg.flop, leg.size_bytes, group=leg.heads, after=after))
             else:
-                self._legs.append(topology.transfer(device, leg.route, leg.size_bytes, after, requests=leg.requests))
-
-    def cancel(self, groups: Sequence[Group] | None) -> None:
-        """Of the groups that nobody has yet; None: all."""
-        with self.lock:
-            ends = self._legs[-1:] if groups is None else [self._legs[each.leg] for each in groups]
-        for each in ends:
-            self.topology.cancel(each)
+                self.legs.append(topology.transfer(device, leg.route, leg.size_bytes, after, requests=leg.requests))
+        return self.legs[begin:]
 
 
 class PacedTicket(Around):
     """Hands out what the real ticket has, group by group in the order in which it was asked for, or all at the end."""
 
-    def __init__(self, inner: Any, command: Command, pace: _Pace, guard: Guard, fault: DeviceFault | None):
+    def __init__(self, inner: Any, command: Command, pace: Pace, guard: Guard, fault: DeviceFault | None):
         super().__init__(inner)
         self._command, self._pace, self._guard, self._fault = command, pace, guard, fault
         self._topology, self._is_held = pace.topology, fault is not None
@@ -190,7 +183,7 @@ class PacedTicket(Around):
 
     def _arrive(self, group: Group, asked_s: float, until: float | None) -> bool:
         """Whether the device has it on the host by then."""
-        transfer = self._pace.leg(group.leg)
+        transfer = self._pace.legs[group.leg]
         if until is None:
             self._topology.wait(transfer, asked_s=asked_s, deadline_s=self._deadline_s)
             return True
@@ -227,7 +220,10 @@ class PacedTicket(Around):
     def cancel(self) -> None:
         """Whoever waits, or will, gets TransferCancelledError."""
         self._inner.cancel()
-        self._pace.cancel(self._groups if self._pace.work.groups is not None else None)
+        if self._pace.work.groups is None:
+            self._topology.cancel(self._pace.legs[-1])
+        for group in self._groups:
+            self._topology.cancel(self._pace.legs[group.leg])
 
     # --- what is looked at before anybody gets it ---
 
