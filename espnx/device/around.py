@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -32,8 +31,8 @@ class Around:
 
 
 class PartAround(Around):
-    """The inner part is closed with it. A class derived from it has a `submit` of its own, and is made by `with_calls`, so that no call
-    comes past that."""
+    """The inner part is closed with it. A class derived from it has a `submit` of its own, and is made by
+    `espnx.device.kinds.PartKind.around`, so that no call comes past that."""
 
     @property
     def clock(self) -> Clock | None:
@@ -50,9 +49,3 @@ class PartAround(Around):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-@functools.cache
-def with_calls(around: Any, calls: Any) -> Any:
-    """A class of what stands in front of parts, with the calls of parts of one kind, which make commands."""
-    return type(f"{around.__name__}Of{calls.__name__}", (calls, around), {"__doc__": around.__doc__})

@@ -1,13 +1,14 @@
 """A verb is a value: what a part of a device is asked for is a `Command`, and `submit` is the door through which it comes.
 
-A part's own calls (`distances`, `scan`, `put`) are named by commands: `Command.ask` makes the call. Whatever stands in front of parts
-(emulation, traces, several devices as one) sees commands alone, and is written once for all verbs; its own calls make commands again
-(`espnx.device.around.with_calls`).
+A part has a call for each verb (`distances`, `scan`, `put`); a command is such a call, with its arguments. Whatever stands in front of
+parts (emulation, traces, several devices as one) sees commands alone, and is written once for all verbs; its own calls make commands
+again (`espnx.device.kinds.PartKind.around`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,21 +21,30 @@ Watch = Callable[[Any], None]
 
 
 class Command:
-    """What a part is asked for. A class derives for each verb, and overrides what the verb has.
+    """What a part is asked for. A dataclass derives for each verb: its fields are the arguments of the call of that name.
 
     Attributes:
         verb: its name, in traces, faults and the verbs of an accelerator (`espnx.device.model.spec`).
+        is_done: its call returns the result, and no ticket.
+        comes_in_steps: its call has a ``watch``, which is told of each step.
         takes_more: its ticket may be asked for more (`add`) until it is finished: its line in a trace is written then.
     """
 
     verb: ClassVar[str]
+    is_done: ClassVar[bool] = False
+    comes_in_steps: ClassVar[bool] = False
     takes_more: ClassVar[bool] = False
     deadline_s: float = 30.0
 
     def ask(self, part: Any, watch: Watch | None = None) -> Any:
-        """Asks a part, and returns its ticket: `finish` waits for the result, `cancel` ends it, `stats` says what it took. Raises what
-        the part does."""
-        return part.submit(self, watch)
+        """Asks a part, by the call of the verb's name with the command's fields, and returns its ticket: `finish` waits for the result,
+        `cancel` ends it, `stats` says what it took. Raises what the part does."""
+        own = {each.name: each.kw_only for each in fields(self)} if is_dataclass(self) else {}
+        options = {name: getattr(self, name) for name, is_option in own.items() if is_option}
+        if watch is not None and self.comes_in_steps:
+            options["watch"] = watch
+        found = getattr(part, self.verb)(*(getattr(self, name) for name, is_option in own.items() if not is_option), **options)
+        return Done(found) if self.is_done else found
 
     # --- results ---
 

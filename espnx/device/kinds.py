@@ -6,6 +6,7 @@ A kind is a value, so that a device of any sort (plain, emulated, recorded, seve
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -16,21 +17,20 @@ import torch
 from .. import errors
 from ..storage import Engine
 from ..storage.native import host_engine
-from .around import PartAround, with_calls
-from .clusters.commands import ClusterCalls, DistancesCommand
-from .command import Command
+from .around import PartAround
+from .clusters.commands import DistancesCommand
+from .command import Command, Watch
 from .cost.distances import distances
 from .cost.maxsim import maxsim
 from .cost.scan import scan
 from .cost.search import search
 from .cost.work import Work
-from .graph.commands import GraphCalls
 from .interface import KeptRecords
 from .model.spec import Accelerator
-from .postings.command import PostingsCalls, ScanCommand
-from .record_commands import MaxsimCommand, ReadCommand, RecordCalls
+from .postings.command import ScanCommand
+from .record_commands import MaxsimCommand, ReadCommand
 from .record_layout import RecordLayout
-from .row_commands import ROW_COMMANDS, RowCalls
+from .row_commands import ROW_COMMANDS, RowSpace
 from .vectors.interface import SearchCommand
 
 #: What a command costs on a device that stores such things, whose accelerator has the verb (None: the host computes).
@@ -57,7 +57,6 @@ class PartKind:
     keeps: what such a part keeps, in words.
     opens: the call of a device that opens one, where it has one of its own.
     verbs: by name.
-    calls: methods that make commands, for whatever stands in front of a part.
     open: a plain one, which this machine computes on: (directory of the device, what, options) -> the part.
     stored: what costs and traces must know of what an open part keeps.
     says: the line of a trace that says what a part is; empty: none does.
@@ -65,6 +64,7 @@ class PartKind:
     files: of that line, by what a part stores; None: what `path_report` names.
     is_open: a replay is given such parts, not what they are opened of.
     fronts: puts something in front of an open part, or of the parts that it opens in turn.
+    mixins: of what stands in front of such a part, beside its calls.
     checks: by name: (device) -> None, or what it has to say; they raise NotConformingError (`espnx device verify`).
     """
 
@@ -72,7 +72,6 @@ class PartKind:
     keeps: str
     opens: str
     verbs: Mapping[str, Verb]
-    calls: type
     open: Callable[..., Any]
     stored: Callable[[Any], Any] = lambda part: None
     says: str = ""
@@ -80,6 +79,7 @@ class PartKind:
     files: Callable[[Any], list[str]] | None = None
     is_open: bool = False
     fronts: Callable[[Any, Front], Any] | None = None
+    mixins: tuple[type, ...] = ()
     checks: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
 
     def open_on(self, device: Any, *what: Any, **options: Any) -> Any:
@@ -92,8 +92,23 @@ class PartKind:
         return make(part, self.stored(part)) if self.fronts is None else self.fronts(part, make)
 
     def around(self, around: Any, *args: Any, **options: Any) -> Any:
-        """Something that stands in front of a part, with the calls of this kind."""
-        return with_calls(around, self.calls)(*args, **options)
+        """Something that stands in front of parts of this kind, made with a call for each verb, which makes a command."""
+        return _with_calls(around, self)(*args, **options)
+
+
+@functools.cache
+def _with_calls(around: Any, kind: PartKind) -> Any:
+    calls = {name: _call(verb.command) for name, verb in kind.verbs.items()}
+    return type(f"{around.__name__}Of{kind.name.title()}", (*kind.mixins, around), {"__doc__": around.__doc__, **calls})
+
+
+def _call(command: Any) -> Callable[..., Any]:
+    def call(part: Any, *args: Any, watch: Watch | None = None, **options: Any) -> Any:
+        ticket = part.submit(command(*args, **options), watch)
+        return ticket.finish() if command.is_done else ticket
+
+    call.__doc__ = command.__doc__
+    return call
 
 
 class RecordsAround(PartAround):
@@ -147,27 +162,27 @@ def _plain_rows(path: str, directory: str | None = None, **options: Any) -> Any:
 
 
 ROWS = PartKind(
-    "rows", "rows of KV caches", "open_rows", {each.verb: Verb(each) for each in ROW_COMMANDS}, RowCalls, _plain_rows,
+    "rows", "rows of KV caches", "open_rows", {each.verb: Verb(each) for each in ROW_COMMANDS}, _plain_rows, mixins=(RowSpace,),
 )  # fmt: skip
 RECORDS = PartKind(
-    "records", "embedding records", "open_records", {"maxsim": Verb(MaxsimCommand, maxsim), "read": Verb(ReadCommand)}, RecordCalls,
+    "records", "embedding records", "open_records", {"maxsim": Verb(MaxsimCommand, maxsim), "read": Verb(ReadCommand)},
     _plain_records, says="keep_records", fronts=RecordsAround, files=lambda layout: [file.path for file in layout.files],
     facts=lambda layout: {
         "records": len(layout.n_tokens), "format": layout.schema.format, "dim": layout.schema.dim, "d_cls": layout.schema.d_cls,
     }, is_open=True,
 )  # fmt: skip
 CLUSTERS = PartKind(
-    "clusters", "clusters of vectors", "open_clusters", {"distances": Verb(DistancesCommand, distances)}, ClusterCalls, _plain_clusters,
+    "clusters", "clusters of vectors", "open_clusters", {"distances": Verb(DistancesCommand, distances)}, _plain_clusters,
     attrgetter("clusters"), says="open_clusters",
     facts=lambda held: {"clusters": len(held.n_vectors), "format": held.format, "dim": held.dim},
 )  # fmt: skip
 GRAPHS = PartKind(
-    "graphs", "graphs", "open_graph", {"search": Verb(SearchCommand, search)}, GraphCalls, _plain_graph, attrgetter("graph"),
+    "graphs", "graphs", "open_graph", {"search": Verb(SearchCommand, search)}, _plain_graph, attrgetter("graph"),
     says="open_graph",
     facts=lambda graph: {"nodes": graph.n_nodes, "format": graph.format, "dim": graph.dim, "metric": graph.metric},
 )  # fmt: skip
 POSTINGS = PartKind(
-    "postings", "posting lists", "open_postings", {"scan": Verb(ScanCommand, scan)}, PostingsCalls, _plain_lists, attrgetter("lists"),
+    "postings", "posting lists", "open_postings", {"scan": Verb(ScanCommand, scan)}, _plain_lists, attrgetter("lists"),
     says="keep_lists", facts=lambda lists: {"records": lists.n_records}, files=lambda lists: [lists.path],
 )  # fmt: skip
 

@@ -1,18 +1,18 @@
-"""What kept records are asked for, and their calls as commands."""
+"""What kept records are asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from ..storage import Future
 from ..storage.parse import Fields
-from .command import Command, Done, Watch
-from .interface import KeptRecords, Pairs, RecordQuery, RecordTicket
+from .command import Command
+from .interface import Pairs, RecordQuery
 from .record_layout import RecordLayout
 
 #: Of the queries of one request, in values: what a trace asks for is made in memory.
@@ -28,14 +28,10 @@ class MaxsimCommand(Command):
     numbers: np.ndarray
     queries: Sequence[RecordQuery]
     pairs: Pairs | None = None
+    _: KW_ONLY
     gap_bytes: int = 0
     is_urgent: bool = True
     deadline_s: float = 30.0
-
-    def ask(self, part: KeptRecords, watch: Watch | None = None) -> RecordTicket:
-        """See `Command`."""
-        options = {"gap_bytes": self.gap_bytes, "is_urgent": self.is_urgent, "deadline_s": self.deadline_s}
-        return part.maxsim(self.numbers, self.queries, self.pairs, **options)  # type: ignore[arg-type]
 
     def can_be(self, values: np.ndarray) -> np.ndarray:
         """See `Command`. Scores are sums of products of finite numbers."""
@@ -85,7 +81,8 @@ class MaxsimCommand(Command):
             which = np.arange(count, dtype=np.int64)
             pairs = Pairs(which * len(numbers) // max(count, 1), which % max(len(queries), 1))
         gap_bytes = said.whole("gap_bytes") if "gap_bytes" in said else 0
-        return cls(numbers, queries, pairs, gap_bytes, said.flag("is_urgent") if "is_urgent" in said else True)
+        is_urgent = said.flag("is_urgent") if "is_urgent" in said else True
+        return cls(numbers, queries, pairs, gap_bytes=gap_bytes, is_urgent=is_urgent)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,13 +90,11 @@ class ReadCommand(Command):
     """Whole records, to be checked or copied. Attributes: see `KeptRecords.read`."""
 
     verb: ClassVar[str] = "read"
+    is_done: ClassVar[bool] = True
     numbers: np.ndarray
+    _: KW_ONLY
     gap_bytes: int = 0
     deadline_s: float = 30.0
-
-    def ask(self, part: KeptRecords, watch: Watch | None = None) -> Done:
-        """See `Command`."""
-        return Done(part.read(self.numbers, gap_bytes=self.gap_bytes, deadline_s=self.deadline_s))
 
     def begin_line(self, stored: RecordLayout, memo: dict[Any, Any]) -> dict[str, Any]:
         """See `Command`."""
@@ -123,29 +118,3 @@ def stored_bytes(layout: RecordLayout, numbers: np.ndarray) -> int:
 def numbers_said(said: Fields, layout: RecordLayout) -> np.ndarray:
     """Of the records of a line of a trace. Raises FormatError."""
     return np.array(said.wholes("places", most=max(len(layout.n_tokens) - 1, 0), count=1 << 28), dtype=np.int64)
-
-
-class RecordCalls:
-    """See `espnx.device.interface.KeptRecords`."""
-
-    if TYPE_CHECKING:
-        submit: Callable[..., Any]
-
-    def maxsim(
-        self,
-        numbers: np.ndarray,
-        queries: Sequence[RecordQuery],
-        pairs: Pairs | None = None,
-        *,
-        gap_bytes: int = 0,
-        is_urgent: bool = True,
-        deadline_s: float = 30.0,
-    ) -> RecordTicket:
-        """See `KeptRecords`."""
-        found: RecordTicket = self.submit(MaxsimCommand(numbers, queries, pairs, gap_bytes, is_urgent, deadline_s))
-        return found
-
-    def read(self, numbers: np.ndarray, *, gap_bytes: int = 0, deadline_s: float = 30.0) -> Future:
-        """See `KeptRecords`."""
-        found: Future = self.submit(ReadCommand(numbers, gap_bytes, deadline_s)).finish()
-        return found

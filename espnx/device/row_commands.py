@@ -1,12 +1,12 @@
-"""What the rows of a KV cache on a device are asked for, and their calls as commands. All of them are done when `submit` returns."""
+"""What the rows of a KV cache on a device are asked for. All of it is done when `submit` returns."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,18 +23,10 @@ VALUES_MAX = 1 << 31
 
 
 class _RowCommand(Command):
-    """Of rows: the call of the verb's name, with the fields of the command."""
-
-    def call(self, rows: RowDevice) -> Any:
-        return getattr(rows, self.verb)()
-
-    def ask(self, part: RowDevice, watch: Watch | None = None) -> Done:
-        """See `Command`."""
-        return Done(self.call(part))
+    is_done: ClassVar[bool] = True
 
     @classmethod
     def of_line(cls, said: Fields, stored: Any, memo: dict[Any, Any]) -> Any:
-        """See `Command`."""
         return cls()
 
 
@@ -48,16 +40,11 @@ class PutCommand(_RowCommand):
     v: torch.Tensor | None
     heads: range
 
-    def call(self, rows: RowDevice) -> Sequence[Segment]:
-        return rows.put(self.layout, self.k, self.v, self.heads)
-
     def end_line(self, line: dict[str, Any], ticket: Any, found: Any, memo: dict[Any, Any]) -> None:
-        """See `Command`."""
         _keep(line, found, memo)
 
     @classmethod
     def of_line(cls, said: Fields, stored: Any, memo: dict[Any, Any]) -> PutAnewCommand:
-        """See `Command`."""
         return PutAnewCommand.of_line(said, stored, memo)
 
 
@@ -68,16 +55,14 @@ class RestoreCommand(_RowCommand):
     verb: ClassVar[str] = "restore"
     places: Sequence[SegmentPlace]
 
-    def call(self, rows: RowDevice) -> Sequence[Segment]:
-        return rows.space.restore(self.places)
+    def ask(self, part: RowDevice, watch: Watch | None = None) -> Done:
+        return Done(part.space.restore(self.places))
 
     def end_line(self, line: dict[str, Any], ticket: Any, found: Any, memo: dict[Any, Any]) -> None:
-        """See `Command`."""
         _keep(line, found, memo)
 
     @classmethod
     def of_line(cls, said: Fields, stored: Any, memo: dict[Any, Any]) -> PutAnewCommand:
-        """See `Command`."""
         return PutAnewCommand.of_line(said, stored, memo)
 
 
@@ -92,12 +77,11 @@ class PutAnewCommand(_RowCommand):
     verb: ClassVar[str] = "put"
     puts: Sequence[tuple[PutCommand, Sequence[int]]]
 
-    def call(self, rows: RowDevice) -> list[tuple[int, Segment]]:
-        return [pair for put, numbers in self.puts for pair in zip(numbers, put.call(rows), strict=True)]
+    def ask(self, part: RowDevice, watch: Watch | None = None) -> Done:
+        return Done([pair for put, numbers in self.puts for pair in zip(numbers, put.ask(part).finish(), strict=True)])
 
     @classmethod
     def of_line(cls, said: Fields, stored: Any, memo: dict[Any, Any]) -> PutAnewCommand:
-        """See `Command`."""
         alike = defaultdict[tuple[RowLayout, range, int], list[int]](list)
         segments = said.each("segments", count=1 << 24)
         for each, layout in zip(segments, [_layout(each) for each in segments], strict=True):
@@ -105,7 +89,6 @@ class PutAnewCommand(_RowCommand):
         return cls([(PutCommand(key[0], *_some_rows(key, len(numbers), said), key[1]), numbers) for key, numbers in alike.items()])
 
     def replayed(self, said: Fields, found: Sequence[tuple[int, Segment]], memo: dict[Any, Any]) -> None:
-        """See `Command`."""
         memo |= {("segment", number): segment for number, segment in found}
 
 
@@ -116,27 +99,20 @@ class JoinCommand(_RowCommand):
     verb: ClassVar[str] = "join"
     segments: Sequence[Segment]
 
-    def call(self, rows: RowDevice) -> Segment:
-        return rows.join(self.segments)
-
     def begin_line(self, stored: Any, memo: dict[Any, Any]) -> dict[str, Any]:
-        """See `Command`."""
         return {"of": [_number(each, memo) for each in self.segments]}
 
     def end_line(self, line: dict[str, Any], ticket: Any, found: Any, memo: dict[Any, Any]) -> None:
-        """See `Command`."""
         _keep(line, None if found is None else [found], memo)
 
     @classmethod
     def of_line(cls, said: Fields, stored: Any, memo: dict[Any, Any]) -> JoinCommand:
-        """See `Command`."""
         segments = [_segment(said, number, memo) for number in said.wholes("of", count=1 << 20)]
         if not said.each("segments", count=1):
             said.refuse("segments", "the one that is made")
         return cls(segments)
 
     def replayed(self, said: Fields, found: Segment, memo: dict[Any, Any]) -> None:
-        """See `Command`."""
         (into,) = said.each("segments", count=1)
         memo["segment", into.whole("number")] = found
 
@@ -148,18 +124,13 @@ class ReleaseCommand(_RowCommand):
     verb: ClassVar[str] = "release"
     segment: Segment
 
-    def call(self, rows: RowDevice) -> None:
-        rows.release(self.segment)
-
     def begin_line(self, stored: Any, memo: dict[Any, Any]) -> dict[str, Any]:
-        """See `Command`."""
         number = _number(self.segment, memo)
         del memo[id(self.segment)]
         return {"segment": number}
 
     @classmethod
     def of_line(cls, said: Fields, stored: Any, memo: dict[Any, Any]) -> ReleaseCommand:
-        """See `Command`."""
         number = said.whole("segment")
         segment = _segment(said, number, memo)
         del memo["segment", number]
@@ -184,13 +155,11 @@ class ForgetCommand(_RowCommand):
     verb = "forget"
 
     def begin_line(self, stored: Any, memo: dict[Any, Any]) -> dict[str, Any]:
-        """See `Command`."""
         _forget_tickets(memo)
         return {}
 
     @classmethod
     def of_line(cls, said: Fields, stored: Any, memo: dict[Any, Any]) -> ForgetCommand:
-        """See `Command`."""
         _forget_tickets(memo)
         return cls()
 
@@ -203,11 +172,7 @@ class AheadCommand(_RowCommand):
     layout: RowLayout
     views: Sequence[SegmentView]
 
-    def call(self, rows: RowDevice) -> int:
-        return rows.ahead(self.layout, self.views)
-
     def end_line(self, line: dict[str, Any], ticket: Any, found: int | None, memo: dict[Any, Any]) -> None:
-        """See `Command`."""
         if found is None:
             return
         layout = self.layout
@@ -220,7 +185,6 @@ class AheadCommand(_RowCommand):
 
     @classmethod
     def of_line(cls, said: Fields, stored: Any, memo: dict[Any, Any]) -> AheadCommand:
-        """See `Command`."""
         layout, values, views = _layout(said), said.values().get("views"), list[SegmentView]()
         if not isinstance(values, list):
             said.refuse("views", "a list")
@@ -231,7 +195,6 @@ class AheadCommand(_RowCommand):
         return cls(layout, views)
 
     def replayed(self, said: Fields, found: int, memo: dict[Any, Any]) -> None:
-        """See `Command`."""
         memo["ticket", said.whole("ticket")] = found, self.layout
 
 
@@ -244,17 +207,12 @@ class AttendCommand(_RowCommand):
     queries: Queries
     tail: RowsInMemory | None = None
 
-    def call(self, rows: RowDevice) -> tuple[torch.Tensor, torch.Tensor]:
-        return rows.attend(self.ticket, self.queries, self.tail)
-
     def begin_line(self, stored: Any, memo: dict[Any, Any]) -> dict[str, Any]:
-        """See `Command`."""
         tail_rows = 0 if self.tail is None else self.tail.n_rows
         return _asks(self.ticket, memo) | {"queries": list(self.queries.q.shape), "dv": self.queries.dv, "tail_rows": tail_rows}
 
     @classmethod
     def of_line(cls, said: Fields, stored: Any, memo: dict[Any, Any]) -> AttendCommand:
-        """See `Command`."""
         (ticket, layout), shape = _ticket(said, memo), said.wholes("queries", count=4)
         if len(shape) != 4:
             said.refuse("queries", "[sequences, KV heads, rows, d]", shape)
@@ -279,8 +237,9 @@ class VisitCommand(_RowCommand):
     show: Show
     show_s: float = 0.0
 
-    def call(self, rows: RowDevice) -> None:
-        rows.visit(self.ticket, self._shown)
+    def ask(self, part: RowDevice, watch: Watch | None = None) -> Done:
+        part.visit(self.ticket, self._shown)
+        return Done()
 
     def _shown(self, memory: torch.Tensor, pieces: np.ndarray) -> None:
         begun = time.perf_counter()
@@ -288,11 +247,9 @@ class VisitCommand(_RowCommand):
         self.show_s += time.perf_counter() - begun
 
     def begin_line(self, stored: Any, memo: dict[Any, Any]) -> dict[str, Any]:
-        """See `Command`."""
         return _asks(self.ticket, memo)
 
     def end_line(self, line: dict[str, Any], ticket: Any, found: Any, memo: dict[Any, Any]) -> None:
-        """See `Command`."""
         line["host_in_s"] = round(self.show_s, 7)
 
     @classmethod
@@ -309,59 +266,21 @@ ROW_COMMANDS: tuple[type[_RowCommand], ...] = (
 )  # fmt: skip
 
 
-class RowCalls:
-    """See `espnx.device.interface.RowDevice`."""
+class RowSpace:
+    """Of what stands in front of rows: their space, whose `restore` is a command, too."""
 
-    if TYPE_CHECKING:
-        submit: Callable[..., Any]
-        _inner: Any
+    _inner: Any
 
     @property
-    def space(self) -> Space:
+    def space(self) -> Any:
         """See `RowDevice`."""
         return _SpaceAround(self._inner.space, self)
-
-    def put(self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, heads: range) -> Any:
-        """See `RowDevice`."""
-        return self.submit(PutCommand(layout, k, v, heads)).finish()
-
-    def join(self, segments: Sequence[Segment]) -> Any:
-        """See `RowDevice`."""
-        return self.submit(JoinCommand(segments)).finish()
-
-    def release(self, segment: Segment) -> None:
-        """See `RowDevice`."""
-        self.submit(ReleaseCommand(segment)).finish()
-
-    def flush(self) -> None:
-        """See `RowDevice`."""
-        self.submit(FlushCommand()).finish()
-
-    def sync(self) -> None:
-        """See `RowDevice`."""
-        self.submit(SyncCommand()).finish()
-
-    def forget(self) -> None:
-        """See `Device`."""
-        self.submit(ForgetCommand()).finish()
-
-    def ahead(self, layout: RowLayout, views: Sequence[SegmentView]) -> Any:
-        """See `RowDevice`."""
-        return self.submit(AheadCommand(layout, views)).finish()
-
-    def attend(self, ticket: int, queries: Queries, tail: RowsInMemory | None = None) -> Any:
-        """See `RowDevice`."""
-        return self.submit(AttendCommand(ticket, queries, tail)).finish()
-
-    def visit(self, ticket: int, show: Show) -> None:
-        """See `RowDevice`."""
-        self.submit(VisitCommand(ticket, show)).finish()
 
 
 class _SpaceAround(Around):
     """See `espnx.device.interface.Space`."""
 
-    def __init__(self, inner: Space, rows: RowCalls):
+    def __init__(self, inner: Space, rows: Any):
         super().__init__(inner)
         self._rows = rows
 

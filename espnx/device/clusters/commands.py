@@ -1,19 +1,19 @@
-"""What a part that keeps clusters is asked for, and its calls as commands."""
+"""What a part that keeps clusters is asked for."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from ...ops.distances.checks import query_dtype
 from ...storage.parse import Fields
-from ..command import Command, Watch
-from ..vectors.interface import PAGE_BYTES, ClusterDevice, Clusters, DistanceTicket, query_said
+from ..command import Command
+from ..vectors.interface import PAGE_BYTES, Clusters, query_said
 from .layout import entry_bytes, pages_of
 
 
@@ -27,12 +27,9 @@ class DistancesCommand(Command):
     verb: ClassVar[str] = "distances"
     query: torch.Tensor
     clusters: Sequence[int] | np.ndarray
+    _: KW_ONLY
     metric: str = "l2"
     deadline_s: float = 30.0
-
-    def ask(self, part: ClusterDevice, watch: Watch | None = None) -> DistanceTicket:
-        """See `Command`."""
-        return part.distances(self.query, self.clusters, metric=self.metric, deadline_s=self.deadline_s)
 
     def values(self, found: np.ndarray) -> np.ndarray:
         """See `Command`."""
@@ -54,18 +51,4 @@ class DistancesCommand(Command):
         format, dim = stored.format, stored.dim  # noqa: A001
         query = query_said(said, format, dim) if "payload" in said else torch.zeros(dim, dtype=query_dtype(format))
         wanted = said.wholes("clusters", most=len(stored.n_vectors) - 1, count=1 << 24)
-        return cls(query, wanted, said.text("metric") if "metric" in said else "l2")
-
-
-class ClusterCalls:
-    """See `espnx.device.vectors.interface.ClusterDevice`."""
-
-    if TYPE_CHECKING:
-        submit: Callable[..., Any]
-
-    def distances(
-        self, query: torch.Tensor, clusters: Sequence[int] | np.ndarray, *, metric: str = "l2", deadline_s: float = 30.0
-    ) -> DistanceTicket:
-        """See `ClusterDevice`."""
-        found: DistanceTicket = self.submit(DistancesCommand(query, clusters, metric, deadline_s))
-        return found
+        return cls(query, wanted, metric=said.text("metric") if "metric" in said else "l2")

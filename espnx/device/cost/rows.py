@@ -82,7 +82,7 @@ def shown(heads: Heads) -> list[Leg]:
     return [Leg("device_to_host", sum(rows.size_bytes for rows in heads.values()), tuple(legs))]
 
 
-def attend(heads: Heads, hand_over: HandOver, accelerator: Accelerator) -> tuple[list[Leg], list[int]]:
+def attend(heads: Heads, hand_over: HandOver, accelerator: Accelerator | None) -> tuple[list[Leg], list[int]]:
     """Behind `reads`: queries to the device, passes over its rows, results to the host. (the legs, numbers of those that have to end)."""
     n, buffered, own = hand_over.n, hand_over.buffered, dict[tuple[int, int], list[tuple[int, int]]]()
     first = 0
@@ -101,7 +101,7 @@ def attend(heads: Heads, hand_over: HandOver, accelerator: Accelerator) -> tuple
 
     def over(tokens: float, after: Sequence[int]) -> Sequence[int]:
         """Scores or values of so many tokens for n queries, as many of which share a pass as there is a kernel for."""
-        most = accelerator.max_group
+        most = 0 if accelerator is None else accelerator.max_group
         for heads, passes in ((most, n // most), (n % most, 1)) if most else ():
             if heads and passes:
                 flop, size_bytes = 2.0 * tokens * DIM * heads * passes, round(tokens * ROW_BYTES) * passes

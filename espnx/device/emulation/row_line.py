@@ -36,9 +36,7 @@ class PacedReads:
 
     def attend(self, hand_over: HandOver) -> list[Transfer]:
         """What has to end before results are on the host, of a device that attends."""
-        accelerator = self._pace.topology.spec.accelerator
-        assert accelerator is not None
-        legs, results = cost.attend(self.heads, hand_over, accelerator)
+        legs, results = cost.attend(self.heads, hand_over, self._pace.topology.spec.accelerator)
         self._pace.add(legs)
         return [self._pace.legs[number] for number in results]
 

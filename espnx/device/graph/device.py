@@ -62,7 +62,7 @@ class SsdGraphDevice(Asked):
     def command(self, query: torch.Tensor, L: int, k: int, *, beam: int = 4) -> SearchCommand:
         """See `GraphDevice`."""
         self._check(query, L, k, beam)
-        return SearchCommand(query, L, k, beam)
+        return SearchCommand(query, L, k, beam=beam)
 
     def search(
         self, query: torch.Tensor, L: int, k: int, *, beam: int = 4, deadline_s: float = 30.0,

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
 from ... import errors
 from ...checks import check_finite, check_whole
 from ...storage.parse import Fields
-from ..command import Command, Watch
+from ..command import Command
 
 #: The opcode of `ScanCommand`: of those that NVMe leaves to vendors, the next one whose lowest bits say that data goes both ways.
 SCAN = 0x8B
@@ -140,12 +139,13 @@ class ScanCommand(Command):
     """
 
     verb: ClassVar[str] = "scan"
+    opcode: ClassVar[int] = SCAN
     lists: ScanLists
     weights: Weights
     k: int
+    _: KW_ONLY
     allowed: np.ndarray | None = None
     deadline_s: float = 30.0
-    opcode: int = SCAN
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError."""
@@ -190,10 +190,6 @@ class ScanCommand(Command):
         score; an impact takes two of them. Unpacking is not among them."""
         return 5.0 * self.lists.n_postings
 
-    def ask(self, part: Any, watch: Watch | None = None) -> Any:
-        """See `Command`."""
-        return part.scan(self.lists, self.weights, self.k, allowed=self.allowed, deadline_s=self.deadline_s)
-
     def values(self, found: np.ndarray) -> np.ndarray:
         """See `Command`."""
         scores: np.ndarray = found["score"]
@@ -235,21 +231,10 @@ class ScanCommand(Command):
         try:
             rule = Rule(int(header["variant"]), *(float(header[name]) for name in ("k1", "b", "delta", "average_length")))
             lists = ScanLists(places, payload[at : at + name_bytes])
-            return cls(lists, Weights(weights, float(header["constant"]), rule), int(header["k"]), allowed)
+            return cls(lists, Weights(weights, float(header["constant"]), rule), int(header["k"]), allowed=allowed)
         except errors.InvalidInputError as error:
             raise errors.FormatError("command of a scan", got=str(error), expected="one that was sent") from error
 
 
 def _refuse(got: object, expected: object) -> NoReturn:
     raise errors.FormatError("command of a scan", got=got, expected=expected)
-
-
-class PostingsCalls:
-    """See `espnx.device.postings.interface.PostingsDevice`."""
-
-    if TYPE_CHECKING:
-        submit: Callable[..., Any]
-
-    def scan(self, lists: ScanLists, weights: Weights, k: int, *, allowed: np.ndarray | None = None, deadline_s: float = 30.0) -> Any:
-        """See `PostingsDevice`."""
-        return self.submit(ScanCommand(lists, weights, k, allowed, deadline_s))

@@ -61,7 +61,7 @@ class SsdPostingsDevice(Asked):
         """See `PostingsDevice`."""
         check_finite("deadline_s", deadline_s)
         self._check_allowed(allowed, k)
-        command = ScanCommand(lists, weights, k, allowed)
+        command = ScanCommand(lists, weights, k, allowed=allowed)
         bits = None if allowed is None else torch.from_numpy(np.require(allowed, requirements=["C", "W"]))
         request = _request(command, self.lists.view(weights.rule, bits), self.lists.n_records, deadline_s)
         with self._lock:

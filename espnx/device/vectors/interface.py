@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from ...ops.distances.checks import query_dtype
 from ...storage import Engine, FileHandle, Plan
 from ...storage.parse import Fields
-from ..command import Command, Watch
+from ..command import Command
 from ..interface import Device, DeviceStats
 
 #: The opcode of `DistanceCommand`: of those that NVMe leaves to vendors (80h to FFh), one whose lowest bits say that data goes both ways.
@@ -76,12 +76,14 @@ class SearchCommand(Command):
     """
 
     verb: ClassVar[str] = "search"
+    comes_in_steps: ClassVar[bool] = True
+    opcode: ClassVar[int] = GRAPH_SEARCH
     query: torch.Tensor
     L: int
     k: int
+    _: KW_ONLY
     beam: int = 4
     deadline_s: float = 30.0
-    opcode: int = GRAPH_SEARCH
 
     @property
     def payload(self) -> bytes:
@@ -92,11 +94,6 @@ class SearchCommand(Command):
     def data_len(self) -> int:
         """Bytes of the reply, which come to the host."""
         return self.k * WALK_REPLY.itemsize
-
-    def ask(self, part: GraphDevice, watch: Watch | None = None) -> SearchTicket:
-        """See `Command`. `watch` gets each `Round`."""
-        seen = {} if watch is None else {"watch": watch}
-        return part.search(self.query, self.L, self.k, beam=self.beam, deadline_s=self.deadline_s, **seen)
 
     def values(self, found: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
         """See `Command`."""
@@ -119,7 +116,8 @@ class SearchCommand(Command):
     def of_line(cls, said: Fields, stored: Graph, memo: dict[Any, Any]) -> SearchCommand:
         """See `Command`. Of a line without its query nobody knows which way it went."""
         query = query_said(said, stored.format, stored.dim)
-        return cls(query, *(said.whole(name, 1, 1 << 20) for name in ("L", "k", "beam")))
+        L, k, beam = (said.whole(name, 1, 1 << 20) for name in ("L", "k", "beam"))
+        return cls(query, L, k, beam=beam)
 
 
 def query_said(said: Fields, format: str, dim: int) -> torch.Tensor:  # noqa: A002

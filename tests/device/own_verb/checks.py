@@ -62,7 +62,7 @@ def answers_threads_at_once(device: NearStorageDevice) -> None:
 @contextmanager
 def _asked(device: NearStorageDevice, *, engine: FaultyEngine, deadline_s: float) -> Iterator[Callable[[], None]]:
     with _known(device, engine=engine) as (part, wanted):
-        yield lambda: require(part.checksum([5, 6], deadline_s).finish().tolist() == wanted[5:7], "checksums after an error")
+        yield lambda: require(part.checksum([5, 6], deadline_s=deadline_s).finish().tolist() == wanted[5:7], "checksums after an error")
 
 
 _CHECKS = (sums_every_item, names_every_item_once, refuses_what_is_not_there, answers_threads_at_once)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from espnx import errors
-from espnx.device.command import Command, Watch
+from espnx.device.command import Asked, Command
 from espnx.device.cost.work import COMPUTE, Group, Leg, Work, groups_of, page_reads
 from espnx.device.interface import Capabilities, DeviceStats, FilePath
 from espnx.device.kinds import PartKind, Verb
@@ -49,35 +49,26 @@ class ChecksumCommand(Command):
 
     verb: ClassVar[str] = "checksum"
     result_dtype: ClassVar[Any] = np.uint32
-    numbers: np.ndarray
+    numbers: Sequence[int] | np.ndarray
+    _: KW_ONLY
     deadline_s: float = 30.0
 
     @property
     def items(self) -> np.ndarray:
-        return self.numbers
+        return np.asarray(self.numbers, np.int64)
 
     def share(self, places: np.ndarray) -> tuple[ChecksumCommand, np.ndarray]:
-        return replace(self, numbers=self.numbers[places]), places
+        return replace(self, numbers=self.items[places]), places
 
     def begin_line(self, stored: Items, memo: dict[Any, Any]) -> dict[str, Any]:
-        return {"bytes": int(stored.size_bytes[stored.places(self.numbers)].sum()), "items": self.numbers.tolist()}
+        return {"bytes": int(stored.size_bytes[stored.places(self.items)].sum()), "items": self.items.tolist()}
 
     @classmethod
     def of_line(cls, said: Fields, stored: Items, memo: dict[Any, Any]) -> ChecksumCommand:
         return cls(np.array(said.wholes("items", most=int(stored.numbers[-1]), count=1 << 20), np.int64))
 
 
-class ItemCalls:
-    """The verb as a call, of every part of the kind."""
-
-    submit: Callable[..., Any]
-
-    def checksum(self, numbers: Sequence[int], deadline_s: float = 30.0) -> Any:
-        """A ticket: `finish` gives uint32 [n], `reply` one that `next` has named."""
-        return self.submit(ChecksumCommand(np.array(numbers, np.int64), deadline_s))
-
-
-class SsdItems(ItemCalls):
+class SsdItems(Asked):
     """On this machine's SSD and its cores."""
 
     compute, capabilities = torch.device("cpu"), Capabilities()
@@ -87,10 +78,10 @@ class SsdItems(ItemCalls):
         self.engine = NativeEngine(engine) if isinstance(engine, str) else engine
         self._file, self._tickets = self.engine.open(str(items.path)), list[ChecksumTicket]()
 
-    def submit(self, command: ChecksumCommand, watch: Watch | None = None) -> ChecksumTicket:
-        places = self.items.places(command.numbers)
+    def checksum(self, numbers: Sequence[int] | np.ndarray, *, deadline_s: float = 30.0) -> ChecksumTicket:
+        places = self.items.places(np.asarray(numbers, np.int64))
         plan = Plan.of(self._file, self.items.offset_bytes(places).tolist(), self.items.size_bytes[places].tolist())
-        self._tickets.append(ChecksumTicket(self.engine.read(plan, deadline_s=command.deadline_s), self.items.size_bytes[places]))
+        self._tickets.append(ChecksumTicket(self.engine.read(plan, deadline_s=deadline_s), self.items.size_bytes[places]))
         return self._tickets[-1]
 
     def path_report(self) -> list[FilePath]:
@@ -135,7 +126,7 @@ class ChecksumTicket:
 
 def cost(command: ChecksumCommand, items: Items, accelerator: Accelerator | None) -> Work:
     """Numbers to the device, sums back; or the items' pages to the host."""
-    places = items.places(command.numbers)
+    places = items.places(command.items)
     reads, moved = page_reads(np.zeros(len(places), np.int64), items.offset_bytes(places), items.size_bytes[places])
     legs, groups = list[Leg](), list[Group]()
     for begin, end in groups_of(moved):
@@ -150,7 +141,7 @@ def cost(command: ChecksumCommand, items: Items, accelerator: Accelerator | None
 
 
 ITEMS = PartKind(
-    "items", "stored items", "open_items", {"checksum": Verb(ChecksumCommand, cost)}, ItemCalls,
+    "items", "stored items", "open_items", {"checksum": Verb(ChecksumCommand, cost)},
     lambda path, items, **options: SsdItems(items, **options), lambda part: part.items, says="open_items",
     facts=lambda items: {"items": len(items.numbers)}, checks=checks.ALL,
 )  # fmt: skip
