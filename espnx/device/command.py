@@ -39,7 +39,7 @@ class Command:
     def ask(self, part: Any, watch: Watch | None = None) -> Any:
         """Asks a part, by the call of the verb's name with the command's fields, and returns its ticket: `finish` waits for the result,
         `cancel` ends it, `stats` says what it took. Raises what the part does."""
-        own = {each.name: each.kw_only for each in fields(self)} if is_dataclass(self) else {}
+        own: dict[str, bool] = {each.name: each.kw_only for each in fields(self)} if is_dataclass(self) else {}
         options = {name: getattr(self, name) for name, is_option in own.items() if is_option}
         if watch is not None and self.comes_in_steps:
             options["watch"] = watch

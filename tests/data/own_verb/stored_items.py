@@ -20,7 +20,7 @@ from espnx.device.plain import SsdDevice
 from espnx.ops.crc32c import crc32c_ranges
 from espnx.storage import NativeEngine, Plan
 from espnx.storage.parse import Fields
-from tests.device.own_verb import checks
+from tests.data.own_verb import checks
 
 
 @dataclass(frozen=True)

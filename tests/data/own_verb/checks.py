@@ -21,7 +21,7 @@ from espnx.storage.files import crc32c
 @contextmanager
 def _known(device: NearStorageDevice, **options: Any) -> Iterator[tuple[Any, list[int]]]:
     """(a part with 200 items, their sums)."""
-    from tests.device.own_verb.stored_items import ITEMS, Items
+    from tests.data.own_verb.stored_items import ITEMS, Items
 
     rng, path = np.random.default_rng(3), Path(device.path) / "verify.items"
     every = [rng.bytes(int(size)) for size in rng.integers(1, 30_000, 200)]

@@ -23,12 +23,12 @@ from espnx.device.trace.replay import replay
 from espnx.device.trace.writer import TraceWriter
 from espnx.integrations.device_checks import checks_of
 from espnx.storage.files import crc32c
-from tests.device.own_verb.stored_items import ITEMS, ItemDevice, Items
+from tests.data.own_verb.stored_items import ITEMS, ItemDevice, Items
 
 RNG = np.random.default_rng(1)
 EVERY = [RNG.bytes(int(size)) for size in RNG.integers(1, 9000, 600)]
 SUMS = [crc32c(each) for each in EVERY]
-NAME = "tests.device.own_verb.stored_items:ItemDevice"
+NAME = "tests.data.own_verb.stored_items:ItemDevice"
 
 
 def stored(folder: Path, numbers: list[int]) -> Items:
@@ -153,6 +153,6 @@ def test_verified(tmp_path: Path) -> None:
         assert on_emulated(other) is None
     assert not any(name.startswith("items") for name, _ in checks_of(open_device("ssd", tmp_path), 0))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.device.own_verb.stored_items.ChecksumTicket.finish", lambda self: self.sums)  # before all have arrived
+        patch.setattr("tests.data.own_verb.stored_items.ChecksumTicket.finish", lambda self: self.sums)  # before all have arrived
         with pytest.raises(errors.NotConformingError):
             mine["items: sums every item"](device, lambda: None)
