@@ -1,4 +1,4 @@
-"""A seventh verb in a package of its own: two files beside this one, and no edit of ours. Plain, emulated, recorded, replayed, striped over
+"""A seventh verb in a package of its own: two files (data/own_verb) and no edit of ours. Plain, emulated, recorded, replayed, striped over
 several devices, and verified."""
 
 from __future__ import annotations
