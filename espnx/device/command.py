@@ -114,9 +114,9 @@ class Done:
     def cancel(self) -> None: ...
 
 
-class Asked:
-    """A part whose own calls do the work."""
+class Part:
+    """A part of a device: it has a call for each verb, and one door for all of them."""
 
     def submit(self, command: Command, watch: Watch | None = None) -> Any:
-        """The one door: starts what a command asks for, and returns its ticket. Raises what the command's call does."""
+        """Starts what a command asks for, and returns its ticket. Raises what the command's call does."""
         return command.ask(self, watch)

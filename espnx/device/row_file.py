@@ -19,7 +19,7 @@ from ..ops.crc32c import crc32c_ranges
 from ..storage import NativeEngine, Plan
 from ..storage.engine import FileHandle
 from ..storage.files import make_given_directory
-from .command import Asked
+from .command import Part
 from .interface import READ_AHEAD_BYTES, Capabilities, DeviceStats, FilePath, Segment, SegmentView, Show
 from .row_layout import RowLayout
 from .space import FileSegment, FileSpace, own
@@ -43,7 +43,7 @@ Starts = Callable[[Callable[[], Writing], Plan, bool], Writing]
 UNIT_BYTES = 960 << 10
 
 
-class RowFileDevice(Asked, ABC):
+class RowFileDevice(Part, ABC):
     """A device but for its reads and its attention, which subclasses bring: see `SsdRowDevice` and `GpuRowDevice`.
 
     Args:

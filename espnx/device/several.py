@@ -71,7 +71,7 @@ class SeveralParts:
         self._parts, self._owners = parts, owners
 
     def submit(self, command: Command, watch: Watch | None = None) -> Any:
-        """See `Asked`. What is not asked for item by item, the first does."""
+        """See `Part`. What is not asked for item by item, the first does."""
         if command.items is None:
             return command.ask(self._parts[0], watch)
         owner, shares = self._owners(command.items), list[_Share]()

@@ -50,7 +50,7 @@ class PacedPart(PartAround):
         self._guard = guard or Guard(topology, number, "")
 
     def submit(self, command: Command, watch: Watch | None = None) -> Any:
-        """See `Asked`. `deadline_s` of the command is of the real reads, and in virtual seconds of the device's."""
+        """See `Part`. `deadline_s` of the command is of the real reads, and in virtual seconds of the device's."""
         cost = self._verbs[command.verb].cost
         if cost is None:  # whole records are for whoever checks or copies a store
             return command.ask(self._inner, watch)

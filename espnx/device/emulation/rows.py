@@ -18,7 +18,7 @@ from ...ops.accelerator.checks import BLOCK, MASK, PAD_TO
 from ...ops.attention import Queries, RowsInMemory, attend_rows, merge
 from ...storage import Plan
 from ..around import Around
-from ..command import Asked
+from ..command import Part
 from ..cost import rows as cost
 from ..cost.rows import HandOver, HeadRows, check_memory
 from ..cost.work import page_reads
@@ -52,7 +52,7 @@ class _Ticket:
     paced: PacedReads
 
 
-class EmulatedRowDevice(Asked, Around):
+class EmulatedRowDevice(Part, Around):
     """See `espnx.device.interface.RowDevice`. What it attends over are fp16 rows of 128 values, by a plain softmax; results are those of
     `espnx.ops.accelerator`. Rows of a head that lie on one device give the same bits however many devices there are.
 

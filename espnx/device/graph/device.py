@@ -18,7 +18,7 @@ from ...checks import check_whole
 from ...forks import check_own
 from ...ops.distances.checks import check_metric, check_query
 from ...storage import Future, NativeEngine, Plan
-from ..command import Asked
+from ..command import Part
 from ..interface import Capabilities, DeviceStats, FilePath
 from ..vectors.interface import Graph, Round, SearchCommand, WalkStats
 from .walk import Walk
@@ -26,7 +26,7 @@ from .walk import Walk
 LENGTH_MAX = 1 << 20
 
 
-class SsdGraphDevice(Asked):
+class SsdGraphDevice(Part):
     """See `espnx.device.vectors.interface.GraphDevice`.
 
     Args:

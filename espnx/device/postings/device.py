@@ -15,7 +15,7 @@ from ... import errors
 from ...checks import check_finite
 from ...storage import NativeEngine
 from ...storage.native import load_native
-from ..command import Asked
+from ..command import Part
 from ..interface import Capabilities, DeviceStats, FilePath
 from .command import DIGEST, PARTIAL, SCAN_REPLY, UNIT_BYTES, ScanCommand, ScanLists, Weights
 from .interface import PostingLists
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _COLUMNS = 12  # of a list that is wanted: see csrc/postings/plan.hpp
 
 
-class SsdPostingsDevice(Asked):
+class SsdPostingsDevice(Part):
     """See `espnx.device.postings.interface.PostingsDevice`.
 
     Args:

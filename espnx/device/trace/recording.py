@@ -98,7 +98,7 @@ class RecordingPart(PartAround):
                 line |= {"part": self._part, "files": files, **kind.facts(stored)}
 
     def submit(self, command: Command, watch: Watch | None = None) -> Any:
-        """See `Asked`."""
+        """See `Part`."""
         line = self._writer.begin(self._device, command.verb) | {"part": self._part}
         try:
             ticket = command.ask(self._inner, watch)

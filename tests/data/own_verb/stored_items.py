@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from espnx import errors
-from espnx.device.command import Asked, Command
+from espnx.device.command import Command, Part
 from espnx.device.cost.work import COMPUTE, Group, Leg, Work, groups_of, page_reads
 from espnx.device.interface import Capabilities, DeviceStats, FilePath
 from espnx.device.kinds import PartKind, Verb
@@ -68,7 +68,7 @@ class ChecksumCommand(Command):
         return cls(np.array(said.wholes("items", most=int(stored.numbers[-1]), count=1 << 20), np.int64))
 
 
-class SsdItems(Asked):
+class SsdItems(Part):
     """On this machine's SSD and its cores."""
 
     compute, capabilities = torch.device("cpu"), Capabilities()
