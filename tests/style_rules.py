@@ -13,6 +13,10 @@ FUNCTION_LINES_MAX = 70
 SMALL_LINES = 60
 #: Those whose reason stands here: what an op is made of has the same files in every op; a case's tables are beside it.
 SMALL_FILES = {
+    "espnx.device.cost.distances": "of a verb",
+    "espnx.device.cost.maxsim": "of a verb",
+    "espnx.device.cost.scan": "of a verb",
+    "espnx.device.cost.search": "of a verb",
     "espnx.device.sums": "checksums of blocks, which the format of rows names",
     "espnx.ops.crc32c.cuda": "of an op",
     "espnx.ops.crc32c.shifts": "of an op",

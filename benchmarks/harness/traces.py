@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from espnx.device.near_storage import NearStorageDevice
-from espnx.device.trace.recorded import recorded
+from espnx.device.trace.recording import recorded
 from espnx.device.trace.writer import TraceWriter
 from espnx.errors import InvalidInputError
 

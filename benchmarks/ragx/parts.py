@@ -9,6 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
+from espnx.device.several import top
+
 
 @dataclass(frozen=True)
 class Work:
@@ -84,7 +86,7 @@ class Private:
     def _merged(self, found: Sequence[Found], k: int) -> Answer:
         ids = np.concatenate([rows[each.ids] for each, rows in zip(found, self._shares, strict=True)])
         far = np.concatenate([each.far for each in found])
-        best = np.lexsort((ids, far))[:k]
+        best = top(far, ids, k)
         return Answer(ids[best], far[best], [each.work for each in found])
 
     def close(self) -> None:

@@ -52,7 +52,7 @@ def devices_of(args: argparse.Namespace, directories: Sequence[str], *, idle: Ca
         for each in found:
             opened.callback(each.close)
         if args.record is not None:
-            from ..device.trace.recorded import recorded
+            from ..device.trace.recording import recorded
             from ..device.trace.writer import TraceWriter
 
             program = " ".join(["espnx", *sys.argv[1:]])

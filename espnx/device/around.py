@@ -1,16 +1,11 @@
-"""A device that stands in front of another: traces and emulation add something to its work, and say of the rest what it says."""
+"""A part of a device that stands in front of another: traces and emulation add something to its work, and say of the rest what it says."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Generic, Self, TypeVar
-
-import torch
+from typing import Any, Self
 
 from .crew import Clock, clock_of
-from .interface import Capabilities, Device, DeviceStats, FilePath
-
-D = TypeVar("D", bound=Device)
 
 
 def topologies_of(*devices: object) -> list[Any]:
@@ -23,29 +18,21 @@ def topologies_of(*devices: object) -> list[Any]:
     return list(dict.fromkeys(found))
 
 
-class DeviceAround(Generic[D]):
-    """See `Device`. The inner device is closed with it."""
+class Around:
+    """In front of a part, or of a ticket: what it does not say itself, the inner one says."""
 
-    def __init__(self, inner: D):
+    def __init__(self, inner: Any):
         self._inner = inner
 
-    @property
-    def compute(self) -> torch.device:
-        """See `Device`."""
-        return self._inner.compute
+    def __getattr__(self, name: str) -> Any:
+        if name == "_inner":  # before it is there
+            raise AttributeError(name)
+        return getattr(self._inner, name)
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """See `Device`."""
-        return self._inner.capabilities
 
-    def path_report(self) -> Sequence[FilePath]:
-        """See `Device`."""
-        return self._inner.path_report()
-
-    def stats(self) -> DeviceStats:
-        """See `Device`."""
-        return self._inner.stats()
+class PartAround(Around):
+    """The inner part is closed with it. A class derived from it has a `submit` of its own, and is made by
+    `espnx.device.kinds.PartKind.around`, so that no call comes past that."""
 
     @property
     def clock(self) -> Clock | None:
@@ -56,14 +43,6 @@ class DeviceAround(Generic[D]):
     def topologies(self) -> Sequence[Any]:
         """See `topologies_of`."""
         return topologies_of(self._inner)
-
-    def forget(self) -> None:
-        """See `Device`."""
-        self._inner.forget()
-
-    def close(self) -> None:
-        """See `Device`."""
-        self._inner.close()
 
     def __enter__(self) -> Self:
         return self

@@ -11,6 +11,7 @@ import torch
 from .. import errors
 from ..storage import Engine
 from .interface import READ_AHEAD_BYTES, Capabilities, RecordDevice, RowDevice
+from .kinds import CLUSTERS, GRAPHS, POSTINGS, RECORDS, ROWS, PartKind
 from .postings.interface import PostingLists, PostingsDevice
 from .vectors.encoding import Encoding, encode_on_host
 from .vectors.interface import ClusterDevice, Graph, GraphDevice
@@ -32,11 +33,13 @@ class NearStorageDevice:
         path: as given.
         kind: of its times: ``plain`` ones are this machine's, ``emulated`` ones those of another device (docs/device-specs.md).
         capabilities: of its rows.
+        kinds: of parts that `open_part` opens (`espnx.device.kinds`), beside those that have a call of their own here.
     """
 
     name: str = ""
     kind: Literal["plain", "emulated"] = "plain"
     capabilities = Capabilities()
+    kinds: Sequence[PartKind] = ()
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = os.fspath(path)
@@ -48,6 +51,16 @@ class NearStorageDevice:
 
     def check(self, directory: str | None = None, *, engine: Any = "auto", name: str | None = None) -> None:
         """Whether rows could be opened there, as far as that can be told before: raises what `open_rows` would, leaves no file behind."""
+
+    def open_part(self, kind: PartKind, *what: Any, **options: Any) -> Any:
+        """A part of any kind: what the calls below come to. Its arguments are those of the kind's own call. Raises InvalidInputError."""
+        raise errors.InvalidInputError(
+            f"{kind.keeps} on device {self.name!r}", got="a device that does not keep them", fix="device='ssd'"
+        )  # fmt: skip
+
+    def offers(self, kind: PartKind) -> bool:
+        """Whether it opens such parts."""
+        return kind in self.kinds or getattr(type(self), kind.opens, None) is not getattr(NearStorageDevice, kind.opens, None)
 
     def open_rows(
         self,
@@ -75,11 +88,16 @@ class NearStorageDevice:
             InvalidInputError: what this device cannot do.
             WriteError, PathUnavailableError: the directory or the path cannot be used.
         """
-        raise self._lacks("rows of KV caches")
+        found: RowDevice = self.open_part(
+            ROWS, directory, compute=compute, engine=engine, name=name, read_ahead_bytes=read_ahead_bytes, threads=threads,
+            deadline_s=deadline_s,
+        )  # fmt: skip
+        return found
 
     def open_records(self, engine: Engine, compute: torch.device) -> RecordDevice:
         """For records that `engine` reads, scored on `compute`. The engine stays the caller's. Raises InvalidInputError."""
-        raise self._lacks("embedding records")
+        found: RecordDevice = self.open_part(RECORDS, engine, compute)
+        return found
 
     def open_clusters(self, directory: str | os.PathLike[str], *, engine: Any = "auto", threads: int | None = None) -> ClusterDevice:
         """For distances of the vectors of clusters that lie in `directory` (`espnx.device.clusters.write_clusters`).
@@ -90,15 +108,18 @@ class NearStorageDevice:
 
         Raises InvalidInputError; what reading the clusters' manifest does.
         """
-        raise self._lacks("clusters of vectors")
+        found: ClusterDevice = self.open_part(CLUSTERS, directory, engine=engine, threads=threads)
+        return found
 
     def open_graph(self, graph: Graph, *, engine: Any = "auto") -> GraphDevice:
         """For walks over a graph whose files lie on the device. Raises InvalidInputError; what opening the files does."""
-        raise self._lacks("graphs")
+        found: GraphDevice = self.open_part(GRAPHS, graph, engine=engine)
+        return found
 
     def open_postings(self, lists: PostingLists, *, engine: Any = "auto") -> PostingsDevice:
         """For scans of posting lists whose files lie on the device. Raises InvalidInputError; what opening the files does."""
-        raise self._lacks("posting lists")
+        found: PostingsDevice = self.open_part(POSTINGS, lists, engine=engine)
+        return found
 
     def encode(self, encode: Callable[[Sequence[str]], T], texts: Sequence[str], *, flop: float | None = None) -> Encoding[T]:
         """Makes vectors of texts beside the storage they are looked up in (RAGX, section 3): by the host's cores where the device has no
@@ -122,6 +143,3 @@ class NearStorageDevice:
 
     def close(self) -> None:
         """Ends what its parts share. They are closed before. May be called again."""
-
-    def _lacks(self, what: str) -> errors.InvalidInputError:
-        return errors.InvalidInputError(f"{what} on device {self.name!r}", got="a device that does not keep them", fix="device='ssd'")

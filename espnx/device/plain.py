@@ -5,74 +5,24 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
-
-from .. import errors
-from ..storage import Engine
-from ..storage.native import host_engine
-from .interface import READ_AHEAD_BYTES, RecordDevice, RowDevice
+from .kinds import KINDS, ROWS, PartKind
 from .near_storage import NearStorageDevice
-from .postings.interface import PostingLists, PostingsDevice
 from .ssd_rows import SsdRowDevice
-from .vectors.interface import ClusterDevice, Graph, GraphDevice
 
 
 class PlainDevice(NearStorageDevice):
     """What the two share: rows in a file. See `espnx.device.interface.NearStorageDevice`."""
 
+    kinds = KINDS
     rows: Any  # a class derived from RowFileDevice
 
     def check(self, directory: str | None = None, *, engine: Any = "auto", name: str | None = None) -> None:
         """See `NearStorageDevice`."""
         self.rows.check(directory or self.path, engine=engine, name=name)
 
-    def open_rows(
-        self,
-        directory: str | None = None,
-        *,
-        compute: torch.device | None = None,
-        engine: Any = "auto",
-        name: str | None = None,
-        read_ahead_bytes: int = READ_AHEAD_BYTES,
-        threads: int | None = None,
-        deadline_s: float = 30.0,
-    ) -> RowDevice:
+    def open_part(self, kind: PartKind, *what: Any, **options: Any) -> Any:
         """See `NearStorageDevice`."""
-        return self.rows(
-            directory or self.path, compute=compute, engine=engine, name=name, read_ahead_bytes=read_ahead_bytes, threads=threads,
-            deadline_s=deadline_s,
-        )  # fmt: skip
-
-    def open_records(self, engine: Engine, compute: torch.device) -> RecordDevice:
-        """See `NearStorageDevice`."""
-        if compute.type != "cpu":
-            from .gpu.records import TensorRecordDevice
-
-            return TensorRecordDevice(engine, compute)
-        from .ssd_records import SsdRecordDevice
-
-        native = host_engine(engine)
-        if native is None:
-            raise errors.InvalidInputError("records would lie in GPU memory", got="compute='cpu'", fix="open the index with compute='cuda'")
-        return SsdRecordDevice(native)
-
-    def open_clusters(self, directory: str | os.PathLike[str], *, engine: Any = "auto", threads: int | None = None) -> ClusterDevice:
-        """See `NearStorageDevice`."""
-        from .clusters.device import SsdClusterDevice
-
-        return SsdClusterDevice(directory, engine=engine, threads=threads)
-
-    def open_graph(self, graph: Graph, *, engine: Any = "auto") -> GraphDevice:
-        """See `NearStorageDevice`."""
-        from .graph.device import SsdGraphDevice
-
-        return SsdGraphDevice(graph, engine=engine)
-
-    def open_postings(self, lists: PostingLists, *, engine: Any = "auto") -> PostingsDevice:
-        """See `NearStorageDevice`."""
-        from .postings.device import SsdPostingsDevice
-
-        return SsdPostingsDevice(lists, engine=engine)
+        return self.rows(what[0] or self.path, **options) if kind is ROWS else kind.open(self.path, *what, **options)
 
 
 class SsdDevice(PlainDevice):

@@ -23,7 +23,7 @@ from .interface import RecordDevice
 from .model.spec import SUFFIXES, presets
 from .near_storage import NearStorageDevice
 from .plain import PlainDevice
-from .routed_records import RoutedRecordDevice, is_in
+from .several import SeveralRecordDevices, is_in
 
 log = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ def open_records(
                 opened.callback(each.close)
         else:
             found = given_devices(device)
-        records = found[0].open_records(engine, compute) if device is None else RoutedRecordDevice(engine, compute, found)
+        records = found[0].open_records(engine, compute) if device is None else SeveralRecordDevices(engine, compute, found)
         opened.callback(records.close)
         log.debug("records are read by %s and scored on %s%s", engine.effective, compute, "" if device is None else f", by {found[0].name}")
         return records, opened.pop_all().close

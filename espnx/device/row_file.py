@@ -7,7 +7,7 @@ import os
 import uuid
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from ..ops.crc32c import crc32c_ranges
 from ..storage import NativeEngine, Plan
 from ..storage.engine import FileHandle
 from ..storage.files import make_given_directory
+from .command import Part
 from .interface import READ_AHEAD_BYTES, Capabilities, DeviceStats, FilePath, Segment, SegmentView, Show
 from .row_layout import RowLayout
 from .space import FileSegment, FileSpace, own
@@ -36,11 +37,13 @@ SEGMENT_READ = np.dtype(
         )
     ]
 )  # fmt: skip
+#: Starts a write by the first argument; its plan; whether it is of rows that the device has already.
+Starts = Callable[[Callable[[], Writing], Plan, bool], Writing]
 #: One read. Requests of 1 MiB have more memory segments than many drives take; 960 KiB is as fast and is not split.
 UNIT_BYTES = 960 << 10
 
 
-class RowFileDevice(ABC):
+class RowFileDevice(Part, ABC):
     """A device but for its reads and its attention, which subclasses bring: see `SsdRowDevice` and `GpuRowDevice`.
 
     Args:
@@ -51,6 +54,7 @@ class RowFileDevice(ABC):
         read_ahead_bytes: of rows that are read before they are asked for.
         write_behind_bytes: of rows whose write nobody has waited for.
         deadline_s: of each transfer.
+        starts: starts every write, which it is given (see `Starts`); None: that is all there is to it.
 
     Attributes:
         compute: in whose memory rows are computed on.
@@ -77,12 +81,13 @@ class RowFileDevice(ABC):
         read_ahead_bytes: int = READ_AHEAD_BYTES,
         write_behind_bytes: int = 8 << 20,
         deadline_s: float = 30.0,
+        starts: Starts | None = None,
     ):
         self.directory = os.fspath(directory)
         self._owns_engine = isinstance(engine, str)
         self.engine = NativeEngine(engine, pool_bytes=read_ahead_bytes + (8 << 20)) if isinstance(engine, str) else engine
         self._deadline_s, self._write_behind_bytes, self._read_ahead_bytes = deadline_s, write_behind_bytes, read_ahead_bytes
-        self._closed = False
+        self._closed, self._starts = False, starts
         try:
             self._file = self._open(name)
             try:
@@ -105,7 +110,7 @@ class RowFileDevice(ABC):
     def _begin_reads(self, file: FileHandle) -> None:
         """Makes `_stream` and `_path`. The file still has its name."""
 
-    def _end_reads(self) -> None:  # noqa: B027 - nothing, unless something was opened
+    def _end_reads(self) -> None:
         """Closes what `_begin_reads` opened; it may not have been called."""
 
     @abstractmethod
@@ -113,7 +118,7 @@ class RowFileDevice(ABC):
         """Starts writing blocks. Their checksums come into `sums`, uint32 [sequences, heads, blocks], by the end of the write."""
 
     @abstractmethod
-    def _push(self, layout: RowLayout, table: np.ndarray, sums: list[np.ndarray]) -> int:
+    def push(self, layout: RowLayout, table: np.ndarray, sums: list[np.ndarray]) -> int:
         """Puts reads in line. `table`: an array of `SEGMENT_READ`."""
 
     @abstractmethod
@@ -162,7 +167,7 @@ class RowFileDevice(ABC):
 
     def put(self, layout: RowLayout, k: torch.Tensor, v: torch.Tensor | None, heads: range) -> list[FileSegment]:
         """See `RowDevice`."""
-        self._check_open()
+        self.check_open()
         n_sequences, n_heads, n_rows, d = k.shape
         v_shape = k.shape if v is None else v.shape
         if (n_heads, d) != (len(heads), layout.d) or v_shape != (*k.shape[:3], layout.dv):
@@ -198,20 +203,18 @@ class RowFileDevice(ABC):
 
     def join(self, segments: Sequence[Segment]) -> FileSegment:
         """See `RowDevice`. Reads them, checks them, and starts writing them one after another."""
-        self._check_open()
-        return self._join([self._written(segment) for segment in segments])
-
-    def _join(self, segments: Sequence[FileSegment]) -> FileSegment:
-        layout, heads = segments[0].layout, segments[0].heads
-        sizes = np.array([segment.size_bytes for segment in segments])
+        self.check_open()
+        parts = [self.written(segment) for segment in segments]
+        layout, heads = parts[0].layout, parts[0].heads
+        sizes = np.array([segment.size_bytes for segment in parts])
         size_bytes = int(sizes.sum())
         read, memory = self.engine.memory(size_bytes), self.engine.memory(size_bytes).view(len(heads), -1, layout.block_bytes)
-        plan = Plan.of(self._file, [segment.place for segment in segments], sizes.tolist(), (np.cumsum(sizes) - sizes).tolist())
+        plan = Plan.of(self._file, [segment.place for segment in parts], sizes.tolist(), (np.cumsum(sizes) - sizes).tolist())
         self.engine.read(plan, read, deadline_s=self._deadline_s).wait()
         every_sum, first = self._sums.take(size_bytes // layout.block_bytes)
         sums = every_sum[first : first + size_bytes // layout.block_bytes].reshape(len(heads), -1)
         begin = 0
-        for segment, size, at in zip(segments, sizes.tolist(), (np.cumsum(sizes) - sizes).tolist(), strict=True):
+        for segment, size, at in zip(parts, sizes.tolist(), (np.cumsum(sizes) - sizes).tolist(), strict=True):
             blocks, end = read[at : at + size], begin + segment.n_blocks
             self._check_blocks(segment, blocks)
             memory[:, begin:end] = blocks.view(len(heads), -1, layout.block_bytes)
@@ -224,7 +227,7 @@ class RowFileDevice(ABC):
         except BaseException:
             self.space.give_back(place, size_bytes)
             raise
-        n_rows = sum(segment.n_rows for segment in segments)
+        n_rows = sum(segment.n_rows for segment in parts)
         found = FileSegment(layout, heads, n_rows, place, every_sum, first, PutWrite(writing, 1))
         self._writing.append((found, size_bytes))
         self._writing_bytes += size_bytes
@@ -234,7 +237,11 @@ class RowFileDevice(ABC):
 
     def _write(self, plan: Plan, memory: torch.Tensor, *, is_copy: bool = False) -> Writing:
         """Starts writing blocks of host memory. `is_copy`: of rows that the device has already."""
-        return Write(self.engine, plan, memory, self._deadline_s)
+
+        def start() -> Writing:
+            return Write(self.engine, plan, memory, self._deadline_s)
+
+        return start() if self._starts is None else self._starts(start, plan, is_copy)
 
     def _check_blocks(self, segment: FileSegment, blocks: torch.Tensor) -> None:
         """Raises ChecksumError unless a segment's blocks are those that were written."""
@@ -262,7 +269,7 @@ class RowFileDevice(ABC):
             self._give_back(segment.writing.settle())
             segment.writing = None
 
-    def _written(self, segment: Segment) -> FileSegment:
+    def written(self, segment: Segment) -> FileSegment:
         """A segment of this device, once its rows are in the file. Raises what its write raised."""
         mine = own(segment)
         self._wait(mine)
@@ -291,14 +298,14 @@ class RowFileDevice(ABC):
 
     def ahead(self, layout: RowLayout, views: Sequence[SegmentView]) -> int:
         """See `RowDevice`."""
-        self._check_open()
-        return self._push(layout, *self._table(views))
+        self.check_open()
+        return self.push(layout, *self.table(views))
 
-    def _table(self, views: Sequence[SegmentView]) -> tuple[np.ndarray, list[np.ndarray]]:
-        """What `_push` is given. The checksums are not copied: every ticket that waits in line would hold those of what it reads."""
+    def table(self, views: Sequence[SegmentView]) -> tuple[np.ndarray, list[np.ndarray]]:
+        """What `push` is given. The checksums are not copied: every ticket that waits in line would hold those of what it reads."""
         number, pieces, table = self._file.number, dict[int, tuple[int, np.ndarray]](), np.empty(len(views), SEGMENT_READ)
         for row, view in enumerate(views):
-            segment = self._written(view.segment)
+            segment = self.written(view.segment)
             heads = segment.heads
             piece, _ = pieces.setdefault(id(segment.every_sum), (len(pieces), segment.every_sum))
             table[row] = (
@@ -323,7 +330,7 @@ class RowFileDevice(ABC):
 
     def flush(self) -> None:
         """See `RowDevice`."""
-        self._check_open()
+        self.check_open()
         self._settle(0)
 
     def sync(self) -> None:
@@ -346,7 +353,7 @@ class RowFileDevice(ABC):
             buffer_bytes=self.engine.mapped_bytes,
         )
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         if self._closed:
             raise errors.EngineClosedError("the device is closed")
 

@@ -13,6 +13,7 @@ import torch
 from .. import errors
 from ..storage import Engine, Future, NativeEngine
 from ..storage.native import load_native
+from .command import Part
 from .interface import DeviceStats, Pairs, RecordQuery
 from .record_files import RecordFiles
 from .record_layout import RecordLayout
@@ -55,7 +56,7 @@ class SsdRecordDevice(RecordFiles):
         self.forget()
 
 
-class _SsdRecords:
+class _SsdRecords(Part):
     """See `espnx.device.interface.KeptRecords`."""
 
     def __init__(self, engine: Engine, stream: Any, layout: RecordLayout, released: Callable[[RecordLayout], None]):

@@ -54,18 +54,18 @@ class SsdRowDevice(RowFileDevice):
         sums.reshape(-1)[:] = block_sums(memory, layout.block_bytes).numpy()
         return self._write(plan, memory)
 
-    def _push(self, layout: RowLayout, table: np.ndarray, sums: list[np.ndarray]) -> int:
+    def push(self, layout: RowLayout, table: np.ndarray, sums: list[np.ndarray]) -> int:
         tensors = [torch.from_numpy(each) for each in sums]
         return int(self._stream.push(layout.geometry(), torch.from_numpy(table.view(np.int64)), tensors, UNIT_BYTES))
 
     def visit(self, ticket: int, show: Show) -> None:
         """See `RowDevice`."""
-        self._check_open()
+        self.check_open()
         self._stream.visit(ticket, lambda memory, pieces: show(memory, pieces.numpy().view(PIECE).reshape(-1)))
 
     def attend(self, ticket: int, queries: Queries, tail: RowsInMemory | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """See `RowDevice`."""
-        self._check_open()
+        self.check_open()
         there = queries.q.device
         if there != self.compute:
             queries, tail = queries.to(self.compute), tail if tail is None else tail.to(self.compute)

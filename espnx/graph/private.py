@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from .. import errors
+from ..device.several import top
 from ..storage.files import make_given_directory
 from ..storage.replacing import check_target
 from .build import GraphReport, build
@@ -103,7 +104,7 @@ class PrivateGraphs:
             [np.where(each.ids < 0, -1, each.ids + first) for each, first in zip(found, self._first, strict=False)], axis=1
         )
         far = np.concatenate([each.distances for each in found], axis=1)
-        order = np.lexsort((np.where(ids < 0, np.iinfo(np.int64).max, ids), far), axis=1)[:, :k]
+        order = top(far, ids, k)
         total = {
             name: sum(getattr(each, name) for each in found)
             for name in ("pages", "code_pages", "measured", "estimated", "shared_pages", "filter_bytes")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ from ..device.conformance import cluster_checks, graph_checks, record_checks, ro
 from ..device.conformance.requirement import Found, require
 from ..device.conformance.soak import soak
 from ..device.conformance.verify import Check
+from ..device.kinds import CLUSTERS, GRAPHS, KINDS, POSTINGS, RECORDS, ROWS, PartKind
 from ..device.near_storage import NearStorageDevice
 from . import posting_checks
 
@@ -28,39 +28,20 @@ _LIVES_EVERY_S = 1.0
 _Plain = Callable[[NearStorageDevice], Found | None]
 
 
-@dataclass(frozen=True)
-class _Verb:
-    """What a device offers by overriding one call, and what is asked of one that does.
-
-    Attributes:
-        opens: the call, of `NearStorageDevice`.
-        keeps: what it would keep.
-        checks: functions, called by their names in words.
-        faults: by what goes wrong.
-        through: further ones, which go through what uses the verb, by name.
-    """
-
-    opens: str
-    keeps: str
-    checks: Sequence[_Plain]
-    faults: Mapping[str, _Plain]
-    through: Mapping[str, _Plain]
-
-
 def checks_of(device: NearStorageDevice, soak_s: float) -> Iterator[tuple[str, Check]]:
-    """(name, check) of everything; of a verb that a device does not offer, a check that says so."""
-    for name, verb in VERBS.items():
-        if getattr(type(device), verb.opens) is getattr(NearStorageDevice, verb.opens):
-            yield name, _told_nothing(_keeps_none(f"it keeps no {verb.keeps}"))
+    """(name, check) of everything; of a kind of parts that a device does not offer, a check that says so."""
+    for kind in dict.fromkeys((*KINDS, *device.kinds)):
+        if not device.offers(kind):
+            yield kind.name, _told_nothing(_keeps_none(f"it keeps no {kind.keeps}"))
             continue
-        if why := device.refuses(verb.opens):
-            yield name, _told_nothing(_keeps_none(why))
+        if why := device.refuses(kind.opens):
+            yield kind.name, _told_nothing(_keeps_none(why))
             continue
-        every = {f"{name}: {check.__name__.replace('_', ' ')}": check for check in verb.checks}
-        every |= {f"{name}: {what}": check for what, check in verb.faults.items()} | dict(verb.through)
-        for what, check in every.items():
-            yield what, _told_nothing(check)
-        if name == "rows" and soak_s:
+        for what, check in (kind.checks or _CHECKS[kind]).items():
+            yield f"{kind.name}: {what}", _told_nothing(check)
+        if through := _THROUGH.get(kind):
+            yield through[0], _told_nothing(through[1])
+        if kind is ROWS and soak_s:
             yield "rows: a soak", partial(_soaks, soak_s)
 
 
@@ -155,15 +136,18 @@ def _normal(rng: np.random.Generator, *size: int) -> torch.Tensor:
     return torch.from_numpy(rng.normal(size=size).astype(np.float32))
 
 
-VERBS = {
-    "rows": _Verb(
-        "open_rows", "rows of KV caches", [_on_rows(check) for check in row_checks.CHECKS], row_checks.FAULT_CHECKS,
-        {"a generation": generates_the_same},
-    ),
-    "records": _Verb(
-        "open_records", "embedding records", record_checks.CHECKS, record_checks.FAULT_CHECKS, {"a search": searches_the_same}
-    ),
-    "clusters": _Verb("open_clusters", "clusters of vectors", cluster_checks.CHECKS, cluster_checks.FAULT_CHECKS, {}),
-    "graphs": _Verb("open_graph", "graphs", graph_checks.CHECKS, graph_checks.FAULT_CHECKS, {}),
-    "postings": _Verb("open_postings", "posting lists", posting_checks.CHECKS, posting_checks.FAULT_CHECKS, {}),
-}  # fmt: skip
+def _named(*checks: _Plain) -> dict[str, _Plain]:
+    """By their names in words."""
+    return {check.__name__.replace("_", " "): check for check in checks}
+
+
+#: Of the kinds that every device may have; others bring their own (`PartKind.checks`).
+_CHECKS: dict[PartKind, dict[str, _Plain]] = {
+    ROWS: _named(*map(_on_rows, row_checks.CHECKS)) | row_checks.FAULT_CHECKS,
+    RECORDS: _named(*record_checks.CHECKS) | record_checks.FAULT_CHECKS,
+    CLUSTERS: _named(*cluster_checks.CHECKS) | cluster_checks.FAULT_CHECKS,
+    GRAPHS: _named(*graph_checks.CHECKS) | graph_checks.FAULT_CHECKS,
+    POSTINGS: _named(*posting_checks.CHECKS) | posting_checks.FAULT_CHECKS,
+}
+#: Through what uses such parts.
+_THROUGH: dict[PartKind, tuple[str, _Plain]] = {ROWS: ("a generation", generates_the_same), RECORDS: ("a search", searches_the_same)}

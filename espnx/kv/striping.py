@@ -16,7 +16,8 @@ from .. import errors
 from ..device.crew import Crew, wait
 from ..device.interface import DeviceStats, FilePath, RowDevice, Segment, SegmentPlace, SegmentView, Show
 from ..device.row_layout import RowLayout
-from ..ops.attention import Queries, RowsInMemory, merge
+from ..device.several import files_of, stats_of, together
+from ..ops.attention import Queries, RowsInMemory
 
 Storage = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -192,11 +193,7 @@ class StripedDevices:
                 self.forget()  # wakes whoever waits for a read
                 wait(jobs)
                 raise
-            parts = [job.result() for job in jobs]
-        o, lse = parts[0]
-        for other_o, other_lse in parts[1:]:
-            o, lse = merge(o, lse, other_o, other_lse)
-        return o, lse
+            return together(job.result() for job in jobs)
 
     def _tails(self, ticket: int, queries: Queries, tail: RowsInMemory | None) -> list[RowsInMemory | None]:
         """What of the rows in memory each device attends to: the first to all of them, or, where all can, each to those of the heads whose
@@ -233,11 +230,11 @@ class StripedDevices:
 
     def stats(self) -> DeviceStats:
         """Of all devices together."""
-        return sum((device.stats() for device in self.devices), DeviceStats())
+        return stats_of(self.devices)
 
     def path_report(self) -> list[FilePath]:
         """Of all files of all devices."""
-        return [file for device in self.devices for file in device.path_report()]
+        return files_of(self.devices)
 
     def close(self) -> None:
         with ExitStack() as stack:

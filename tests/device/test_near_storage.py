@@ -11,9 +11,16 @@ import torch
 
 import espnx
 from espnx import errors
+from espnx.device.clusters import write_clusters
+from espnx.device.clusters.commands import DistancesCommand
 from espnx.device.interface import RecordDevice, RecordQuery
 from espnx.device.near_storage import NearStorageDevice
-from espnx.device.routed_records import RoutedRecordDevice
+from espnx.device.row_commands import FlushCommand
+from espnx.device.several import SeveralRecordDevices
+from espnx.device.trace.recording import recorded
+from espnx.device.trace.writer import TraceWriter
+from espnx.device.vectors.interface import SearchCommand
+from tests.device.graph.made import query_of, random_graph
 from tests.integrations.transformers.tiny import enabled, prompt
 from tests.retrieval.common import build, corpus, queries
 
@@ -79,7 +86,7 @@ def test_a_search_over_several_devices(spread: tuple[Path, list[Path]]) -> None:
     path, directories = spread
     devices = espnx.device.open("ssd", [path, *directories])
     with espnx.open(path) as plain, espnx.open(path, device=devices) as index, espnx.open(path, device="ssd") as named:
-        assert isinstance(index.device, RoutedRecordDevice)
+        assert isinstance(index.device, SeveralRecordDevices)
         for options in ({}, {"rerank": 20}, {"prefetch_step": (0.1, 0.5)}, {"exclude": ["doc-3"]}, {"explain": True}, {"cascade": 20}):
             wanted, found, also = (each.search(queries(5), k=30, candidates=80, **options) for each in (plain, index, named))
             assert [result.hits for result in found] == [result.hits for result in wanted] == [result.hits for result in also]
@@ -124,3 +131,26 @@ def test_a_record_device_is_a_device_too(tmp_path: Path) -> None:
         assert device.compute == torch.device("cpu")
     with pytest.raises(errors.EspnxError):
         espnx.open(tmp_path / "s", device=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["ssd", "smartssd", "recorded"])
+def test_a_command_is_its_call(tmp_path: Path, name: str) -> None:
+    """By the one door or by the call: the same bits, of every sort of device."""
+    write_clusters(tmp_path / "clusters", np.arange(90), np.arange(90 * 8, dtype=np.uint8).reshape(90, 8), np.arange(90) % 3)
+    graph, query = random_graph(tmp_path, 60, 8), torch.arange(8, dtype=torch.uint8)
+    device = espnx.device.open("ssd" if name == "recorded" else name, tmp_path, **({"stretch": 0} if name == "smartssd" else {}))
+    with TraceWriter(tmp_path / "trace", "a test", [device]) as writer:
+        asked = recorded([device], writer)[0] if name == "recorded" else device
+        clusters, walked = asked.open_clusters(tmp_path / "clusters"), asked.open_graph(graph)
+        by_door = clusters.submit(DistancesCommand(query, [2, 0], metric="ip")).finish()  # type: ignore[attr-defined]
+        assert np.array_equal(by_door, clusters.distances(query, [2, 0], metric="ip").finish())
+        found = walked.submit(SearchCommand(query_of(1), 20, 5, beam=2)).finish()  # type: ignore[attr-defined]
+        assert [each.tolist() for each in found] == [each.tolist() for each in walked.search(query_of(1), 20, 5, beam=2).finish()]
+        rows = asked.open_rows()
+        rows.submit(FlushCommand()).finish()  # type: ignore[attr-defined]
+        rows.close()
+        with pytest.raises(errors.EngineClosedError):
+            rows.submit(FlushCommand())  # type: ignore[attr-defined]
+        walked.close()
+        clusters.close()
+    device.close()

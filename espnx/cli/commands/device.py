@@ -199,6 +199,7 @@ def configure_replay(parser: argparse.ArgumentParser) -> None:
 
 
 def run_replay(args: argparse.Namespace) -> int:
+    from ...device.kinds import POSTINGS, RECORDS
     from ...device.trace.reader import read_trace
     from ...device.trace.replay import replay
     from ..progress import ProgressLine
@@ -206,7 +207,7 @@ def run_replay(args: argparse.Namespace) -> int:
     trace = read_trace(args.trace)
     with ProgressLine(is_terse=True) as line, line.loading(f"{len(trace.commands):,} commands"), ExitStack() as opened:
         devices, tiers = _replayed_on(args, trace, opened)
-        found = replay(trace, devices, tiers, lists=_lists(args), with_host=not args.no_host)
+        found = replay(trace, devices, {RECORDS: tiers, POSTINGS: _lists(args)}, with_host=not args.no_host)
     rows = [
         (verb, times.count, format_size(times.size_bytes), f"{times.recorded_s:.4f}", f"{times.replayed_s:.4f}")
         for verb, times in sorted(found.verbs.items(), key=lambda each: -each[1].recorded_s)

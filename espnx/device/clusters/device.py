@@ -14,6 +14,7 @@ from ... import errors
 from ...ops.distances.checks import check_metric, check_query
 from ...storage import Future, NativeEngine, Plan
 from ...storage.native import load_native
+from ..command import Part
 from ..interface import Capabilities, DeviceStats, FilePath
 from ..vectors.interface import REPLY, DistanceCommand
 from .layout import ClusterFile, read_clusters
@@ -21,7 +22,7 @@ from .layout import ClusterFile, read_clusters
 _WINDOW_BYTES = 64 << 20
 
 
-class SsdClusterDevice:
+class SsdClusterDevice(Part):
     """See `espnx.device.vectors.interface.ClusterDevice`.
 
     Args:

@@ -6,26 +6,16 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import torch
-
 from ... import errors
-from ...storage import Engine
 from ..crew import Clock
-from ..graph.device import SsdGraphDevice
-from ..interface import READ_AHEAD_BYTES, RecordDevice, RowDevice
+from ..kinds import GRAPHS, KINDS, ROWS, PartKind
 from ..model.spec import DeviceSpec, load_spec
 from ..near_storage import NearStorageDevice
-from ..plain import PlainDevice
-from ..postings.interface import PostingLists, PostingsDevice
 from ..ssd_rows import SsdRowDevice
 from ..vectors.encoding import Encoding, encode_on_host
-from ..vectors.interface import ClusterDevice, Graph, GraphDevice
-from .clusters import EmulatedClusterDevice
 from .costs import check_latency, figures_of
 from .faults import DeviceFault, Faults, Guard
-from .graphs import EmulatedGraphDevice
-from .postings import EmulatedPostingsDevice
-from .records import EmulatedRecordDevice
+from .paced import PacedPart
 from .report import Report, report
 from .rows import HAND_OVERS, EmulatedRowDevice, HandedOver, capabilities_of
 from .topology import DEFAULT_STRETCH, Topology
@@ -44,6 +34,7 @@ class EmulatedDevice(NearStorageDevice):
     """
 
     kind = "emulated"
+    kinds = KINDS
 
     def __init__(
         self,
@@ -66,40 +57,24 @@ class EmulatedDevice(NearStorageDevice):
         """See `NearStorageDevice`."""
         SsdRowDevice.check(directory or self.path, engine=engine, name=name)
 
-    def open_rows(
-        self,
-        directory: str | None = None,
-        *,
-        compute: torch.device | None = None,
-        engine: Any = "auto",
-        name: str | None = None,
-        read_ahead_bytes: int = READ_AHEAD_BYTES,
-        threads: int | None = None,
-        deadline_s: float = 30.0,
-    ) -> RowDevice:
-        """See `NearStorageDevice`. `compute` may be anything: results go where the queries are. `deadline_s` is of a transfer of this
-        machine's, and in virtual seconds of one of the device's."""
-        return EmulatedRowDevice(
-            directory or self.path, topology=self.topology, number=self.number, hand_over=self.hand_over, near_storage=self.near_storage,
-            engine=engine, name=name, read_ahead_bytes=read_ahead_bytes, threads=threads, deadline_s=deadline_s,
-            faults=self._faults,
-        )  # fmt: skip
+    def open_part(self, kind: PartKind, *what: Any, **options: Any) -> Any:
+        """See `NearStorageDevice`. Of rows, `compute` may be anything: results go where the queries are; `deadline_s` is of a transfer of
+        this machine's, and in virtual seconds of one of the device's. Raises InvalidInputError also where walks over a graph are asked for
+        and the spec has no latency of reads."""
+        if kind is ROWS:
+            return EmulatedRowDevice(
+                what[0] or self.path, topology=self.topology, number=self.number, hand_over=self.hand_over,
+                near_storage=self.near_storage, faults=self._faults, **options,
+            )  # fmt: skip
+        if kind is GRAPHS:
+            check_latency(self.topology.spec)
 
-    def open_records(self, engine: Engine, compute: torch.device) -> RecordDevice:
-        """See `NearStorageDevice`."""
-        inner = PlainDevice(self.path).open_records(engine, compute)
-        return EmulatedRecordDevice(inner, self.topology, self.number, scores_records=self._computes("maxsim"), guard=self._guard)
+        def paced(part: Any, stored: Any) -> Any:
+            guard = Guard(self.topology, self.number, self.path, self._faults)
+            facts = stored, self.topology, self.number, kind.verbs
+            return kind.around(PacedPart, part, *facts, near_storage=self.near_storage, guard=guard)
 
-    def open_clusters(self, directory: str | os.PathLike[str], *, engine: Any = "auto", threads: int | None = None) -> ClusterDevice:
-        """See `NearStorageDevice`."""
-        inner = PlainDevice(self.path).open_clusters(directory, engine=engine, threads=threads)
-        return EmulatedClusterDevice(inner, self.topology, self.number, computes=self._computes("distances"), guard=self._guard)
-
-    def open_graph(self, graph: Graph, *, engine: Any = "auto") -> GraphDevice:
-        """See `NearStorageDevice`. Raises InvalidInputError also where the spec has no latency of reads."""
-        check_latency(self.topology.spec)
-        inner = SsdGraphDevice(graph, engine=engine)
-        return EmulatedGraphDevice(inner, self.topology, self.number, walks=self._computes("search"), guard=self._guard)
+        return kind.front(kind.open(self.path, *what, **options), paced)
 
     def refuses(self, call: str) -> str:
         """See `NearStorageDevice`."""
@@ -108,11 +83,6 @@ class EmulatedDevice(NearStorageDevice):
         except errors.InvalidInputError as error:
             return f"{error.what}: {error.got}" if call == "open_graph" else ""
         return ""
-
-    def open_postings(self, lists: PostingLists, *, engine: Any = "auto") -> PostingsDevice:
-        """See `NearStorageDevice`."""
-        inner = PlainDevice(self.path).open_postings(lists, engine=engine)
-        return EmulatedPostingsDevice(inner, self.topology, self.number, computes=self._computes("scan"), guard=self._guard)
 
     def encode(self, encode: Callable[[Sequence[str]], T], texts: Sequence[str], *, flop: float | None = None) -> Encoding[T]:
         """See `NearStorageDevice`. On a device that encodes, the seconds are virtual: of `flop` at the spec's rate.
@@ -134,10 +104,6 @@ class EmulatedDevice(NearStorageDevice):
     def clock(self) -> Clock | None:
         """See `Topology.clock`."""
         return self.topology.clock
-
-    @property
-    def _guard(self) -> Guard:
-        return Guard(self.topology, self.number, self.path, self._faults)
 
     def _computes(self, verb: str) -> bool:
         accelerator = self.topology.spec.accelerator

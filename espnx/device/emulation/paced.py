@@ -1,94 +1,76 @@
-"""Many things asked of a device at once, and taken as they come: done by this machine, handed out when the device would have them."""
+"""A part of an emulated device: another part does the real work on this machine, and a command is done when the device would have done it.
+
+A device whose accelerator has a command's verb takes the command and gives its result back; of any other the bytes pass its link, and the
+host computes (`espnx.device.cost`). Results are those of the plain device either way, to the bit.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from ... import errors
-from ..around import D, DeviceAround
+from ..around import Around, PartAround
+from ..command import Command, Watch
+from ..cost.work import COMPUTE, Group, Leg, Work
 from ..crew import Clock
-from ..interface import Capabilities, DeviceStats
+from ..interface import Capabilities
+from ..kinds import Verb
+from ..model.spec import Accelerator
+from .faults import DeviceFault, Guard
 from .topology import Topology, Transfer
 
-#: Things come in groups of so many bytes: large enough for flash, small enough that they come as they are ready.
-GROUP_BYTES = 1 << 20
-PAGE_BYTES = 4096
 
-
-class Ticket(Protocol):
-    """What does the real work: `espnx.device.interface.RecordTicket`, `espnx.device.vectors.interface.DistanceTicket`."""
-
-    def next(self, at_least: int = 1, timeout_s: float | None = None) -> tuple[np.ndarray, bool]: ...
-
-    def finish(self) -> np.ndarray: ...
-
-    def cancel(self) -> None: ...
-
-    @property
-    def stats(self) -> DeviceStats: ...
-
-
-@dataclass(frozen=True)
-class Group:
-    """Places `begin` to `end` of a request, and when they are there."""
-
-    begin: int
-    end: int
-    transfer: Transfer
-
-
-def groups_of(sizes: np.ndarray) -> list[tuple[int, int]]:
-    """Consecutive places whose sizes add up to `GROUP_BYTES`, the last of each beyond it."""
-    if not len(sizes):
-        return []
-    ends = np.flatnonzero(np.diff(np.cumsum(sizes) // GROUP_BYTES, append=-1)) + 1
-    return list(zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True))
-
-
-def page_reads(
-    file: np.ndarray, offset_bytes: np.ndarray, size_bytes: np.ndarray, gap_bytes: int = 0
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """What flash reads for some places in files: bool [m], which of them begin a read of their own; int64 [m], the bytes that each adds.
-
-    Flash reads whole pages, each once, and a request counts once, whatever its size: places in the pages of one before them in their file,
-    or right behind (or less than the gap), come with it. Nothing is read for places of no bytes.
-    """
-    begin = offset_bytes // PAGE_BYTES * PAGE_BYTES
-    end = np.where(size_bytes > 0, -(-(offset_bytes + size_bytes) // PAGE_BYTES) * PAGE_BYTES, begin)
-    order = np.lexsort((begin, file))
-    order = order[end[order] > begin[order]]
-    begin, end, file = begin[order], end[order], file[order]
-    starts, added = np.ones(len(order), dtype=bool), end - begin
-    for same in np.unique(file):
-        (rows,) = np.nonzero(file == same)
-        reached, rows = np.maximum.accumulate(end[rows])[:-1], rows[1:]
-        starts[rows] = begin[rows] > reached + gap_bytes
-        added[rows] = np.where(starts[rows], added[rows], np.maximum(end[rows] - reached, 0))
-    begins, moved_bytes = np.zeros(len(size_bytes), dtype=bool), np.zeros(len(size_bytes), dtype=np.int64)
-    begins[order], moved_bytes[order] = starts, added
-    return begins, moved_bytes
-
-
-class PacedDevice(DeviceAround[D]):
-    """An emulated device around one that does the work: what both say of their files is the same, and so are the reads in `stats`; what
-    passed the links is the topology's to say.
+class PacedPart(PartAround):
+    """What both say of their files is the same, and so are the reads in `stats`; what passed the links is the topology's to say.
 
     Args:
         inner: does the work; closed with this one.
-        topology: in whose time.
+        stored: what it keeps, for costs.
+        topology, number: which device of it.
+        verbs: of the part's kind.
+        near_storage: whether the device's accelerator computes, where it has the verb.
+        guard: what goes wrong on it.
     """
 
     capabilities = Capabilities()
 
-    def __init__(self, inner: D, topology: Topology):
+    def __init__(
+        self, inner: Any, stored: Any, topology: Topology, number: int, verbs: Mapping[str, Verb], *, near_storage: bool = True,
+        guard: Guard | None = None,
+    ):  # fmt: skip
         super().__init__(inner)
-        self._topology = topology
+        self._stored, self._topology, self._number, self._verbs, self._near_storage = stored, topology, number, verbs, near_storage
+        self._guard = guard or Guard(topology, number, "")
+
+    def submit(self, command: Command, watch: Watch | None = None) -> Any:
+        """See `Part`. `deadline_s` of the command is of the real reads, and in virtual seconds of the device's."""
+        cost = self._verbs[command.verb].cost
+        if cost is None:  # whole records are for whoever checks or copies a store
+            return command.ask(self._inner, watch)
+        fault, pace = self._guard.begin(command.verb), Pace(self._topology, self._number)
+        with pace.lock:  # a step that the real work makes at once comes behind the first legs
+            ticket = command.ask(self._inner, pace.step)
+            try:
+                pace.begin(cost(command, self._stored, self._accelerator(command.verb)))
+            except BaseException:
+                ticket.cancel()
+                raise
+        if pace.work.step is not None and self._topology.stretch == 0:
+            # Only waiting moves this clock: with the work done before anybody waits, virtual times do not depend on this machine's.
+            with contextlib.suppress(errors.EspnxError):  # `finish` raises it
+                ticket.finish()
+        return PacedTicket(ticket, command, pace, self._guard, fault)
+
+    def _accelerator(self, verb: str) -> Accelerator | None:
+        accelerator = self._topology.spec.accelerator
+        return accelerator if self._near_storage and accelerator is not None and verb in accelerator.verbs else None
 
     @property
     def clock(self) -> Clock | None:
@@ -101,42 +83,89 @@ class PacedDevice(DeviceAround[D]):
         return [self._topology]
 
 
-class PacedTicket:
-    """Hands out what the real ticket has, group by group, in the order in which it was asked for.
+class Pace:
+    """The legs of a command on the links of one device.
 
-    Args:
-        inner: the real work.
-        count: of what was asked for.
-        groups: in order.
-        deadline_s: wall seconds of each group.
-        hold: waits for a completion that a fault holds up.
+    Attributes:
+        legs: that have been sent on their way.
+        asked_s: the virtual second in which the command was sent.
+        lock: guards the legs; steps come from other threads.
     """
 
-    def __init__(self, inner: Ticket, count: int, groups: Sequence[Group], topology: Topology, deadline_s: float, hold: Callable[[], None]):
-        self._hold: Callable[[], None] | None = hold
-        self._real, self._groups, self._topology, self._deadline_s = inner, deque(groups), topology, deadline_s
-        self._is_done = np.zeros(count, dtype=bool)
+    def __init__(self, topology: Topology, device: int):
+        self.topology, self._device, self.lock = topology, device, threading.RLock()
+        self.asked_s, self._member = topology.now(), topology.member
+        self.work, self.legs, self._has_ended = Work(()), list[Transfer](), False
+
+    def begin(self, work: Work) -> None:
+        self.work = work
+        self.add(work.legs)
+
+    def step(self, done: Any) -> None:
+        """A step of the work, behind the one before."""
+        with self.lock, self.topology.asking_for(self._member):
+            if self.work.step is not None:
+                self.add(self.work.step(done))
+
+    def end(self, found: Any) -> Transfer:
+        """The last leg of all, of a command that has this result."""
+        with self.lock:
+            if self.work.end is not None and not self._has_ended:
+                self.add(self.work.end(found))
+            self._has_ended = True
+            return self.legs[-1]
+
+    def add(self, legs: Sequence[Leg]) -> Sequence[Transfer]:
+        """Sends further legs on their way."""
+        topology, device, begin = self.topology, self._device, len(self.legs)
+        for leg in legs:
+            after = [self.legs[number] for number in leg.after]
+            if leg.route == COMPUTE:
+                self.legs.append(topology.compute(device, leg.flop, leg.size_bytes, group=leg.heads, after=after))
+            else:
+                self.legs.append(topology.transfer(device, leg.route, leg.size_bytes, after, requests=leg.requests))
+        return self.legs[begin:]
+
+
+class PacedTicket(Around):
+    """Hands out what the real ticket has, group by group in the order in which it was asked for, or all at the end."""
+
+    def __init__(self, inner: Any, command: Command, pace: Pace, guard: Guard, fault: DeviceFault | None):
+        super().__init__(inner)
+        self._command, self._pace, self._guard, self._fault = command, pace, guard, fault
+        self._topology, self._is_held = pace.topology, fault is not None
+        self._deadline_s = command.deadline_s * max(self._topology.stretch, 1.0)
+        self._groups = deque(pace.work.groups or ())
+        self._is_done = np.zeros(max((each.end for each in self._groups), default=0), dtype=bool)
         self._has_ended = False  # the real work
-        self._finished_at = time.perf_counter()
+        self.finished_at = time.perf_counter()
+
+    def _hold(self, limit_s: float) -> None:
+        """Waits for a completion that a fault holds up."""
+        if self._is_held:
+            self._is_held = False
+            self._guard.wait(self._fault, self._command.verb, limit_s)
+
+    def _looked_at(self, found: Any) -> Any:
+        self._guard.reply(self._fault, self._command.verb, self._command.values(found), self._command.can_be)
+        return found
 
     def next(self, at_least: int = 1, timeout_s: float | None = None) -> tuple[np.ndarray, bool]:
-        """See `RecordTicket`."""
+        """See `espnx.device.interface.RecordTicket`."""
         asked_s, until = self._topology.now(), None if timeout_s is None else time.monotonic() + timeout_s
         found, count = list[np.ndarray](), 0
         try:
-            if self._hold is not None:
-                hold, self._hold = self._hold, None
-                hold()
+            self._hold(self._deadline_s)
             while self._groups and count < max(at_least, 1):
                 group = self._groups[0]
                 if not self._do(group, until) or not self._arrive(group, asked_s, until):
                     break
                 self._groups.popleft()
-                self._finished_at = time.perf_counter()
+                self.finished_at = time.perf_counter()
                 found.append(np.arange(group.begin, group.end))
                 count += group.end - group.begin
             if not self._groups and not self._has_ended:
-                self._has_ended = self._real.next(1, None if until is None else max(until - time.monotonic(), 0.0))[1]
+                self._has_ended = self._inner.next(1, None if until is None else max(until - time.monotonic(), 0.0))[1]
         except BaseException:
             self.cancel()
             raise
@@ -148,39 +177,67 @@ class PacedTicket:
             left_s = None if until is None else until - time.monotonic()
             if left_s is not None and left_s < 0:
                 return False
-            items, self._has_ended = self._real.next(1, left_s)
+            items, self._has_ended = self._inner.next(1, left_s)
             self._is_done[items] = True
         return True
 
     def _arrive(self, group: Group, asked_s: float, until: float | None) -> bool:
         """Whether the device has it on the host by then."""
+        transfer = self._pace.legs[group.leg]
         if until is None:
-            self._topology.wait(group.transfer, asked_s=asked_s, deadline_s=self._deadline_s)
+            self._topology.wait(transfer, asked_s=asked_s, deadline_s=self._deadline_s)
             return True
-        if self._topology.done(group.transfer):
+        if self._topology.done(transfer):
             return True
         left_s = until - time.monotonic()
         if left_s <= 0:
             return False
         try:
-            self._topology.wait(group.transfer, asked_s=asked_s, deadline_s=left_s)
+            self._topology.wait(transfer, asked_s=asked_s, deadline_s=left_s)
         except errors.DeadlineExceededError:
             return False
         return True
 
-    def finish(self) -> np.ndarray:
-        """See `RecordTicket`."""
-        while not self.next(2**62)[1]:
-            pass
-        return self._real.finish()
+    def finish(self, timeout_s: float | None = None) -> Any:
+        """Waits for the real work, and then for the device. The timeout is of each, in wall seconds."""
+        work = self._pace.work
+        if work.groups is not None:
+            while not self.next(2**62)[1]:
+                pass
+            return self._looked_at(self._inner.finish())
+        asked_s = self._topology.now() if work.step is None else self._pace.asked_s
+        limit_s = self._deadline_s if timeout_s is None else timeout_s
+        try:
+            found = self._inner.finish() if timeout_s is None else self._inner.finish(timeout_s)
+            self._hold(limit_s)
+            self._topology.wait(self._pace.end(found), asked_s=asked_s, deadline_s=limit_s)
+            return self._looked_at(found)
+        except BaseException:
+            if timeout_s is None:
+                self.cancel()
+            raise
 
     def cancel(self) -> None:
-        """See `RecordTicket`."""
-        self._real.cancel()
+        """Whoever waits, or will, gets TransferCancelledError."""
+        self._inner.cancel()
+        if self._pace.work.groups is None:
+            self._topology.cancel(self._pace.legs[-1])
         for group in self._groups:
-            self._topology.cancel(group.transfer)
+            self._topology.cancel(self._pace.legs[group.leg])
+
+    # --- what is looked at before anybody gets it ---
 
     @property
-    def stats(self) -> DeviceStats:
-        """See `RecordTicket`."""
-        return self._real.stats
+    def scores(self) -> np.ndarray:
+        """See `espnx.device.interface.RecordTicket`."""
+        scores: np.ndarray = self._looked_at(self._inner.scores)
+        return scores
+
+    def reply(self, item: int) -> Any:
+        """See `espnx.device.vectors.interface.DistanceTicket`."""
+        return self._looked_at(self._inner.reply(item))
+
+    @property
+    def records(self) -> Any:
+        """See `espnx.device.interface.RecordTicket`."""
+        raise errors.InvalidInputError("records of an emulated device", got="scores alone", expected="a device that hands out records")

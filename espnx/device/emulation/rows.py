@@ -17,17 +17,20 @@ from ...ops.accelerator import DIM, LSE_LEAST, Buffered, accelerator, accelerato
 from ...ops.accelerator.checks import BLOCK, MASK, PAD_TO
 from ...ops.attention import Queries, RowsInMemory, attend_rows, merge
 from ...storage import Plan
+from ..around import Around
+from ..command import Part
+from ..cost import rows as cost
+from ..cost.rows import HandOver, HeadRows, check_memory
+from ..cost.work import page_reads
 from ..crew import Clock
-from ..interface import READ_AHEAD_BYTES, Capabilities, SegmentView, Show
+from ..interface import PIECE, READ_AHEAD_BYTES, Capabilities, Segment, SegmentView, Show
 from ..model.spec import Accelerator, DeviceSpec
 from ..row_file import SEGMENT_READ
 from ..row_layout import RowLayout
-from ..space import FileSegment
 from ..ssd_rows import SsdRowDevice
 from ..writes import Writing
 from .faults import Faults, Guard
-from .paced import page_reads
-from .row_pacing import HandOver, HeadRows, PacedReads, RowPacing, check_memory
+from .row_line import PacedReads, RowLine
 from .topology import Topology, Transfer
 
 #: How rows that wait on the host reach the result: as scores and V, which go to the device (HILOS, section 4.3), or attended to on the host
@@ -49,25 +52,26 @@ class _Ticket:
     paced: PacedReads
 
 
-class EmulatedRowDevice(SsdRowDevice):
+class EmulatedRowDevice(Part, Around):
     """See `espnx.device.interface.RowDevice`. What it attends over are fp16 rows of 128 values, by a plain softmax; results are those of
     `espnx.ops.accelerator`. Rows of a head that lie on one device give the same bits however many devices there are.
 
     Args:
         directory: of the data file.
         topology, number: the hardware, and which device of it this is.
-        name: of the data file.
         hand_over: of rows that wait on the host.
         near_storage: whether it computes. If not, or if its spec does not attend, it is a disk: rows go to the host, which attends.
         read_ahead_bytes: of host memory, for rows read before they are asked for. What the emulated device reads ahead is bounded by its
             memory.
         compute: anything: results go where the queries are.
         faults: what goes wrong on it.
-        **options: of `SsdRowDevice`.
+        **options: of the `SsdRowDevice` in whose file the rows lie.
 
     Raises:
         InvalidInputError: the spec's accelerator is not the one that is emulated.
     """
+
+    compute = torch.device("cpu")
 
     def __init__(
         self,
@@ -79,44 +83,49 @@ class EmulatedRowDevice(SsdRowDevice):
         near_storage: bool = True,
         read_ahead_bytes: int = READ_AHEAD_BYTES,
         deadline_s: float = 30.0,
+        threads: int | None = None,
         compute: torch.device | None = None,
         faults: Faults | None = None,
         **options: Any,
     ):
         self._guard = Guard(topology, number, os.fspath(directory), faults or Faults())
-        self._virtual_deadline_s = deadline_s * max(topology.stretch, 1.0)
         self.capabilities = capabilities_of(topology.spec, near_storage=near_storage)
         self._attends = near_storage and topology.spec.has("attend")
         memory = topology.spec.memory.size
         #: None: not known, and no bound.
         self._memory_bytes = None if memory is None else int(memory.value)
         window_bytes = read_ahead_bytes if not self._attends or self._memory_bytes is None else self._memory_bytes
-        self._pacing = RowPacing(topology, number, window_bytes, deadline_s)
-        self._hand_over = hand_over
+        self._topology, self._line = topology, RowLine(topology, number, window_bytes, deadline_s)
+        self._hand_over, self._threads = hand_over, threads or 0
         self._tickets: dict[int, _Ticket] = {}
-        super().__init__(directory, read_ahead_bytes=read_ahead_bytes, deadline_s=deadline_s, **options)
+        options |= {"read_ahead_bytes": read_ahead_bytes, "deadline_s": deadline_s, "threads": threads}
+        super().__init__(SsdRowDevice(directory, starts=self._start_write, **options))
 
     # --- rows come ---
 
-    def _write(self, plan: Plan, memory: torch.Tensor, *, is_copy: bool = False) -> Writing:
-        size_bytes = int(plan.size_bytes.sum())
+    def _start_write(self, start: Callable[[], Writing], plan: Plan, is_copy: bool) -> Writing:
         fault = self._guard.begin("put")
-        paced = self._pacing.write(size_bytes, len(plan.size_bytes), from_host=not (is_copy and self._attends))
-        real = super()._write(plan, memory, is_copy=is_copy)
+        leg = cost.put(int(plan.size_bytes.sum()), len(plan.size_bytes), from_host=not (is_copy and self._attends))
+        paced = self._line.start(leg)
         if fault is not None and fault.kind in ("stall", "drop"):
-            return _HeldWrite(real, self._pacing, paced, partial(self._guard.wait, fault, "put", self._virtual_deadline_s))
-        return _PacedWrite(real, self._pacing, paced)
+            return _HeldWrite(start(), self._line, paced, partial(self._guard.wait, fault, "put", self._line.deadline_s))
+        return _PacedWrite(start(), self._line, paced)
 
-    def _join(self, segments: Sequence[FileSegment]) -> FileSegment:
-        self._pacing.copy(sum(each.size_bytes for each in segments), len(segments), to_host=not self._attends)
-        return super()._join(segments)
+    def join(self, segments: Sequence[Segment]) -> Segment:
+        """See `RowDevice`."""
+        self._inner.check_open()
+        parts = [self._inner.written(segment) for segment in segments]
+        copied = cost.read(sum(each.size_bytes for each in parts), len(parts), to_host=not self._attends)
+        self._line.wait([self._line.start(copied)])
+        found: Segment = self._inner.join(parts)
+        return found
 
     # --- rows are looked at ---
 
     def ahead(self, layout: RowLayout, views: Sequence[SegmentView]) -> int:
         """See `RowDevice`."""
-        self._check_open()
-        table, sums = self._table(views)
+        self._inner.check_open()
+        table, sums = self._inner.table(views)
         heads = dict[tuple[int, int], HeadRows]()
         by_head = _by_head(layout, table)
         sizes = -(-by_head["n_rows"] // layout.block_rows) * layout.block_bytes
@@ -126,26 +135,24 @@ class EmulatedRowDevice(SsdRowDevice):
             before = heads.get(unit, HeadRows(0, 0, 0))
             heads[unit] = HeadRows(before.n_rows + int(row["n_rows"]), before.size_bytes + size_bytes, before.requests + int(is_first))
         is_for_host = not self._attends or bool(self.capabilities.lacks(Queries(torch.empty(0, 0, 0, layout.d), layout.dv), layout))
-        parts = [(self._push(layout, part, sums), part) for part in ([table] if is_for_host else _parts(layout, by_head))]
-        paced = PacedReads(is_for_host, heads)
-        self._tickets[parts[0][0]] = _Ticket(layout, parts, paced)
-        self._pacing.read(paced)
+        parts = [(self._inner.push(layout, part, sums), part) for part in ([table] if is_for_host else _parts(layout, by_head))]
+        self._tickets[parts[0][0]] = _Ticket(layout, parts, self._line.read(heads, to_host=is_for_host))
         return parts[0][0]
 
     def forget(self) -> None:
         """See `RowDevice`."""
-        super().forget()
-        self._pacing.cancel()
+        self._inner.forget()
+        self._line.cancel()
         self._tickets.clear()
 
     def visit(self, ticket: int, show: Show) -> None:
         """See `RowDevice`."""
-        mine, asked_s = self._front(ticket), self._pacing.topology.now()
+        mine, asked_s = self._front(ticket), self._topology.now()
         try:
-            self._guard.wait(self._guard.begin("visit"), "visit", self._virtual_deadline_s)
+            self._guard.wait(self._guard.begin("visit"), "visit", self._line.deadline_s)
             for part, _ in mine.parts:
-                super().visit(part, show)
-            self._pacing.wait(self._pacing.arrive(mine.paced), asked_s)
+                self._inner.visit(part, show)
+            self._line.wait(mine.paced.arrive(), asked_s)
         except BaseException:
             self.forget()
             raise
@@ -169,7 +176,7 @@ class EmulatedRowDevice(SsdRowDevice):
             fault = self._guard.begin("attend")
             attend = self._attend if self._attends else self._attend_on_host
             o, lse = attend(mine, queries, tail if tail is not None and tail.n_rows else None)
-            self._guard.wait(fault, "attend", self._virtual_deadline_s)
+            self._guard.wait(fault, "attend", self._line.deadline_s)
             if fault is not None or bool(torch.isfinite(queries.q).all()):  # of what is no number nothing else can come
                 o = torch.from_numpy(self._guard.reply(fault, "attend", o.numpy(), _is_number))
         except BaseException:
@@ -179,7 +186,7 @@ class EmulatedRowDevice(SsdRowDevice):
         return o.to(there), lse.to(there)
 
     def _attend(self, mine: _Ticket, queries: Queries, tail: RowsInMemory | None) -> tuple[torch.Tensor, torch.Tensor]:
-        topology, n = self._pacing.topology, queries.q.shape[2]
+        topology, n = self._topology, queries.q.shape[2]
         asked_s = topology.now()
         hands_scores = tail is not None and self._hand_over == "scores"
         units = _counting(queries, tail) if tail is not None and hands_scores else _NOTHING
@@ -187,7 +194,7 @@ class EmulatedRowDevice(SsdRowDevice):
         accelerator_spec = topology.spec.accelerator
         if self._memory_bytes is not None and accelerator_spec is not None:
             check_memory(mine.paced.heads, n, buffered, accelerator_spec.max_group, self._memory_bytes, self._name)
-        results = self._pacing.attend(mine.paced, HandOver(n, buffered, units, returns_lse=self._hand_over == "lse")) if n else []
+        results = mine.paced.attend(HandOver(n, buffered, units, returns_lse=self._hand_over == "lse")) if n else []
         work = _Attention(queries, tail if hands_scores else None, self._threads)
         for ticket, table in mine.parts:
             self._compute(work, ticket, table, mine.layout)
@@ -195,15 +202,15 @@ class EmulatedRowDevice(SsdRowDevice):
         o, lse = work.result(self._name)
         if tail is not None and not hands_scores:
             o, lse = merge(o, lse, *_attend_tail(queries, tail, self._threads))
-        self._pacing.wait(results, asked_s)
+        self._line.wait(results, asked_s)
         return o, lse
 
     def _attend_on_host(self, mine: _Ticket, queries: Queries, tail: RowsInMemory | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Without an accelerator: the rows pass the links, and the host attends as it does beside a plain SSD."""
-        asked_s = self._pacing.topology.now()
+        asked_s = self._topology.now()
         ((ticket, _),) = mine.parts
-        o, lse = super().attend(ticket, queries, tail)
-        self._pacing.wait(self._pacing.arrive(mine.paced), asked_s)
+        o, lse = self._inner.attend(ticket, queries, tail)
+        self._line.wait(mine.paced.arrive(), asked_s)
         return o, lse
 
     def _compute(self, work: _Attention, ticket: int, table: np.ndarray, layout: RowLayout) -> None:
@@ -222,29 +229,37 @@ class EmulatedRowDevice(SsdRowDevice):
                 end += size_bytes
             pieces.append(some)
 
-        super().visit(ticket, take)
+        self._inner.visit(ticket, take)
         if pieces:
             work.add(memory, np.concatenate(pieces), layout.block_rows)
 
     def _front(self, ticket: int) -> _Ticket:
-        self._check_open()
+        self._inner.check_open()
         mine = self._tickets.get(ticket)
-        if mine is None or ticket != self.front():
-            raise errors.InvalidInputError("rows are consumed in the order in which they were asked for", got=ticket, expected=self.front())
+        if mine is None or ticket != self._inner.front():
+            raise errors.InvalidInputError(
+                "rows are consumed in the order in which they were asked for", got=ticket, expected=self._inner.front()
+            )
         return mine
 
     def _end(self, ticket: int, mine: _Ticket) -> None:
         self._tickets.pop(ticket, None)
-        self._pacing.used(mine.paced)
+        self._line.used(mine.paced)
 
     @property
     def clock(self) -> Clock | None:
         """See `Topology.clock`."""
-        return self._pacing.topology.clock
+        return self._topology.clock
+
+    def close(self) -> None:
+        """See `RowDevice`."""
+        self._line.cancel()
+        self._tickets.clear()
+        self._inner.close()
 
     @property
     def _name(self) -> str:
-        return self._pacing.topology.spec.name
+        return self._topology.spec.name
 
 
 class _Attention:
@@ -275,8 +290,7 @@ class _Attention:
 
     def add_unseen(self, units: frozenset[tuple[int, int]]) -> None:
         """Heads without rows on the device."""
-        none = np.empty(0, [(name, np.int64) for name in ("sequence", "head", "offset_bytes", "n_rows", "first_position")])
-        self._run(sorted(units), torch.empty(0, dtype=torch.uint8), none, 1, with_tail=True)
+        self._run(sorted(units), torch.empty(0, dtype=torch.uint8), np.empty(0, PIECE), 1, with_tail=True)
 
     def _run(self, units: list[tuple[int, int]], memory: torch.Tensor, pieces: np.ndarray, block_rows: int, *, with_tail: bool) -> None:
         """Each unit as a sequence of one head."""
@@ -314,11 +328,11 @@ class _Attention:
 class _PacedWrite:
     """Rows under way to the file, and to the emulated flash: written when both are done. See `Writing`."""
 
-    def __init__(self, real: Writing, pacing: RowPacing, paced: Transfer):
-        self._real, self._pacing, self._paced = real, pacing, paced
+    def __init__(self, real: Writing, line: RowLine, paced: Transfer):
+        self._real, self._line, self._paced = real, line, paced
 
     def done(self) -> bool:
-        topology = self._pacing.topology
+        topology = self._line.topology
         if topology.stretch:
             return self._real.done() and topology.done(self._paced)
         if not topology.done(self._paced):
@@ -328,9 +342,9 @@ class _PacedWrite:
 
     def wait(self) -> None:
         """See `Writing`."""
-        asked_s = self._pacing.topology.now()
+        asked_s = self._line.topology.now()
         self._real.wait()
-        self._pacing.wait([self._paced], asked_s)
+        self._line.wait([self._paced], asked_s)
 
     def end(self) -> bool | None:
         """See `Writing`: what a place is used for next does not depend on emulated time."""
@@ -338,14 +352,14 @@ class _PacedWrite:
 
     def cancel(self) -> None:
         self._real.cancel()
-        self._pacing.topology.cancel(self._paced)
+        self._line.topology.cancel(self._paced)
 
 
 class _HeldWrite(_PacedWrite):
     """One whose completion a fault holds up: whoever waits for it waits for that."""
 
-    def __init__(self, real: Writing, pacing: RowPacing, paced: Transfer, hold: Callable[[], None]):
-        super().__init__(real, pacing, paced)
+    def __init__(self, real: Writing, line: RowLine, paced: Transfer, hold: Callable[[], None]):
+        super().__init__(real, line, paced)
         self._hold = hold
 
     def done(self) -> bool:

@@ -34,7 +34,7 @@ class RowReads:
 
     Args:
         layout: of the blocks.
-        table, sums: of `RowFileDevice._push`: an array of `SEGMENT_READ`, and what its checksums lie in.
+        table, sums: of `RowFileDevice.push`: an array of `SEGMENT_READ`, and what its checksums lie in.
         group_bytes: that are read, checked and computed on together; at least a block.
         unit_bytes: of a single read.
 

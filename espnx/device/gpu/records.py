@@ -15,6 +15,7 @@ import torch
 
 from ...storage import Engine, Future
 from ...storage.native import host_engine
+from ..command import Part
 from ..interface import DeviceStats, Pairs, RecordQuery
 from ..record_files import RecordFiles
 from ..record_layout import RecordLayout
@@ -89,7 +90,7 @@ class TensorRecordDevice(RecordFiles):
         return self._reads.read(packed, out, gap_bytes=gap_bytes, priority=priority, deadline_s=deadline_s)
 
 
-class _TensorRecords:
+class _TensorRecords(Part):
     """See `espnx.device.interface.KeptRecords`."""
 
     def __init__(self, device: TensorRecordDevice, engine: Engine, layout: RecordLayout, released: Callable[[RecordLayout], None]):

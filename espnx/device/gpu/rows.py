@@ -106,13 +106,13 @@ class GpuRowDevice(RowFileDevice):
             self._reader.close()
             self._reader = None
 
-    def _push(self, layout: RowLayout, table: np.ndarray, sums: list[np.ndarray]) -> int:
+    def push(self, layout: RowLayout, table: np.ndarray, sums: list[np.ndarray]) -> int:
         with _typed_memory_errors(self.compute):
             return int(self._stream.push(RowReads(layout, table, sums, group_bytes(self._read_ahead_bytes), UNIT_BYTES)))
 
     def attend(self, ticket: int, queries: Queries, tail: RowsInMemory | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """See `RowDevice`."""
-        self._check_open()
+        self.check_open()
         with _typed_memory_errors(self.compute):
             running = GroupAttention(queries, self.compute, self._threads)
             if tail is not None:
@@ -123,7 +123,7 @@ class GpuRowDevice(RowFileDevice):
 
     def visit(self, ticket: int, show: Show) -> None:
         """See `RowDevice`."""
-        self._check_open()
+        self.check_open()
         with _typed_memory_errors(self.compute):
             self._stream.visit(ticket, show)
 

@@ -18,6 +18,7 @@ from ...checks import check_whole
 from ...forks import check_own
 from ...ops.distances.checks import check_metric, check_query
 from ...storage import Future, NativeEngine, Plan
+from ..command import Part
 from ..interface import Capabilities, DeviceStats, FilePath
 from ..vectors.interface import Graph, Round, SearchCommand, WalkStats
 from .rounds import WalkSource
@@ -26,7 +27,7 @@ LENGTH_MAX = 1 << 20
 NODES_MAX = 2**32 - 1
 
 
-class SsdGraphDevice:
+class SsdGraphDevice(Part):
     """See `espnx.device.vectors.interface.GraphDevice`.
 
     Args:
@@ -63,7 +64,7 @@ class SsdGraphDevice:
     def command(self, query: torch.Tensor, L: int, k: int, *, beam: int = 4) -> SearchCommand:
         """See `GraphDevice`."""
         self._check(query, L, k, beam)
-        return SearchCommand(query.contiguous().numpy().tobytes(), L, k, beam)
+        return SearchCommand(query, L, k, beam=beam)
 
     def search(
         self, query: torch.Tensor, L: int, k: int, *, beam: int = 4, deadline_s: float = 30.0,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NoReturn
+import base64
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
 from ... import errors
 from ...checks import check_finite, check_whole
+from ...storage.parse import Fields
+from ..command import Command
 
 #: The opcode of `ScanCommand`: of those that NVMe leaves to vendors, the next one whose lowest bits say that data goes both ways.
 SCAN = 0x8B
@@ -17,6 +20,8 @@ UNIT_BYTES = 64
 #: What flash reads.
 PAGE_BYTES = 4096
 K_MAX = 1 << 24
+#: Of a payload in a trace, in base64.
+PAYLOAD_MAX = 64 << 20
 
 #: A list: where it lies among the device's lists and how long it is, in units of 64 bytes; the number of its term there; its postings; its
 #: first layer in units of 64 bytes, 0 where it has one; bytes of its name, and `DIGEST` where that is a digest.
@@ -123,21 +128,24 @@ class Weights:
 
 
 @dataclass(frozen=True, eq=False)
-class ScanCommand:
+class ScanCommand(Command):
     """Asks a device to score the records of some lists. The payload lies in the data buffer when the command is sent, and the reply when it
     is done: `SCAN_REPLY` of the k best, or `PARTIAL` of every posting where k is 0.
 
     Attributes:
-        lists, weights, k: see `PostingsDevice.scan`.
+        lists, weights, k, deadline_s: see `PostingsDevice.scan`.
         allowed: uint8: bit i % 8 of byte i / 8 says whether record i may be found; None: all may.
         opcode: `SCAN`.
     """
 
+    verb: ClassVar[str] = "scan"
+    opcode: ClassVar[int] = SCAN
     lists: ScanLists
     weights: Weights
     k: int
+    _: KW_ONLY
     allowed: np.ndarray | None = None
-    opcode: int = SCAN
+    deadline_s: float = 30.0
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError."""
@@ -182,6 +190,29 @@ class ScanCommand:
         score; an impact takes two of them. Unpacking is not among them."""
         return 5.0 * self.lists.n_postings
 
+    def values(self, found: np.ndarray) -> np.ndarray:
+        """See `Command`."""
+        scores: np.ndarray = found["score"]
+        return scores
+
+    def begin_line(self, stored: Any, memo: dict[Any, Any]) -> dict[str, Any]:
+        """See `Command`."""
+        places = np.stack([self.lists.places["offset"], self.lists.places["size"]], axis=1)
+        return {
+            "bytes": self.lists.size_bytes, "k": self.k, "postings": self.lists.n_postings,
+            "lists": (places.astype(np.int64) * UNIT_BYTES).tolist(),
+            "sent": self.payload_bytes, "reply": self.data_len, "payload": base64.b64encode(self.payload).decode(), "waited_s": 0.0,
+        }  # fmt: skip
+
+    @classmethod
+    def of_line(cls, said: Fields, stored: Any, memo: dict[Any, Any]) -> ScanCommand:
+        """See `Command`."""
+        text = said.text("payload", most=PAYLOAD_MAX)
+        try:
+            return cls.parse(base64.b64decode(text, validate=True))
+        except (ValueError, errors.FormatError) as error:
+            said.refuse("payload", "the command of a scan, in base64", str(error))
+
     @classmethod
     def parse(cls, payload: bytes) -> ScanCommand:
         """What `payload` says. Raises FormatError for bytes that are no command."""
@@ -200,7 +231,7 @@ class ScanCommand:
         try:
             rule = Rule(int(header["variant"]), *(float(header[name]) for name in ("k1", "b", "delta", "average_length")))
             lists = ScanLists(places, payload[at : at + name_bytes])
-            return cls(lists, Weights(weights, float(header["constant"]), rule), int(header["k"]), allowed)
+            return cls(lists, Weights(weights, float(header["constant"]), rule), int(header["k"]), allowed=allowed)
         except errors.InvalidInputError as error:
             raise errors.FormatError("command of a scan", got=str(error), expected="one that was sent") from error
 

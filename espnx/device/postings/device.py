@@ -15,6 +15,7 @@ from ... import errors
 from ...checks import check_finite
 from ...storage import NativeEngine
 from ...storage.native import load_native
+from ..command import Part
 from ..interface import Capabilities, DeviceStats, FilePath
 from .command import DIGEST, PARTIAL, SCAN_REPLY, UNIT_BYTES, ScanCommand, ScanLists, Weights
 from .interface import PostingLists
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _COLUMNS = 12  # of a list that is wanted: see csrc/postings/plan.hpp
 
 
-class SsdPostingsDevice:
+class SsdPostingsDevice(Part):
     """See `espnx.device.postings.interface.PostingsDevice`.
 
     Args:
@@ -60,7 +61,7 @@ class SsdPostingsDevice:
         """See `PostingsDevice`."""
         check_finite("deadline_s", deadline_s)
         self._check_allowed(allowed, k)
-        command = ScanCommand(lists, weights, k, allowed)
+        command = ScanCommand(lists, weights, k, allowed=allowed)
         bits = None if allowed is None else torch.from_numpy(np.require(allowed, requirements=["C", "W"]))
         request = _request(command, self.lists.view(weights.rule, bits), self.lists.n_records, deadline_s)
         with self._lock:

@@ -6,14 +6,18 @@ The smaller a distance, the nearer, with every metric. Threads: every call may c
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Protocol, Self, runtime_checkable
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
 
+from ...ops.distances.checks import query_dtype
 from ...storage import Engine, FileHandle, Plan
+from ...storage.parse import Fields
+from ..command import Command
 from ..interface import Device, DeviceStats
 
 #: The opcode of `DistanceCommand`: of those that NVMe leaves to vendors (80h to FFh), one whose lowest bits say that data goes both ways.
@@ -61,27 +65,71 @@ class DistanceCommand:
         return -(-self.n_vectors * self.entry_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-@dataclass(frozen=True)
-class SearchCommand:
+@dataclass(frozen=True, eq=False)
+class SearchCommand(Command):
     """Asks a device to walk over its graph: one command a query, whatever the walk reads. The query lies in the data buffer when the
     command is sent, and `WALK_REPLY` [k] when it is done.
 
     Attributes:
-        payload: the query's bytes.
-        L, k, beam: of `GraphDevice.search`.
+        query, L, k, beam, deadline_s: of `GraphDevice.search`.
         opcode: `GRAPH_SEARCH`.
     """
 
-    payload: bytes
+    verb: ClassVar[str] = "search"
+    comes_in_steps: ClassVar[bool] = True
+    opcode: ClassVar[int] = GRAPH_SEARCH
+    query: torch.Tensor
     L: int
     k: int
-    beam: int
-    opcode: int = GRAPH_SEARCH
+    _: KW_ONLY
+    beam: int = 4
+    deadline_s: float = 30.0
+
+    @property
+    def payload(self) -> bytes:
+        """The query's bytes."""
+        return self.query.contiguous().numpy().tobytes()
 
     @property
     def data_len(self) -> int:
         """Bytes of the reply, which come to the host."""
         return self.k * WALK_REPLY.itemsize
+
+    def values(self, found: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+        """See `Command`."""
+        return found[1]
+
+    def begin_line(self, stored: Graph, memo: dict[Any, Any]) -> dict[str, Any]:
+        """See `Command`."""
+        return {"L": self.L, "k": self.k, "beam": self.beam}
+
+    def end_line(self, line: dict[str, Any], ticket: SearchTicket | None, found: Any, memo: dict[Any, Any]) -> None:
+        """See `Command`."""
+        if ticket is not None:
+            rounds = ticket.rounds
+            line |= {"bytes": sum(each.bytes_moved for each in rounds), "rounds": [each.nodes.tolist() for each in rounds]}
+            line["round_bytes"] = [each.bytes_moved for each in rounds]
+            line["round_requests"] = [each.read_requests for each in rounds]
+            line["payload"] = base64.b64encode(self.payload).decode()
+
+    @classmethod
+    def of_line(cls, said: Fields, stored: Graph, memo: dict[Any, Any]) -> SearchCommand:
+        """See `Command`. Of a line without its query nobody knows which way it went."""
+        query = query_said(said, stored.format, stored.dim)
+        L, k, beam = (said.whole(name, 1, 1 << 20) for name in ("L", "k", "beam"))
+        return cls(query, L, k, beam=beam)
+
+
+def query_said(said: Fields, format: str, dim: int) -> torch.Tensor:  # noqa: A002
+    """The query of a line of a trace. Raises FormatError."""
+    dtype = query_dtype(format)
+    try:
+        data = bytearray(base64.b64decode(said.text("payload", most=1 << 24), validate=True))
+    except ValueError as error:
+        said.refuse("payload", "a query, in base64", str(error))
+    if len(data) != dim * dtype.itemsize:
+        said.refuse("payload", f"a query of {dim * dtype.itemsize} bytes, in base64", f"{len(data)} bytes")
+    return torch.frombuffer(data, dtype=dtype)
 
 
 class Ticket(Protocol):
@@ -297,7 +345,10 @@ class GraphDevice(Device, Protocol):
     def command(self, query: torch.Tensor, L: int, k: int, *, beam: int = 4) -> SearchCommand:
         """What `search` of the same arguments asks the device for; it is not sent."""
 
-    def search(self, query: torch.Tensor, L: int, k: int, *, beam: int = 4, deadline_s: float = 30.0) -> SearchTicket:
+    def search(
+        self, query: torch.Tensor, L: int, k: int, *, beam: int = 4, deadline_s: float = 30.0,
+        watch: Callable[[Round], None] | None = None,
+    ) -> SearchTicket:  # fmt: skip
         """Starts looking for the k nearest nodes.
 
         Args:
@@ -306,6 +357,7 @@ class GraphDevice(Device, Protocol):
             k: results wanted.
             beam: candidates that are expanded in one hop. The result depends on it, and on nothing that time decides.
             deadline_s: of each read.
+            watch: gets every round once it has been measured, in any thread.
 
         Raises InvalidInputError.
         """

@@ -56,7 +56,7 @@ class Asked:
             names = b"".join(self._names[i] for i in self._rows[rows, 9].tolist())
             constant = float(self.constants[query]) if self.k else 0.0
             weights = Weights(self._weights[rows], constant, self._rule)
-            found[part] = ScanCommand(ScanLists(self._lists[rows], names), weights, self.k, allowed)
+            found[part] = ScanCommand(ScanLists(self._lists[rows], names), weights, self.k, allowed=allowed)
         return found
 
 

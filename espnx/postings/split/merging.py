@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from ...device.postings import SCAN_REPLY, ScanLists
+from ...device.several import top
 
 
 def best_of(replies: Mapping[int, np.ndarray], n_parts: int, k: int) -> np.ndarray:
@@ -46,5 +47,5 @@ def best_of_partial(
 
 
 def _first(found: np.ndarray, k: int) -> np.ndarray:
-    best: np.ndarray = found[np.lexsort((found["number"], -found["score"]))[:k]]
+    best: np.ndarray = found[top(-found["score"], found["number"], k)]
     return best

@@ -13,10 +13,11 @@ import espnx
 from espnx import errors
 from espnx.device.emulation.device import EmulatedDevice, Emulation
 from espnx.device.emulation.faults import DeviceFault
+from espnx.device.kinds import POSTINGS
 from espnx.device.near_storage import NearStorageDevice
 from espnx.device.postings import ScanCommand
 from espnx.device.trace.reader import Trace, read_trace
-from espnx.device.trace.recorded import recorded
+from espnx.device.trace.recording import recorded
 from espnx.device.trace.replay import replay
 from espnx.device.trace.writer import TraceWriter
 from espnx.postings import Found, Postings, SplitPostings, build_split
@@ -138,7 +139,7 @@ def test_a_replay_sends_the_same_commands(paths: list[Path], wanted: Found, tmp_
     trace = read_trace(tmp_path / "trace")
     again = opened("ragx", paths)
     with TraceWriter(tmp_path / "again", "a replay", again) as writer:
-        found = replay(trace, recorded(again, writer), lists=read_parts(paths)[0], with_host=False)
+        found = replay(trace, recorded(again, writer), {POSTINGS: read_parts(paths)[0]}, with_host=False)
     second = read_trace(tmp_path / "again")
 
     def payloads(of: Trace, device: int) -> list[str]:
@@ -162,7 +163,7 @@ def test_a_replay_without_its_lists(paths: list[Path], tmp_path: Path) -> None:
     trace = read_trace(tmp_path / "trace")
     for there in ([], read_parts(paths)[0][:1]):
         with pytest.raises(errors.InvalidInputError, match="posting lists that a trace asks for"):
-            replay(trace, espnx.device.open("ssd", paths), lists=there)
+            replay(trace, espnx.device.open("ssd", paths), {POSTINGS: there})
 
 
 @pytest.mark.parametrize("payload", ["", "?", "AAAA", None, 7])
@@ -172,7 +173,7 @@ def test_lines_that_are_no_scan(paths: list[Path], tmp_path: Path, payload: obje
     next(line for line in lines if line.get("verb") == "scan")["payload"] = payload
     (tmp_path / "trace").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(errors.FormatError, match="payload"):
-        replay(read_trace(tmp_path / "trace"), espnx.device.open("ssd", paths), lists=read_parts(paths)[0])
+        replay(read_trace(tmp_path / "trace"), espnx.device.open("ssd", paths), {POSTINGS: read_parts(paths)[0]})
 
 
 def test_a_scan_that_fails_is_written(paths: list[Path], tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ import torch
 
 import espnx
 from espnx import errors
-from espnx.device.emulation.paced import GROUP_BYTES
-from espnx.device.emulation.records import EmulatedRecordDevice
+from espnx.device.cost.work import GROUP_BYTES
+from espnx.device.emulation.paced import PacedPart
 from espnx.device.emulation.topology import Topology
 from espnx.device.interface import Pairs, RecordQuery
+from espnx.device.kinds import RECORDS
 from espnx.device.model.spec import Accelerator, DeviceSpec
 from espnx.device.ssd_records import SsdRecordDevice
 from espnx.retrieval.search.index import Index
@@ -50,7 +51,10 @@ def scoring(of: DeviceSpec) -> DeviceSpec:
 def emulated(store: Path, topology: Topology, *, near: bool = False) -> Iterator[Index]:
     with ExitStack() as opened:
         engine = opened.enter_context(NativeEngine())
-        device = EmulatedRecordDevice(SsdRecordDevice(engine), topology, 0, scores_records=near)
+        device = RECORDS.front(
+            SsdRecordDevice(engine),
+            lambda part, layout: RECORDS.around(PacedPart, part, layout, topology, 0, RECORDS.verbs, near_storage=near),
+        )
         opened.callback(device.close)
         yield opened.enter_context(espnx.open(store, None, engine=engine, device=device))
 

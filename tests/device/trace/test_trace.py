@@ -14,9 +14,10 @@ import torch
 import espnx
 from espnx import errors
 from espnx.device.conformance.row_checks import CHECKS
+from espnx.device.kinds import RECORDS
 from espnx.device.near_storage import NearStorageDevice
 from espnx.device.trace.reader import Trace, read_trace
-from espnx.device.trace.recorded import recorded
+from espnx.device.trace.recording import recorded
 from espnx.device.trace.replay import replay
 from espnx.device.trace.writer import TraceWriter
 from tests.integrations.transformers.tiny import enabled, prompt
@@ -129,13 +130,13 @@ def test_a_search(spread: tuple[Path, list[Path]], tmp_path: Path) -> None:
     with espnx.open(path, None, device=devices) as index:
         tiers = [index.store.full, index.store.coarse]
         before = index.device.stats().bytes_asked
-        found = replay(trace, devices, tiers)  # type: ignore[arg-type]
+        found = replay(trace, devices, {RECORDS: tiers})
         moved = index.device.stats().bytes_asked - before
     assert found.verbs["maxsim"].count == len(asked)
     assert moved == sum(each.size_bytes for each in trace.commands if each.verb in ("maxsim", "read"))
     for wrong in ((), tiers[:1]):
         with pytest.raises(errors.InvalidInputError, match="records that a trace asks for"):
-            replay(trace, devices, wrong)  # type: ignore[arg-type]
+            replay(trace, devices, {RECORDS: wrong})
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

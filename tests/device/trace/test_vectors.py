@@ -13,8 +13,9 @@ import torch
 import espnx
 from espnx import errors
 from espnx.device.clusters import nearest_by_command, write_clusters
+from espnx.device.kinds import CLUSTERS, GRAPHS
 from espnx.device.trace.reader import read_trace
-from espnx.device.trace.recorded import recorded
+from espnx.device.trace.recording import recorded
 from espnx.device.trace.replay import replay
 from espnx.device.trace.writer import TraceWriter
 from tests.device.graph.made import expected_walk, query_of, random_graph
@@ -58,8 +59,30 @@ def test_walks(folder: Path, tmp_path: Path, name: str) -> None:
     assert (refused["failed"], ended["failed"]) == ("InvalidInputError", "cancelled")
     trace = read_trace(tmp_path / "trace")
     assert [each.size_bytes for each in trace.commands][1:4] == [each["bytes"] for each in walks]
-    with pytest.raises(errors.FormatError, match="verb"):
+    with pytest.raises(errors.InvalidInputError, match="graphs that a trace asks for"):
         replay(trace, devices)
+    with TraceWriter(tmp_path / "again", "a replay", devices) as writer:
+        replay(trace, recorded(devices, writer), {GRAPHS: [graph]})
+    assert [each["rounds"] for each in lines_of(tmp_path / "again")[1:]] == [each["rounds"] for each in walks]
+    devices[0].close()
+
+
+@pytest.mark.parametrize("query", [None, "?", "AAAA", 7])
+def test_walks_whose_query_is_not_said(folder: Path, tmp_path: Path, query: object) -> None:
+    """As in traces of before: nobody knows which way they went."""
+    graph = random_graph(folder, 200, 8)
+    devices = espnx.device.open("ssd", [tmp_path])
+    with TraceWriter(tmp_path / "trace", "a test", devices) as writer:
+        walked = recorded(devices, writer)[0].open_graph(graph)
+        walked.search(query_of(0), 20, 5).finish()
+        walked.close()
+    head, opened, walk, end = (tmp_path / "trace").read_text().splitlines()
+    said = json.loads(walk) | {"payload": query}
+    if query is None:
+        del said["payload"]
+    (tmp_path / "trace").write_text("\n".join([head, opened, json.dumps(said), end, ""]))
+    with pytest.raises(errors.FormatError, match="payload"):
+        replay(read_trace(tmp_path / "trace"), devices, {GRAPHS: [graph]})
     devices[0].close()
 
 
@@ -91,4 +114,13 @@ def test_clusters(tmp_path: Path) -> None:
     assert [each["vectors"] for each in measured] == [86, 86]
     assert [each["bytes"] for each in measured] == [8192, 8192]
     assert (refused["failed"], ended["failed"]) == ("InvalidInputError", "cancelled")
+    written = (tmp_path / "trace").read_text()
+    with TraceWriter(tmp_path / "again", "a replay", devices) as writer:
+        replay(read_trace(tmp_path / "trace"), recorded(devices, writer), {CLUSTERS: [tmp_path / "clusters"]})
+    again = lines_of(tmp_path / "again")
+    assert [(each["clusters"], each["payload"]) for each in again[1:]] == [(each["clusters"], each["payload"]) for each in measured]
+    # Of traces of before nobody knows the query; the same vectors are measured.
+    lines = [{key: value for key, value in json.loads(line).items() if key not in ("payload", "metric")} for line in written.splitlines()]
+    (tmp_path / "trace").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    assert replay(read_trace(tmp_path / "trace"), devices, {CLUSTERS: [tmp_path / "clusters"]}).verbs["distances"].count == 2
     devices[0].close()
