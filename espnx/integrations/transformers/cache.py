@@ -26,6 +26,7 @@ from ...checks import check_whole
 from ...device.interface import READ_AHEAD_BYTES
 from ...device.registry import Devices, directories_on
 from ...kv.cache import SsdCache
+from ...kv.options import CacheOptions
 from ...kv.schedule import Decision
 from ...kv.striping import Storage, directories_of
 from ...kv.visibility import Visibility
@@ -106,6 +107,10 @@ class KVCache(Cache):
         threads: int | None = None,
         deadline_s: float = 30.0,
     ):
+        options = CacheOptions(
+            format=format, spill_interval=spill_interval, read_ahead_bytes=read_ahead_bytes, capacity_tokens=capacity_tokens, engine=engine,
+            device=device, compute=compute, threads=threads, deadline_s=deadline_s,
+        )  # fmt: skip
         if fingerprint not in fingerprints.KINDS:
             raise errors.InvalidInputError("fingerprint", got=repr(fingerprint), expected=" or ".join(fingerprints.KINDS))
         if not isinstance(config, PreTrainedConfig):
@@ -148,11 +153,8 @@ class KVCache(Cache):
         with ExitStack() as undo:  # an error leaves nothing open
             if self._kept is not None:
                 undo.callback(self._kept.abandon)
-            self.store = SsdCache(
-                storage if self._kept is None else self._kept.directories, len(layers), format=format, spill_interval=spill_interval,
-                read_ahead_bytes=read_ahead_bytes, capacity_tokens=capacity_tokens, engine=engine, device=device, compute=compute,
-                threads=threads, deadline_s=deadline_s, names=None if self._kept is None else self._kept.names,
-            )  # fmt: skip
+            directories, names = (storage, None) if self._kept is None else (self._kept.directories, self._kept.names)
+            self.store = SsdCache(directories, len(layers), options, names=names)
             undo.callback(self.store.close)
             self._continue()
             undo.pop_all()
@@ -464,7 +466,7 @@ class KVCache(Cache):
         files = self.store.striped.path_report()
         return {
             "tokens": self.get_seq_length(), "sequences": self.store.sequences, **asdict(self.store.striped.stats()),
-            **self.store.attended_on_host, "memory_bytes": self.store.memory_bytes,
+            **self.store.attention.stats(), "memory_bytes": self.store.memory_bytes,
             "effective_path": paths_of(file.effective_path for file in files),
             "fallback_reason": reasons_of(file.fallback_reason for file in files),
             "layers_on_ssd": len(self._stored), "layers_in_memory": len(self._in_memory),

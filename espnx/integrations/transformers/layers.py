@@ -21,7 +21,8 @@ from transformers.cache_utils import (
 )
 
 from ... import errors
-from ...kv.cache import SsdCache, Step
+from ...kv.attention import Step
+from ...kv.cache import SsdCache
 from ...kv.scores import PLAIN, ScoreRules
 from ...kv.visibility import Visibility
 from .attention import awaited, tag

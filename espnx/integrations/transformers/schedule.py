@@ -18,7 +18,7 @@ from ...kv.schedule import Decision, Shape, decide
 
 def _opened(store: SsdCache, compute: torch.device) -> Sequence[RowDevice]:
     """What computes on rows is measured where it will be."""
-    store.open(compute)
+    store.places.open(compute)
     return store.striped.devices
 
 
@@ -40,7 +40,7 @@ def schedule(model: PreTrainedModel, ids: torch.Tensor, store: SsdCache, layers:
         return Decision(0, "layers of several shapes, or none")
     n_kv, d = kinds.pop()
     shape = Shape(
-        layers=len(layers), sequences=ids.shape[0], tokens=max(ids.shape[1], store.capacity_tokens or 0),
+        layers=len(layers), sequences=ids.shape[0], tokens=max(ids.shape[1], store.options.capacity_tokens or 0),
         hidden=hidden, heads=heads,
         n_kv=n_kv, d=d,
         dtype=next(model.parameters()).dtype, is_rotary=getattr(config, "rope_parameters", None) is not None,
