@@ -151,10 +151,10 @@ class EspnxDecoder(HFDecoder):
     def seed(self) -> None:
         # A prefill, but for the attention of its tokens over one another, which takes long and is nobody's subject.
         prompt = self.task.prompt()
-        self.cache._begin_pass(self.model, prompt, len(prompt))
+        self.cache.passes.begin(self.model, prompt, len(prompt))
         with mock.patch("espnx.kv.attention.chunk_attention", _no_attention):
             super().seed()
-        self.cache._end_pass(self.model, failed=False)
+        self.cache.passes.end(self.model, failed=False)
         self.cache.store.striped.flush()
 
     def seed_layer(self, number: int) -> None:
