@@ -10,7 +10,7 @@ from ..checks import check_given_directory
 from ..errors import InvalidInputError
 from ..sizes import format_size
 from ..tables import render_table
-from .output import add_json_option, emit, json_document
+from .output import add_json_option, add_memory_option, emit, json_document
 from .progress import ProgressLine
 from .search import check_store
 
@@ -62,7 +62,7 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
     add_text_options(parser)
     parser.add_argument("--nlist", type=int, help="number of inverted lists (default: 4 sqrt(documents))")
     parser.add_argument("--cls-weight", type=float, default=1.0, help="weight of the CLS similarity beside MaxSim (default: %(default)s)")
-    parser.add_argument("--memory", metavar="SIZE", help="what the process may use (default: 1GiB)")
+    add_memory_option(parser)
     parser.add_argument(
         "--directory", action="append", default=[], metavar="DIR", help="put data files there, one per SSD; may be repeated"
     )
@@ -148,7 +148,7 @@ def configure_add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--encoder", default="auto", help="the one that the store was built with (default: as the store remembers)")
     parser.add_argument("--sparse-encoder", metavar="M", help="of splade, where it came out of a folder: that folder")
     parser.add_argument("--replace", action="store_true", help="documents whose ids are in the store take the others' places")
-    parser.add_argument("--memory", metavar="SIZE", help="what the process may use (default: 1GiB)")
+    add_memory_option(parser)
     add_json_option(parser)
 
 
@@ -206,7 +206,7 @@ def run_delete(args: argparse.Namespace) -> int:
 
 def configure_compact(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", help="directory of the store")
-    parser.add_argument("--memory", metavar="SIZE", help="what the process may use (default: 1GiB)")
+    add_memory_option(parser)
     add_json_option(parser)
 
 
@@ -225,7 +225,7 @@ def configure_postings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", help="directory of the store")
     parser.add_argument("--kind", default="bm25", choices=("bm25", "splade"), help="of the lists (default: %(default)s)")
     add_text_options(parser)
-    parser.add_argument("--memory", metavar="SIZE", help="what the process may use (default: 1GiB)")
+    add_memory_option(parser)
     add_json_option(parser)
 
 
