@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
@@ -33,7 +33,7 @@ from ...suggestions import CALL_FRAMES, suggests_keywords
 from .graphs import outside_graphs
 from .identity import fingerprint as fingerprints
 from .kept import KeptState
-from .layers import StoredLayer, bytes_of, empty, layers_of, restore, sequences_of, states_of, why_not_cropped
+from .layers import StoredLayer, bytes_of, layers_of, why_not_cropped
 from .pass_state import PassState
 from .schedule import XRows
 from .summary import summary
@@ -141,7 +141,6 @@ class KVCache(Cache):
             self.store = SsdCache(directories, len(layers), options, names=names)
             undo.callback(self.store.close)
             self.passes = PassState(layers, self.store, XRows(self.store, stored, x_rows, threads), self._kept)
-            self._unused = states_of(self.passes.in_memory)
             self._continue()
             undo.pop_all()
 
@@ -171,11 +170,6 @@ class KVCache(Cache):
         """Tokens of each layer on SSD."""
         return [self.store.length(layer.number) for layer in self.passes.stored]
 
-    @property
-    def _sequences(self) -> int:
-        """In the batch, by stored layers, or where there are none by those in memory; 0 while nothing is cached."""
-        return self.store.sequences or next((n for n in map(sequences_of, self.passes.in_memory) if n), 0)
-
     # --- what a model asks and tells as it runs ---
 
     @outside_graphs
@@ -203,42 +197,13 @@ class KVCache(Cache):
     # --- what generate does to a batch; the framework would do it layer by layer ---
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self._select(beam_idx.tolist(), lambda layer: layer.reorder_cache(beam_idx))
+        self.passes.select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._select(
-            [i for i in range(self._sequences) for _ in range(repeats)],
-            lambda layer: layer.reorder_cache(torch.arange(self._sequences).repeat_interleave(repeats)),
-        )
+        self.passes.select([i for i in range(self.passes.sequences) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        chosen = torch.arange(self._sequences)[indices.cpu()]
-        self._select(chosen.tolist(), lambda layer: layer.reorder_cache(chosen))
-
-    def _select(self, sequences: list[int], in_memory: Callable[[Any], None]) -> None:
-        """Sequence i becomes what `sequences[i]` was, in every layer or, whatever raises, in none."""
-        self.passes.abort()
-        if sequences == list(range(self._sequences)):
-            return
-        self.store.check_select(sequences)
-        with self._all_or_none():
-            for layer in self.passes.in_memory:
-                in_memory(layer)
-            self.store.select(sequences)
-        self.passes.select(sequences)
-
-    @contextmanager
-    def _all_or_none(self) -> Iterator[None]:
-        """A change of every layer. What is half changed where an error comes is forgotten: no layer goes on with another's tokens."""
-        before = states_of(self.passes.in_memory)
-        try:
-            yield
-        except errors.InvalidInputError:  # refused: stored rows are as they were
-            restore(self.passes.in_memory, before)
-            raise
-        except BaseException:
-            self.reset()
-            raise
+        self.passes.select(torch.arange(self.passes.sequences)[indices.cpu()].tolist())
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last tokens.
@@ -267,16 +232,11 @@ class KVCache(Cache):
                 f"crop by {-tokens_to_remove} of {held} tokens", got=why, expected="layers that can forget tokens",
                 fix="reset(), and compute the prompt again",
             )  # fmt: skip
-        with self._all_or_none():
-            for layer in self.passes.in_memory:
-                layer.crop(tokens_to_remove)
-            self.store.crop(held + tokens_to_remove)
+        self.passes.crop(held, -tokens_to_remove)
 
     def reset(self) -> None:
         self.passes.abort()
-        self.store.clear()
         self.passes.clear()
-        empty(self.passes.in_memory, self._unused)
 
     def __repr__(self) -> str:
         if self.is_closed:
@@ -315,7 +275,7 @@ class KVCache(Cache):
         """
         self.passes.abort()
         held, input_ids = self.get_seq_length(), input_ids.cpu()
-        keep = self.passes.text.common(input_ids, attention_mask, held) if len(input_ids) == self._sequences else 0
+        keep = self.passes.text.common(input_ids, attention_mask, held) if len(input_ids) == self.passes.sequences else 0
         if held and not keep:
             self.reset()  # the next batch may have another size
         elif keep < held:

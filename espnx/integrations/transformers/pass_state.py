@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ...kv.cache import SsdCache
 from ...kv.visibility import Visibility
 from .attention import NAME, awaited
 from .kept import KeptState
-from .layers import StoredLayer, restore, states_of
+from .layers import StoredLayer, empty, restore, sequences_of, states_of
 from .passes import ForwardPass, PassGuard, PassTimes
 from .projections import LayerInput, Source
 from .schedule import XRows
@@ -43,6 +44,7 @@ class PassState:
         for layer in self.stored:
             layer.join(self)
         self.text = Text()
+        self._unused = states_of(self.in_memory)
         self._of_framework = Cache(layers=list(layers))
         self._guard = PassGuard()
         self._masks: tuple[torch.Tensor | None, int, Visibility] | None = None  # of the pass under way
@@ -168,14 +170,50 @@ class PassState:
 
     # --- what becomes of the batch ---
 
+    @property
+    def sequences(self) -> int:
+        """In the batch, by stored layers, or where there are none by those in memory; 0 while nothing is cached."""
+        return self.store.sequences or next((n for n in map(sequences_of, self.in_memory) if n), 0)
+
     def select(self, sequences: list[int]) -> None:
-        """Sequence i becomes what `sequences[i]` was: of what is known of the text, not of the rows."""
+        """Sequence i becomes what `sequences[i]` was, in every layer or, whatever raises, in none."""
+        self.abort()
+        if sequences == list(range(self.sequences)):
+            return
+        self.store.check_select(sequences)
+        with self._all_or_none():
+            for layer in self.in_memory:
+                layer.reorder_cache(torch.tensor(sequences, dtype=torch.int64))
+            self.store.select(sequences)
         self.x.rotations.select(sequences)
         self.text.select(sequences)
         self._masks = None
 
+    def crop(self, held: int, tokens: int) -> None:
+        """Of `held` tokens the last ones are forgotten, in every layer or, whatever raises, in none."""
+        with self._all_or_none():
+            for layer in self.in_memory:
+                layer.crop(-tokens)
+            self.store.crop(held - tokens)
+
+    @contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """A change of every layer. What is half changed where an error comes is forgotten: no layer goes on with another's tokens."""
+        before = states_of(self.in_memory)
+        try:
+            yield
+        except errors.InvalidInputError:  # refused: stored rows are as they were
+            restore(self.in_memory, before)
+            raise
+        except BaseException:
+            self.abort()
+            self.clear()
+            raise
+
     def clear(self) -> None:
-        """Nothing is left of the text."""
+        """Nothing is left of the text, in any layer."""
+        self.store.clear()
         self.x.clear()
         self.text.clear()
         self._masks = None
+        empty(self.in_memory, self._unused)
