@@ -18,6 +18,12 @@ SCHEMA_VERSION = 1
 _JSON, _OTHER_JSON = "cannot write JSON", "name another file after --json"
 
 
+def add_memory_option(parser: ArgumentParser) -> None:
+    """Of what builds and changes an index, see `BuildOptions.memory`."""
+    said = "what the process may use, such as 2GiB (default: 1GiB, or half a GiB beside what it holds where that is more)"
+    parser.add_argument("--memory", metavar="SIZE", help=said)
+
+
 def add_json_option(parser: ArgumentParser) -> None:
     """Adds ``--json FILE``; ``-`` prints the document instead of the table."""
     parser.add_argument("--json", metavar="FILE", help="also write the result as JSON ('-': on standard output, instead of the table)")

@@ -11,6 +11,7 @@ from ..checks import check_path
 from ..errors import InvalidInputError
 from ..retrieval.build.builder import Progress, build
 from ..retrieval.build.documents import Document
+from ..retrieval.build.options import FirstStages
 from ..retrieval.build.reports import BuildReport
 from ..retrieval.encoder import EncoderLike, encoder_of
 from ..retrieval.sparse_encoder import SparseEncoderLike
@@ -73,7 +74,7 @@ def import_index(
     encoder: EncoderLike | None = None,
     coarse: str | None = None,
     pooling: str | None = None,
-    first_stages: str | Sequence[str] | None = None,
+    first_stages: FirstStages | None = None,
     language: str | None = None,
     sparse_encoder: SparseEncoderLike | None = None,
     first_stage_code: str | None = None,

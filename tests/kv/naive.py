@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from espnx.kv.cache import SsdCache, Step
+from espnx.kv.attention import Step
+from espnx.kv.cache import SsdCache
 from espnx.kv.scores import PLAIN, ScoreRules
 from espnx.kv.visibility import Visibility
 from espnx.kv.x_rows import Projection

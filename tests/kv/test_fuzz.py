@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from espnx.kv.cache import SsdCache
+from espnx.kv.options import CacheOptions
 from tests.kv.naive import Naive, Shape, assert_right, forward, random_shape
 
 HALF = (torch.float16, torch.bfloat16)
@@ -21,7 +22,7 @@ def open_cache(rng: random.Random, folder: Path, shape: Shape) -> tuple[SsdCache
         "spill_interval": rng.choice([None, 1, 4, 16, 64, 256]), "threads": rng.choice([None, 1, 2]),
         "read_ahead_bytes": rng.choice([4096, 1 << 20, 64 << 20]), "capacity_tokens": rng.choice([None, 100]),
     }  # fmt: skip
-    cache = SsdCache(directories, shape.n_layers, **options)
+    cache = SsdCache(directories, shape.n_layers, CacheOptions(**options))
     if shape.hidden:
         cache.x_rows = rng.choice([0, 1, shape.n_sequences, 99])
     return cache, f"{shape} {len(directories)} devices {options} x_rows {cache.x_rows}"

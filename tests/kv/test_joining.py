@@ -9,6 +9,7 @@ import torch
 
 from espnx import errors
 from espnx.kv.cache import SsdCache
+from espnx.kv.options import CacheOptions
 from espnx.kv.rows import JOIN_ROWS
 from espnx.storage import FaultRule, FaultyEngine
 from tests.kv.naive import Naive, Shape, assert_right, forward
@@ -49,7 +50,7 @@ def test_generated_tokens_lie_like_prefilled_ones(folder: Path, disks: int) -> N
 def test_an_interval_longer_than_any_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is taken as rows come; where there is none, the error says so."""
     monkeypatch.setattr("espnx.kv.rows._ROOM_ROWS", 16)
-    naive, cache = Naive(SHAPE, torch.Generator().manual_seed(2)), SsdCache(folder, 1, spill_interval=10**12)
+    naive, cache = Naive(SHAPE, torch.Generator().manual_seed(2)), SsdCache(folder, 1, CacheOptions(spill_interval=10**12))
     try:
         feed(cache, naive, [7] + [1] * 60 + [13] * 9)
         rows = cache.kv[0]
@@ -90,7 +91,7 @@ def test_a_join_that_cannot_read(folder: Path, fault: str) -> None:
     """Every read fails once: the pass is taken back, and right when it is run again."""
     rule = FaultRule("error" if fault == "EIO" else "flip", operation="read", nth=60, count=3)
     engine = FaultyEngine([rule])
-    naive, cache = Naive(SHAPE, torch.Generator().manual_seed(2)), SsdCache(folder, 1, engine=lambda: engine)
+    naive, cache = Naive(SHAPE, torch.Generator().manual_seed(2)), SsdCache(folder, 1, CacheOptions(engine=lambda: engine))
     try:
         failed = 0
         for _ in range(400):

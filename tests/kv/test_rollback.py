@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from espnx import errors
-from espnx.kv.cache import SsdCache, Step
+from espnx.kv.attention import Step
+from espnx.kv.cache import SsdCache
+from espnx.kv.options import CacheOptions
 from espnx.storage import FaultRule, FaultyEngine
 from tests.kv.naive import Naive, Shape, assert_right, forward
 from tests.storage.common import until
@@ -53,7 +55,8 @@ def run(folder: Path, name: str, rule: FaultRule, *, devices: int = 1, deadline_
         return engines[-1]
 
     shape = SHAPES[name]
-    cache = SsdCache([folder / str(i) for i in range(devices)], shape.n_layers, engine=engine, deadline_s=deadline_s)
+    options = CacheOptions(engine=engine, deadline_s=deadline_s)
+    cache = SsdCache([folder / str(i) for i in range(devices)], shape.n_layers, options)
     cache.x_rows = 1 if shape.hidden else 0
     failed = 0
     try:

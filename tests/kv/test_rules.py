@@ -14,7 +14,9 @@ import torch
 
 from espnx import errors
 from espnx.device.plain import PlainDevice
-from espnx.kv.cache import SsdCache, Step
+from espnx.kv.attention import Step
+from espnx.kv.cache import SsdCache
+from espnx.kv.options import CacheOptions
 from espnx.kv.scores import PLAIN, ScoreRules
 from tests.device.gpu.test_cache import on_cpu_memory
 from tests.kv.naive import Naive, Shape, assert_right, forward
@@ -52,11 +54,11 @@ def test_programs(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name
     shape = Shape(n_heads=HEADS, group=GROUP, d=128, dv=64, rules=rules)
     naive = Naive(shape, torch.Generator().manual_seed(1))
     storage = [folder / str(i) for i in range(3)] if kind == "three ssds" else [folder]
-    cache = SsdCache(storage, shape.n_layers, device="ssd" if kind == "three ssds" else kind, spill_interval=8,
-                     compute="cpu" if kind == "gpu" else None)  # fmt: skip
+    device, compute = "ssd" if kind == "three ssds" else kind, "cpu" if kind == "gpu" else None
+    cache = SsdCache(storage, shape.n_layers, CacheOptions(device=device, spill_interval=8, compute=compute))
     try:
         program(cache, naive)
-        said = cache.attended_on_host
+        said = cache.attention.stats()
         needed = ", ".join(f"attends_{name}" for name in ("window", "soft_cap", "slopes") if name in names)
         if "ssd" in kind or not needed:
             assert said == {"layers_attended_on_host": 0, "devices_lack": ""}
@@ -104,7 +106,7 @@ def test_a_device_that_keeps_nothing(folder: Path) -> None:
     """Is no place for a kept cache: told before the first rows are lost."""
     shape = Shape(n_layers=1)
     naive = Naive(shape, torch.Generator().manual_seed(1))
-    cache = SsdCache([folder], 1, device=RAM, names=["rows"])
+    cache = SsdCache([folder], 1, CacheOptions(device=RAM), names=["rows"])
     try:
         with pytest.raises(errors.InvalidInputError, match="a kept cache"):
             forward(cache, naive.step(4), 0)

@@ -29,7 +29,7 @@ class ExactStage:
     mean: float | None = None
 
     @classmethod
-    def new(cls, settings: Any, d_cls: int, dim: int) -> ExactStage:
+    def new(cls, settings: Any, pooling: str | None, d_cls: int, dim: int) -> ExactStage:
         return cls(d_cls)
 
     @classmethod

@@ -47,6 +47,7 @@ def test_the_file_then_the_default(tmp_path: Path, opened: list[dict[str, Any]])
 
 def test_wherever_an_engine_is_named(tmp_path: Path) -> None:
     from espnx.kv.cache import SsdCache
+    from espnx.kv.options import CacheOptions
     from espnx.retrieval.search.index import Index
     from tests.retrieval.common import build, corpus
 
@@ -56,7 +57,7 @@ def test_wherever_an_engine_is_named(tmp_path: Path) -> None:
     for engine in (str(file), file):
         with Index(tmp_path / "s", engine=engine) as index:
             assert index.store.effective_path.startswith("posix")
-        cache = SsdCache(tmp_path / "kv", 1, engine=engine, compute="cpu")
+        cache = SsdCache(tmp_path / "kv", 1, CacheOptions(engine=engine, compute="cpu"))
         assert cache.striped.path_report()[0].effective_path.startswith("posix")
         cache.close()
 

@@ -18,7 +18,9 @@ from espnx.device.registry import open_device
 from espnx.integrations.transformers.cache import KVCache
 from espnx.integrations.transformers.enable import enable_kv_cache
 from espnx.integrations.transformers.projections import LayerInput
-from espnx.kv.cache import Arrived, SsdCache, Step
+from espnx.kv.attention import Span, Step
+from espnx.kv.cache import SsdCache
+from espnx.kv.read_ahead import Arrived
 from espnx.kv.rows import LayerRows
 from espnx.kv.shown import unpacked
 
@@ -149,10 +151,10 @@ class EspnxDecoder(HFDecoder):
     def seed(self) -> None:
         # A prefill, but for the attention of its tokens over one another, which takes long and is nobody's subject.
         prompt = self.task.prompt()
-        self.cache._begin_pass(self.model, prompt, len(prompt))
-        with mock.patch("espnx.kv.cache.chunk_attention", _no_attention):
+        self.cache.passes.begin(self.model, prompt, len(prompt))
+        with mock.patch("espnx.kv.attention.chunk_attention", _no_attention):
             super().seed()
-        self.cache._end_pass(self.model, failed=False)
+        self.cache.passes.end(self.model, failed=False)
         self.cache.store.striped.flush()
 
     def seed_layer(self, number: int) -> None:
@@ -164,7 +166,7 @@ class EspnxDecoder(HFDecoder):
         layer.attend(k.new_zeros(1).expand(k.shape[0], heads, k.shape[2], k.shape[3]), None, 1.0)
 
     def rest(self) -> None:
-        self.cache.store.forget_ahead()
+        self.cache.store.ahead.forget()
 
     def counters(self) -> dict[str, float]:
         stats = self.cache.stats()
@@ -189,13 +191,11 @@ class HostDecoder(EspnxDecoder):
 
     def make_cache(self) -> Cache:
         cache = super().make_cache()
-        setattr(cache.store, "_attend_stored", partial(attend_on_host, cache.store))  # noqa: B010 - a method, to mypy
+        setattr(cache.store.attention, "stored", partial(attend_on_host, cache.store))  # noqa: B010 - a method, to mypy
         return cache
 
 
-def attend_on_host(
-    store: SsdCache, rows: LayerRows, step: Step, last: torch.Tensor | None, arrived: Arrived
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_on_host(store: SsdCache, rows: LayerRows, step: Step, span: Span, arrived: Arrived) -> tuple[torch.Tensor, torch.Tensor]:
     """What `SsdCache` asks its devices for: here the rows are gathered, then the framework's attention runs once over all of them."""
     k, v = (torch.empty((*new.shape[:2], rows.count, new.shape[3]), dtype=new.dtype) for new in (step.k, step.v))
 

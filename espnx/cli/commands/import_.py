@@ -6,7 +6,7 @@ import argparse
 import os
 
 from ...checks import check_given_directory
-from ..output import add_json_option, emit, json_document
+from ..output import add_json_option, add_memory_option, emit, json_document
 from ..progress import ProgressLine
 
 
@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--first-stage-code", default="sq8", metavar="CODE", help="flat, sq8 or pqM: code of the lists (default: %(default)s)"
     )
     parser.add_argument("--nlist", type=int, help="number of inverted lists (default: 4 sqrt(documents))")
-    parser.add_argument("--memory", metavar="SIZE", help="what the process may use (default: 1GiB)")
+    add_memory_option(parser)
     parser.add_argument(
         "--directory", action="append", default=[], metavar="DIR", help="put data files there, one per SSD; may be repeated"
     )

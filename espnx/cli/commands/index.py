@@ -11,7 +11,7 @@ from ...errors import InvalidInputError
 from ...sizes import format_size
 from ...tables import render_table
 from ..index_options import FORMATS, POOLINGS
-from ..output import add_json_option, emit, json_document
+from ..output import add_json_option, add_memory_option, emit, json_document
 from ..progress import ProgressLine
 from .search import check_store
 
@@ -52,12 +52,16 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--first-stages", default="ivf", metavar="S,...",
-        help="what finds candidates: ivf (in memory), graph, bm25, splade (on SSD), or several; searches take the first (default: ivf)",
+        help="what finds candidates: ivf (in memory), graph, bm25, splade (on SSD), those of installed packages, or several; searches take "
+        "the first (default: ivf)",
     )  # fmt: skip
+    parser.add_argument(
+        "--stage-option", action="append", default=[], metavar="S.OPTION=VALUE", help="an option of a first stage; may be repeated"
+    )
     add_text_options(parser)
     parser.add_argument("--nlist", type=int, help="number of inverted lists (default: 4 sqrt(documents))")
     parser.add_argument("--cls-weight", type=float, default=1.0, help="weight of the CLS similarity beside MaxSim (default: %(default)s)")
-    parser.add_argument("--memory", metavar="SIZE", help="what the process may use (default: 1GiB)")
+    add_memory_option(parser)
     parser.add_argument(
         "--directory", action="append", default=[], metavar="DIR", help="put data files there, one per SSD; may be repeated"
     )
@@ -105,15 +109,16 @@ def run_build(args: argparse.Namespace) -> int:
     for directory in (args.store, *args.directory):
         check_given_directory(directory)
     options = {name: getattr(args, name) for name in _BUILD_OPTIONS} | {
-        "first_stages": args.first_stages.split(","), "directories": [os.path.abspath(directory) for directory in args.directory]
+        "directories": [os.path.abspath(directory) for directory in args.directory]
     }  # fmt: skip
     with ProgressLine() as progress, warnings.catch_warnings():
         with progress.loading(f"encoder {args.encoder}"):
             from ... import build, load_encoder
             from ...retrieval.build.builder import check_place
-            from ...retrieval.build.options import BuildOptions, given_options
+            from ...retrieval.build.options import BuildOptions
 
-            BuildOptions(**given_options(**options))
+            options["first_stages"] = _first_stages(args)
+            BuildOptions.given(**options)
             check_place(args.store, options["directories"], replace=args.replace)
             encoder = load_encoder(args.encoder, dtype=args.encoder_dtype)
         warnings.simplefilter("default")
@@ -124,13 +129,25 @@ def run_build(args: argparse.Namespace) -> int:
     return 0
 
 
+def _first_stages(args: argparse.Namespace) -> list[str] | dict[str, dict[str, Any]]:
+    """As `espnx.build` takes them. Raises InvalidInputError."""
+    from ..retrieval.first_stage.settings import settings_of_words
+
+    named, options = args.first_stages.split(","), settings_of_words(args.stage_option)
+    if strange := sorted(options.keys() - set(named)):
+        raise InvalidInputError("--stage-option", got=", ".join(strange), expected=f"of --first-stages {args.first_stages}")
+    if not options or len(set(named)) < len(named):  # which is refused where it is checked
+        return named
+    return {kind: options.get(kind, {}) for kind in named}
+
+
 def configure_add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", help="directory of the store")
     _add_corpus_options(parser)
     parser.add_argument("--encoder", default="auto", help="the one that the store was built with (default: as the store remembers)")
     parser.add_argument("--sparse-encoder", metavar="M", help="of splade, where it came out of a folder: that folder")
     parser.add_argument("--replace", action="store_true", help="documents whose ids are in the store take the others' places")
-    parser.add_argument("--memory", metavar="SIZE", help="what the process may use (default: 1GiB)")
+    add_memory_option(parser)
     add_json_option(parser)
 
 
@@ -188,7 +205,7 @@ def run_delete(args: argparse.Namespace) -> int:
 
 def configure_compact(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", help="directory of the store")
-    parser.add_argument("--memory", metavar="SIZE", help="what the process may use (default: 1GiB)")
+    add_memory_option(parser)
     add_json_option(parser)
 
 
@@ -207,7 +224,7 @@ def configure_postings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", help="directory of the store")
     parser.add_argument("--kind", default="bm25", choices=("bm25", "splade"), help="of the lists (default: %(default)s)")
     add_text_options(parser)
-    parser.add_argument("--memory", metavar="SIZE", help="what the process may use (default: 1GiB)")
+    add_memory_option(parser)
     add_json_option(parser)
 
 

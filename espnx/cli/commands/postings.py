@@ -31,8 +31,13 @@ def _add_source_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--vectors", metavar="FILE", help='instead: lines {"id": ..., "vector": {TERM: WEIGHT, ...}}, as SPLADE tools write'
     )
-    parser.add_argument("--memory", metavar="SIZE", default="512MiB", help="what the build may take (default: %(default)s)")
+    _add_memory_option(parser)
     add_json_option(parser)
+
+
+def _add_memory_option(parser: argparse.ArgumentParser) -> None:
+    said = "what it may take beside what the process holds (default: %(default)s)"
+    parser.add_argument("--memory", metavar="SIZE", default="512MiB", help=said)
 
 
 def configure_build(parser: argparse.ArgumentParser) -> None:
@@ -179,7 +184,7 @@ def run_delete(args: argparse.Namespace) -> int:
 
 def configure_compact(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("postings", help=_INDEX)
-    parser.add_argument("--memory", metavar="SIZE", default="512MiB", help="what it may take (default: %(default)s)")
+    _add_memory_option(parser)
     add_json_option(parser)
 
 

@@ -55,7 +55,7 @@ def run_index(args: Namespace) -> int:
         encoder = load_encoder(args.encoder, dtype=args.encoder_dtype)
     dims = (args.d_cls, args.dim) if encoder is None else (encoder.d_cls, encoder.dim)
     options = {name: getattr(args, name) for name in _OPTIONS}
-    plan = plan_index(args.documents, args.tokens, dims, BuildOptions(**options), storage=args.storage, encoder=encoder)
+    plan = plan_index(args.documents, args.tokens, dims, BuildOptions.given(**options), storage=args.storage, encoder=encoder)
     usable = usable_memory_bytes()
     fit = {"needed_bytes": plan.disk["total_bytes"], "usable_bytes": usable}
     fit["fits"] = usable is not None and plan.disk["total_bytes"] <= usable

@@ -57,19 +57,19 @@ class GroupedCache(Cache):
         parts = [None] * len(self.sizes) if ids is None else ids.split(self.sizes)
         for cache, part, size in zip(self.caches, parts, self.sizes, strict=True):
             if isinstance(cache, KVCache):
-                cache._begin_pass(model, part, size)
+                cache.passes.begin(model, part, size)
 
     def end(self, model: nn.Module, *, failed: bool) -> None:
         """The forward pass has come to its end."""
         for cache in self.caches:
             if isinstance(cache, KVCache):
-                cache._end_pass(model, failed=failed)
+                cache.passes.end(model, failed=failed)
 
     def undo(self) -> None:
         """Takes the forward pass under way out of all caches, but for layers that keep a window or a state."""
         for cache, held in zip(self.caches, self._held, strict=True):
             if isinstance(cache, KVCache):
-                cache._abort_pass()
+                cache.passes.abort()
             else:
                 for layer in cache.layers:
                     if type(layer) is DynamicLayer and layer.get_seq_length() > held:
@@ -264,7 +264,7 @@ def undo(cache: Cache, number: int, tokens: int) -> None:
     if isinstance(cache, GroupedCache):
         cache.undo()
     elif isinstance(cache, KVCache):
-        cache._abort_pass()
+        cache.passes.abort()
     else:
         for layer in cache.layers[:number]:
             if type(layer) is DynamicLayer:

@@ -6,7 +6,6 @@ measured on the spot, as lower bounds: every byte once, every operation once, at
 
 from __future__ import annotations
 
-import inspect
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from ... import errors
+from ...device.interface import READ_AHEAD_BYTES
 from ...device.row_layout import RowLayout, format_of
-from ...kv.cache import SsdCache
 from ...weights.layers import LayerWeights, Share, share
 from ...weights.safetensors_files import StoredTensor, find_tensors
 from ...weights.speed import gemm_speed, memory_speed, read_speed, read_speed_of
@@ -178,8 +177,7 @@ def _kv(config: PreTrainedConfig, dtype: torch.dtype, batch: int, tokens: int) -
     streams = batch * full * shape.n_kv
     whole = tokens // layout.block_rows
     ssd = streams * whole * layout.block_bytes
-    defaults = inspect.signature(SsdCache).parameters
-    ahead = min(ssd, int(defaults["read_ahead_bytes"].default))
+    ahead = min(ssd, READ_AHEAD_BYTES)
     return {
         "layers_on_ssd": full, "layers_with_window": len(windows), "layers_with_rows_and_state": hybrid,
         "layers_of_other_kinds": len(kinds) - full - len(windows) - hybrid,

@@ -86,7 +86,7 @@ def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> KVCache | None:
 @outside_graphs
 def _note_end(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     if (cache := _cache_of(args, kwargs)) is not None:
-        cache._end_pass(model, failed=output is None)
+        cache.passes.end(model, failed=output is None)
 
 
 @outside_graphs
@@ -99,7 +99,7 @@ def _note_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
     ids, embeddings = kwargs.get("input_ids", args[0] if args else None), kwargs.get("inputs_embeds")
     given = ids if isinstance(ids, torch.Tensor) else embeddings
     is_ids = isinstance(ids, torch.Tensor) and not ids.is_floating_point()
-    cache._begin_pass(model, ids if is_ids else None, None if given is None else given.shape[0])
+    cache.passes.begin(model, ids if is_ids else None, None if given is None else given.shape[0])
 
 
 @outside_graphs

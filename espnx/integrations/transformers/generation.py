@@ -37,8 +37,24 @@ def _generate(own: Any, *args: Any, **kwargs: Any) -> Any:
     ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
     # With a mask that is longer the tokens are new, all of them.
     if isinstance(cache, KVCache) and isinstance(ids, torch.Tensor) and (mask is None or mask.shape[-1] == ids.shape[-1]):
-        cache._check_text(own.__self__, ids)
+        _check_text(cache, own.__self__, ids)
     return own(*args, **kwargs)
+
+
+def _check_text(cache: KVCache, model: PreTrainedModel, input_ids: torch.Tensor) -> None:
+    """Whether a text [sequences, n], which a model is to go on with, begins with what is cached, and is longer.
+
+    Raises InvalidInputError; where the model is another one, what `PassState.check_model` raises.
+    """
+    held, n = cache.get_seq_length(), input_ids.shape[-1]
+    if not held or cache.is_closed or (n > held and cache.passes.text.begins(input_ids, held) is not False):
+        return
+    cache.passes.check_model(model, None)
+    raise errors.InvalidInputError(
+        "a prompt and a cache that is in use", got="another text than the cache holds" if n > held else f"{n} tokens",
+        expected=f"the whole text: the {held} tokens that the cache holds, and more",
+        fix="cache.reuse_prefix(input_ids) before generate, or cache.reset()",
+    )  # fmt: skip
 
 
 def _prepare(own: Callable[..., dict[str, Any]], input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -77,7 +93,7 @@ def _begin_anew(cache: KVCache, inputs: dict[str, Any]) -> None:
     """A model has dropped its cache, as those do whose rotations change with the text's length (Phi-3 with longrope): K of the whole text
     is to be made anew. It goes into the same cache, which is emptied. Raises StateError."""
     ids, held = inputs.get("input_ids"), cache.get_seq_length()
-    if held and not (ids is not None and ids.shape[-1] > held and cache._is_begin_of(ids)):
+    if held and not (ids is not None and ids.shape[-1] > held and cache.passes.text.begins(ids, held)):
         error = errors.StateError(
             "a model that drops its cache", got=f"a pass over {0 if ids is None else ids.shape[-1]} tokens without the {held} in the cache",
             expected="the whole text again", fix="cache.reset(), and call generate with the whole text so far (error.sequences)",

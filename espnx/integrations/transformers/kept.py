@@ -68,9 +68,9 @@ class KeptState:
         if x_rows not in (None, store.x_rows):
             raise errors.InvalidInputError("x_rows of a kept cache", got=x_rows, expected=f"{store.x_rows}, or None")
         for rows in store.kv:
-            if rows is not None and rows.layout.format != (store.format or format_of(rows.dtype)):
+            if rows is not None and rows.layout.format != (store.options.format or format_of(rows.dtype)):
                 raise errors.InvalidInputError(
-                    "format of a kept cache", got=store.format or "none: rows as they are", expected=repr(rows.layout.format),
+                    "format of a kept cache", got=store.options.format or "none: rows as they are", expected=repr(rows.layout.format),
                     fix="open it as it was made, or choose another name",
                 )  # fmt: skip
         return tensors

@@ -1,12 +1,12 @@
 """The layers of a model's cache: those whose rows are stored, and what those can do that the framework keeps in memory.
 
-A stored layer knows the cache that it belongs to as a `LayerHost`: the part of a cache that a layer needs.
+A stored layer knows the cache that it belongs to as a `LayerHost`: what the forward passes of the cache are to a layer.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any, Protocol
@@ -21,7 +21,8 @@ from transformers.cache_utils import (
 )
 
 from ... import errors
-from ...kv.cache import SsdCache, Step
+from ...kv.attention import Step
+from ...kv.cache import SsdCache
 from ...kv.scores import PLAIN, ScoreRules
 from ...kv.visibility import Visibility
 from .attention import awaited, tag
@@ -32,23 +33,23 @@ _IN_MEMORY = ("sliding_attention", "linear_attention", "conv", "hybrid", "hybrid
 
 
 class LayerHost(Protocol):
-    """What a stored layer asks of its cache, beside what users of the cache see. All of it is for the forward pass under way."""
+    """What a stored layer asks of its cache. All of it is for the forward pass under way."""
 
     store: SsdCache
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
+    def length(self, layer: int = 0) -> int:
         """Tokens in the cache, without those of the pass."""
 
-    def _reach(self) -> None:
+    def reach(self) -> None:
         """A layer is given K and V. Raises StateError where no pass has begun."""
 
-    def _visibility(self, mask: torch.Tensor | None, n_sequences: int, positions: int) -> Visibility:
+    def visibility(self, mask: torch.Tensor | None, n_sequences: int, positions: int) -> Visibility:
         """Which positions the new tokens may attend to, by the padding mask [sequences, positions] (None: all)."""
 
-    def _made_of(self, layer_input: LayerInput | None, k: torch.Tensor, v: torch.Tensor, past: int) -> Source | None:
+    def made_of(self, layer_input: LayerInput | None, k: torch.Tensor, v: torch.Tensor, past: int) -> Source | None:
         """What these K and V of new tokens were projected from, after `past` others; None where X rows are not kept."""
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """The pass cannot go on."""
 
 
@@ -65,12 +66,17 @@ class StoredLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, host: LayerHost, number: int, *, is_shared: bool = False):
+    def __init__(self, number: int, *, is_shared: bool = False):
         super().__init__()
-        self._host, self.number, self._is_shared = weakref.ref(host), number, is_shared
+        self._host: Callable[[], LayerHost | None] = lambda: None
+        self.number, self._is_shared = number, is_shared
         self.input: LayerInput | None = None
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self._answered: Step | None = None  # of this pass, where other layers will ask for the same rows
+
+    def join(self, host: LayerHost) -> None:
+        """The layer belongs to this cache from here on, which it does not keep alive."""
+        self._host = weakref.ref(host)
 
     @property
     def host(self) -> LayerHost:
@@ -87,7 +93,7 @@ class StoredLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.check_answered()
-        self.host._reach()
+        self.host.reach()
         self.pending, self._answered, awaited.layer = (key_states, value_states), None, self
         return tag(key_states, self), tag(value_states, self)
 
@@ -114,7 +120,7 @@ class StoredLayer(CacheLayerMixin):
             with torch.autocast(query.device.type, enabled=False):
                 o = self._again(host, query, scale) if pending is None else self._first(host, query, *pending, mask, scale, rules)
         except BaseException as error:
-            host._fail(error)
+            host.fail(error)
             raise
         return InferenceOnly.apply(o, query) if torch.is_grad_enabled() and query.requires_grad else o
 
@@ -124,7 +130,7 @@ class StoredLayer(CacheLayerMixin):
     ) -> torch.Tensor:  # fmt: skip
         kept, past = torch.promote_types(k.dtype, v.dtype), host.store.length(self.number)
         k, v = k.to(kept), v.to(kept)  # their dtypes differ under autocast
-        visibility, source = host._visibility(mask, k.shape[0], past + k.shape[2]), host._made_of(self.input, k, v, past)
+        visibility, source = host.visibility(mask, k.shape[0], past + k.shape[2]), host.made_of(self.input, k, v, past)
         x, projection = source or (None, None)
         step = Step(query, k, v, scale, visibility, x, projection, rules)
         if self._is_shared:
@@ -137,7 +143,7 @@ class StoredLayer(CacheLayerMixin):
         return host.store.attend_again(self.number, replace(self._answered, q=query, scale=scale))
 
     def get_seq_length(self) -> int:
-        return self.host.get_seq_length()
+        return self.host.length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0

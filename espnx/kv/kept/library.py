@@ -137,7 +137,7 @@ def verify(storage: Storage, name: str) -> int:
         cache = SsdCache(kept.directories, n_layers, names=[ROWS_NAME] * len(kept.directories))
         try:
             load(cache, directory)
-            cache.open(torch.device("cpu"))
+            cache.places.open(torch.device("cpu"))
             return sum(_verify_rows(cache, number) for number in range(len(cache.kv)))
         finally:
             cache.close()

@@ -72,7 +72,7 @@ def save(cache: SsdCache, directory: str, fingerprint: dict[str, Any], tensors: 
         "state": {"file": state, "size_bytes": len(payload), "crc32c": crc32c(payload)}, "n_layers": len(cache.kv),
     }  # fmt: skip
     segments = [[each.segment for each in _segments(cache, number)] for number in range(len(cache.striped.devices))]
-    with cache.files() as engine:
+    with cache.places.engine() as engine:
         replace_file(engine, os.path.join(directory, state), payload)
         for device, new in zip(cache.striped.devices, segments, strict=True):
             device.space.pin(new, also=True)  # an error from here on may come before the state changes or after it
@@ -123,14 +123,14 @@ def load(cache: SsdCache, directory: str) -> tuple[dict[str, Any], dict[str, tor
         StoreNotFoundError: nothing was saved.
         FormatError, ChecksumError, TruncatedFileError: damaged, or of another number of layers or devices.
     """
-    with cache.files() as engine:
+    with cache.places.engine() as engine:
         kept = read_kept(engine, directory)
         path = os.path.join(directory, kept.file)
         for name, got, expected in (("layers", kept.n_layers, len(cache.kv)), ("directories", kept.devices, cache.striped.count)):
             if got != expected:
                 raise errors.ForeignFileError(f"a cache with another number of {name}", path=directory, got=got, expected=expected)
         tensors = _read_state(engine, path, kept)
-    data = [(each, os.path.getsize(each) if os.path.exists(each) else 0) for each in cache.data_files]
+    data = [(each, os.path.getsize(each) if os.path.exists(each) else 0) for each in cache.places.data_files]
     for rows in kept.rows:
         tables = take_tables(tensors, rows, data, path)
         (cache.x if rows.kind == "x" else cache.kv)[rows.layer] = _restore(cache, rows, tables)

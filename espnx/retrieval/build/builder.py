@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -53,7 +53,7 @@ from . import arrange, under_way
 from .budget import MemoryBudget
 from .codebooks import codebook_sum
 from .documents import Document, batches, check_documents, count_hint, decode_rows, encode
-from .options import BuildOptions, checked_dims, given_options
+from .options import BuildOptions, FirstStages, checked_dims, given_options
 from .reports import BuildReport
 from .resuming import confirm
 from .spool import DISCARD, Spool, SpoolWriter, cut, digests, spool_salt, trim
@@ -100,8 +100,10 @@ class Builder:
         self._encoder_failed = False
 
     def _settings(self) -> BuildSettings:
-        options, recipe = {each.name: getattr(self.options, each.name) for each in fields(self.options)}, self.recipe
-        directories = [options.pop(name) for name in ("memory", "directories")][1]
+        options, recipe = self.options, self.recipe
+        stages = options.stage_options()
+        later = {"kind": self.kind, "first_stage_code": stages.pop("first_stage_code"), "nlist": stages.pop("nlist")}
+        later |= {name: getattr(options, name) for name in ("format", "pca", "cls_weight", "coarse", "centroids")}
         spooled = {
             "encoder": recipe.encoder,
             "d_cls": recipe.spooled.d_cls,
@@ -109,12 +111,12 @@ class Builder:
             "spool": recipe.spooled.format,
             "codebook": None if recipe.codebook is None else codebook_sum(recipe.codebook),
             "trained": None if self.given is None else self.given.id,
-            "first_stages": " ".join(options.pop("first_stages")),
-            "language": options.pop("language"),
-            "sparse_encoder": getattr(options.pop("sparse_encoder"), "name", None),
-            "pooling": options.pop("pooling"),
+            "first_stages": " ".join(options.stages),
+            "sparse_encoder": getattr(stages.pop("sparse_encoder"), "name", None),
+            "pooling": options.pooling,
+            **stages,
         }
-        return BuildSettings(in_words(spooled), in_words({"kind": self.kind, **options}), list(directories))
+        return BuildSettings(in_words(spooled), in_words(later), list(options.directories))
 
     def train(self, documents: Iterable[Any], restart: bool, replace: bool) -> Trained:
         """The first two passes alone, and of the second only the training, which is published; what they wrote is removed."""
@@ -443,7 +445,7 @@ def build(
     coarse: str | None = None,
     pca: int | None = None,
     pooling: str | None = None,
-    first_stages: str | Sequence[str] | None = None,
+    first_stages: FirstStages | None = None,
     language: str | None = None,
     sparse_encoder: SparseEncoderLike | None = None,
     first_stage_code: str | None = None,
@@ -493,7 +495,7 @@ def build(
     for name, value, kind in (("trained", trained, Trained), ("codebook", codebook, Codebook)):
         if value is not None and not isinstance(value, kind):
             raise errors.InvalidInputError(name, got=type(value).__name__, expected=f"a {kind.__name__}, or None")
-    chosen = BuildOptions(**given) if trained is None else options_of(trained, given)
+    chosen = BuildOptions.given(**given) if trained is None else options_of(trained, given)
     check_documents(documents)
     check_place(path, chosen.directories, replace=replace)
     check_callable("progress", progress)
@@ -516,7 +518,7 @@ def train(
     coarse: str | None = None,
     pca: int | None = None,
     pooling: str | None = None,
-    first_stages: str | Sequence[str] | None = None,
+    first_stages: FirstStages | None = None,
     language: str | None = None,
     sparse_encoder: SparseEncoderLike | None = None,
     first_stage_code: str | None = None,
@@ -545,7 +547,7 @@ def train(
         format=format, coarse=coarse, pca=pca, pooling=pooling, first_stages=first_stages, language=language, sparse_encoder=sparse_encoder,
         first_stage_code=first_stage_code, nlist=nlist, centroids=centroids, memory=memory,
     )  # fmt: skip
-    chosen = BuildOptions(**given)
+    chosen = BuildOptions.given(**given)
     check_documents(documents)
     check_callable("progress", progress)
     makes = encoder_of(encoder)

@@ -30,7 +30,7 @@ from .budget import MemoryBudget
 from .builder import Builder, Progress
 from .compact import write_compacted
 from .documents import check_documents, to_document
-from .options import BuildOptions, given_options
+from .options import BuildOptions
 from .reports import AddReport, CompactReport
 from .state import read_state
 from .training import Recipe
@@ -143,7 +143,7 @@ def _add_to_empty(
     built = version.manifest.encoder
     if remembers and to_document(first, 0).vectors is None:
         encoder = remembered_encoder(built.name)
-    options = BuildOptions(**settings_of(version.manifest), memory=memory)
+    options = BuildOptions.given(**settings_of(version.manifest), memory=memory)
     stage, dims = version.first_stage.fresh(), (built.d_cls, built.dim)
     recipe = Recipe.of(options, dims, encoder.name if encoder else None, codebook=None, stage=stage)
     builder = Builder(version.path, encoder, options, version.engine, recipe, progress, kind="add")
@@ -231,10 +231,10 @@ def add_first_stage(
         What `compact` raises: the store stays as it is.
     """
     check_callable("progress", progress)
-    options = BuildOptions(**given_options(first_stages=kind, language=language, sparse_encoder=sparse_encoder))
+    options = BuildOptions.given(first_stages=kind, language=language, sparse_encoder=sparse_encoder)
     with errors.while_compacting(), _writing(path, engine) as version:
         built, held = version.manifest.encoder, kinds_of(version.manifest.first_stage)
-        stage = None if kind in held else new_stage(options.first_stages, options, built.d_cls, built.dim)
+        stage = None if kind in held else new_stage(options.stages, options.pooling, built.d_cls, built.dim)
         if stage is None or stage.vector_dim:
             raise errors.InvalidInputError(
                 "first stage to add", got=f"{kind!r} beside {', '.join(held)}", expected="bm25 or splade, that the store has not",

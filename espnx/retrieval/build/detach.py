@@ -21,7 +21,7 @@ from ..store.part_file import VERSION
 from ..store.places import check_paths, data_paths, make_home, own_home, shared_homes, tidy
 from ..store.store import EmbeddingStore
 from ..versions import generations
-from .options import BuildOptions, given_options
+from .options import BuildOptions
 from .reports import DetachReport
 
 
@@ -45,7 +45,7 @@ def detach(
         StoreNotFoundError, StoreBusyError; ChecksumError, ...: the data are damaged; DiskFullError, WriteError: the store stays as it is.
     """
     where = check_path("path of a store", path)
-    into = list(BuildOptions(**given_options(directories=directories)).directories)
+    into = list(BuildOptions.given(directories=directories).directories)
     with given_engine(engine) as owned:
         read_store_manifest(owned, where)  # before a lock would be made in a directory that is no store
         if adopt and into:

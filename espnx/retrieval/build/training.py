@@ -75,7 +75,7 @@ class Recipe:
             spooled=RecordSchema(kept, *dims),
             schema=RecordSchema(options.format, dims[0], dim),
             coarse=None if options.coarse is None else RecordSchema(options.coarse, 0, dim),
-            stage=new_stage(options.first_stages, options, *dims) if stage is None else stage,
+            stage=new_stage(options.stages, options.pooling, *dims) if stage is None else stage,
             encoder=encoder,
             centroids=options.centroids,
             codebook=codebook,
@@ -109,7 +109,7 @@ def options_of(trained: Trained, given: dict[str, Any]) -> BuildOptions:
             raise errors.InvalidInputError(
                 f"option {name!r} beside trained=", got=given[name], fix="leave it out: it was decided on when that was trained"
             )
-    return BuildOptions(
+    return BuildOptions.given(
         **given,
         format=trained.schema.format,
         first_stages=kinds_of(trained.first_stage),

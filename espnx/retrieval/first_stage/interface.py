@@ -24,6 +24,8 @@ from ..encoder import Encoded
 
 #: Of one query: record numbers int64 [m] and similarities float32 [m], best first.
 Candidates = tuple[np.ndarray, np.ndarray]
+#: What a kind of stage may be called.
+KIND = re.compile(r"[a-z0-9_]{1,16}")
 #: What a section may be called; `several.py` puts a kind and a dot before the names of its stages' sections.
 SECTION_NAME = re.compile(r"[a-z0-9_]{1,16}(\.[a-z0-9_]{1,16})?")
 #: Candidates of a search whose caller names no number, where finding them costs little.
@@ -117,12 +119,18 @@ class StoredEntries(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class NoSettings:
+    """Of a stage that has no options of its own."""
+
+
 class FirstStage(Protocol):
     """See the module. Frozen: what changes something returns another one.
 
-    A kind's class also has ``new(settings, d_cls, dim)``, the untrained stage of a build with these `BuildOptions`, and
-    ``parse(fields, d_cls, dim)``, the stage that wrote them with `describe`, without what was trained. Both raise typed errors for what
-    does not fit.
+    A kind's class also has ``Settings``, a frozen dataclass of the options that a build may give it, each with a default (none: it has no
+    options); ``new(settings, pooling, d_cls, dim)``, the untrained stage of a build with these and the `BuildOptions.pooling`; and
+    ``parse(fields, d_cls, dim)``, the stage that wrote them with `describe`, without what was trained. All raise typed errors for what
+    does not fit. Options of which the stored entries depend belong into `describe`.
 
     Attributes:
         kind: by which the registry knows the class.

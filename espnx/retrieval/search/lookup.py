@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 import numpy as np
 
-from ...storage.documents.ids import DocumentId
+from ... import errors
+from ...storage.documents.ids import DocumentId, document_ids
 from ..store.store import EmbeddingStore
 
 _AT_ONCE = 500  # texts held while ids are listed
@@ -33,3 +34,17 @@ def alive_numbers(store: EmbeddingStore) -> Iterator[np.ndarray]:
                 numbers = numbers[(store.deleted[numbers >> 3] >> (numbers & 7).astype(np.uint8)) & 1 == 0]
             if len(numbers):
                 yield numbers
+
+
+def check_judged_known(store: EmbeddingStore, judged: Set[DocumentId]) -> None:
+    """Raises InvalidInputError where none of the judged documents is in the store: their ids are then of another kind."""
+    ids = document_ids(judged, "qrels")
+    if not ids or (store.texts.numbers(ids) >= 0).any():
+        return
+    stored = store.texts.any_id()
+    raise errors.InvalidInputError(
+        "evaluate: no judged document is in the store",
+        got=f"ids such as {ids[0]!r} ({type(ids[0]).__name__})",
+        expected="a store with documents" if stored is None else f"ids such as {stored!r} ({type(stored).__name__})",
+        fix="give both the same ids, of the same type",
+    )

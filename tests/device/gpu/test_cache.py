@@ -15,9 +15,10 @@ from espnx.device.gpu.rows import GpuRowDevice
 from espnx.device.interface import RowDevice
 from espnx.device.plain import GpuDevice, PlainDevice
 from espnx.device.ssd_rows import SsdRowDevice
-from espnx.kv import cache as cache_module
+from espnx.kv import places
 from espnx.kv.cache import SsdCache
 from espnx.kv.kept.state import load, save
+from espnx.kv.options import CacheOptions
 from espnx.storage import FaultRule
 from tests.kv import test_fuzz, test_rollback
 from tests.kv.naive import Naive, Shape, assert_right, forward
@@ -31,7 +32,7 @@ def on_cpu_memory(self: PlainDevice, directory: str, *, compute: torch.device, *
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlainDevice, "open_rows", on_cpu_memory)
-    monkeypatch.setattr(cache_module, "default_name", lambda engine, compute: "ssd" if compute is None else "gpu")
+    monkeypatch.setattr(places, "default_name", lambda engine, compute: "ssd" if compute is None else "gpu")
 
 
 @pytest.mark.usefixtures("on_gpu")
@@ -78,7 +79,7 @@ def test_the_first_rows_decide(folder: Path, monkeypatch: pytest.MonkeyPatch, ke
             cache.crop(naive.count - 3)  # rows can go before there is a device
             naive.crop(naive.count - 3)
         assert (cache.length(0), cache.striped.is_open, opened) == (naive.count, False, ["ssd"] * kept)
-        cache.open(torch.device("cuda"))
+        cache.places.open(torch.device("cuda"))
         assert opened[kept:] == ["gpu"]
         if not kept:
             assert cache.striped.stats().stored_bytes == 0
@@ -98,7 +99,7 @@ def test_a_path_that_was_named(folder: Path) -> None:
         pytest.skip("[gpu] needs a machine without a CUDA device")
     for options in ({"engine": "gds"}, {"engine": "gds-compat"}, {"compute": "cuda"}):
         with pytest.raises(errors.PathUnavailableError):
-            SsdCache(folder, 1, **options)  # type: ignore[arg-type]
+            SsdCache(folder, 1, CacheOptions(**options))  # type: ignore[arg-type]
     assert not list(folder.iterdir())
 
 

@@ -12,7 +12,7 @@ from tests.integrations.transformers.tiny import enabled, generate, prompt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-OWN = {"close", "lengths", "reuse_prefix", "save", "stats", "summary"}
+OWN = {"close", "decision", "lengths", "reuse_prefix", "save", "stats", "summary", "tokens"}
 ASKED_BY_PEFT = {"max_cache_len"}
 
 

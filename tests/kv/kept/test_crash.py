@@ -113,6 +113,6 @@ def test_what_a_killed_process_wrote_later_is_cut_off(folder: Path, processes: F
     assert processes.wait(processes.start(**job, at=["module", "save", 1, False])) == -signal.SIGKILL
     assert (folder / "c" / "rows.bin").stat().st_size > size
     with KVCache(enabled("llama").config, folder, name="c") as cache:
-        cache.store.open(torch.device("cpu"))  # as the first rows do
+        cache.store.places.open(torch.device("cpu"))  # as the first rows do
         assert (folder / "c" / "rows.bin").stat().st_size == size
         go_on("llama", cache)

@@ -43,7 +43,7 @@ def test_another_process_continues(folder: Path, processes: Forks, name: str, de
     with KVCache(enabled(name).config, storage, name="c", format=lossy) as cache:
         assert cache.get_seq_length() == longest + 9 - 1
         assert cache.store.x_rows == options.get("x_rows", 0)
-        assert [path.endswith("/c/rows.bin") for path in cache.store.data_files] == [True] * devices
+        assert [path.endswith("/c/rows.bin") for path in cache.store.places.data_files] == [True] * devices
         go_on(name, cache, lossy=lossy)
         assert cache.stats()["bytes_asked"] > 0
         held = cache.get_seq_length()

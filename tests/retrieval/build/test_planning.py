@@ -41,7 +41,7 @@ def test_it_is_what_a_build_makes(folder: Path, count: int, tokens: int, options
 
     monkeypatch.setattr(espnx.retrieval.build.builder.Builder, "_check_disk", look)
     report = build(folder / "s", corpus(count, tokens=(tokens, tokens)), **options)
-    chosen = BuildOptions(**{"first_stage_code": "flat", "nlist": 4, **options})
+    chosen = BuildOptions.given(**{"first_stage_code": "flat", "nlist": 4, **options})
     plan = plan_index(count, tokens, (D_CLS, DIM), chosen)
     with espnx.open(folder / "s") as index:
         store = index.store

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from espnx.retrieval.first_stage.ivf.stage import IvfStage
 from espnx.retrieval.versions import part_writer, publish
 from espnx.storage import ownership
 from espnx.storage.lock import DirectoryLock
-from tests.retrieval.common import EVERYTHING, assert_ranks_as_written, build, check_store, corpus, leftovers, queries
+from tests.retrieval.common import D_CLS, DIM, EVERYTHING, assert_ranks_as_written, build, check_store, corpus, leftovers, queries
 from tests.storage.common import in_child, open_descriptors
 
 DOCUMENTS = corpus(700)
@@ -266,3 +267,45 @@ def test_a_lock_dies_with_its_process(folder: Path) -> None:
         pass
     with DirectoryLock(folder):
         pass
+
+
+#: What STATE.json says of a build that was asked for nothing.
+_LATER = {
+    "kind": "'build'", "format": "'fp16'", "pca": "None", "cls_weight": "1.0", "coarse": "None", "centroids": "None",
+    "first_stage_code": "'sq8'", "nlist": "None",
+}  # fmt: skip
+_SPOOLED = {
+    "encoder": "None", "d_cls": "16", "dim": "8", "spool": "'fp16'", "codebook": "None", "trained": "None", "first_stages": "'ivf'",
+    "language": "'english'", "sparse_encoder": "None", "pooling": "None",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "spooled", "later"),
+    [
+        ({}, {}, {}),
+        ({"first_stages": {"ivf": {"code": "flat", "nlist": 5}}}, {}, {"first_stage_code": "'flat'", "nlist": "5"}),
+        ({"first_stages": "graph", "nlist": 3, "cls_weight": 2}, {"first_stages": "'graph'"}, {"nlist": "3", "cls_weight": "2"}),
+        ({"language": "german"}, {"language": "'german'"}, {}),
+        (
+            {"first_stages": ["ivf", "bm25"], "language": "none", "pooling": "mean"},
+            {"first_stages": "'ivf bm25'", "language": "'none'", "pooling": "'mean'"},
+            {},
+        ),
+        ({"coarse": "bit1", "pca": 4}, {"spool": "'fp32'"}, {"coarse": "'bit1'", "pca": "4"}),
+    ],
+    ids=repr,
+)
+def test_what_tells_builds_apart(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], spooled: dict[str, str], later: dict[str, str]
+) -> None:
+    """In these words, whatever the options look like in a program: an interrupted build may be of another version of espnx."""
+
+    def stop(*args: Any) -> None:
+        raise StopError
+
+    monkeypatch.setattr(module.arrange, "assign", stop)
+    with pytest.raises(StopError):
+        espnx.build(folder / "s", DOCUMENTS[:60], dims=(D_CLS, DIM), **options)
+    state = json.loads((folder / "s" / "building" / "STATE.json").read_bytes().rpartition(b"\n")[0])
+    assert state["settings"] == {"spooled": _SPOOLED | spooled, "later": _LATER | later, "directories": []}

@@ -29,7 +29,7 @@ def index(folder: Path, monkeypatch: pytest.MonkeyPatch) -> espnx.Index:
 def candidates_of(index: espnx.Index, kind: str, query: espnx.Encoded, count: int) -> tuple[list[int], list[float]]:
     assert isinstance(index.first_stage, LoadedSeveral)
     stage = index.first_stage.stages[kind]
-    allowed = index._newest.filters.allowed(None, None)
+    allowed = index._versions.newest.filters.allowed(None, None)
     numbers, scores = stage.start([stage.prepare(query)], count, None, allowed, count).complete()[0]
     return numbers.tolist(), scores.tolist()
 

@@ -74,7 +74,7 @@ def test_as_many_hits_as_may_be_found(index: espnx.Index, restricted: dict[str, 
 def test_lists_without_an_allowed_document_do_not_count(index: espnx.Index) -> None:
     """The candidates with nprobe = 3 are the best of the three nearest lists that hold any, not of whichever are nearest."""
     stage = index.first_stage
-    allowed = index._newest.filters.allowed(FAR, None)
+    allowed = index._versions.newest.filters.allowed(FAR, None)
     assert allowed is not None
     in_lists = stage.counts(allowed).in_lists
     assert allowed.count == int(in_lists.sum()) == len(FAR)
@@ -133,7 +133,7 @@ def test_deleted_and_compacted(folder: Path) -> None:
             assert len(ids(index, k=150)) == 150
             assert len(ids(index, k=EVERYTHING, include=FAR)) == len(FAR)
     with espnx.open(path) as index:
-        allowed = index._newest.filters.allowed(None, [])
+        allowed = index._versions.newest.filters.allowed(None, [])
         assert allowed is not None
         assert index.first_stage.counts(allowed).in_lists.min() > 0, "an empty list is left"
 
@@ -147,7 +147,7 @@ def test_added_parts_and_deletions_from_all(folder: Path) -> None:
     espnx.delete(path, range(0, 330, 3))
     with espnx.open(path) as index:
         for include, exclude in ((None, None), (None, range(50)), (range(40, 320), range(100, 130)), ([], None), (None, range(330))):
-            allowed = index._newest.filters.allowed(include, exclude)
+            allowed = index._versions.newest.filters.allowed(include, exclude)
             assert allowed is not None
             bits = np.unpackbits(allowed.bitmap, bitorder="little")
             wanted = [int(bits[members(index.first_stage, number)].sum()) for number in range(7)]

@@ -50,7 +50,7 @@ def test_old_versions_are_let_go(folder: Path) -> None:
         seen = []
         before = 0
         for i in range(6):
-            seen.append(weakref.ref(index._newest))
+            seen.append(weakref.ref(index._versions.newest))
             espnx.add(folder / "s", DOCUMENTS[100 + i : 101 + i])
             espnx.compact(folder / "s")
             index.reload()
@@ -85,7 +85,7 @@ def test_a_search_under_way_keeps_its_version(folder: Path, monkeypatch: pytest.
     build(folder / "s", DOCUMENTS[:50])
     with espnx.open(folder / "s") as index:
         inside, go_on, got = threading.Event(), threading.Event(), list[int]()
-        old = index._newest
+        old = index._versions.newest
         whole = old.store.texts.get
 
         def get(numbers: Any) -> Any:

@@ -89,7 +89,7 @@ def test_searches_without_a_filter_map_no_ids(index: espnx.Index, monkeypatch: p
         monkeypatch.setattr(plain.store.texts, "numbers", asked.append)
         assert len(found(plain)) == COUNT
         assert asked == []
-        assert set(vars(plain._newest.filters)) == {"_store"}, "a search without a filter made what only filters need"
+        assert set(vars(plain._versions.newest.filters)) == {"_store"}, "a search without a filter made what only filters need"
 
 
 def test_an_id_is_what_python_has() -> None:

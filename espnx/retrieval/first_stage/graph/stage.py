@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from ....graph.write import graph_files
 from ....storage.parse import Fields
 from ...encoder import Encoded
 from ..document_vector import DocumentVector
-from ..interface import Documents, Entries, LoadedStage, StoredEntries
+from ..interface import Documents, Entries, LoadedStage, NoSettings, StoredEntries
 from ..ivf.probing import STEPS, describe_steps, distinct_sample, hits_of, known_of, parse_steps
 from .search import DEFAULT_CANDIDATES, FlatPart, GraphPart, LoadedGraph
 
@@ -46,13 +46,6 @@ _EFFORTS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)  # list sizes t
 _ROWS = 8192  # vectors at a time
 _FP16_MAX = 65504.0
 _FIX = "restore the store from a copy, or build it again"
-
-
-class GraphSettings(Protocol):
-    """Of `BuildOptions`."""
-
-    @property
-    def pooling(self) -> str | None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,9 +73,9 @@ class GraphStage:
     # --- settings ---
 
     @classmethod
-    def new(cls, settings: GraphSettings, d_cls: int, dim: int) -> GraphStage:
+    def new(cls, settings: NoSettings, pooling: str | None, d_cls: int, dim: int) -> GraphStage:
         """Raises InvalidInputError for settings that do not fit the dimensions."""
-        stage = cls(DocumentVector.new(settings.pooling, d_cls, dim))
+        stage = cls(DocumentVector.new(pooling, d_cls, dim))
         choose_layout(1, stage.vector_dim, "fp16", max_degree=_MAX_DEGREE, codes="inline", code_bytes=None)  # refuses what no page holds
         return stage
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from .... import errors
+from ....checks import check_whole
 from ....ops.quantise import KMEANS_ROUNDS
 from ....storage.parse import Fields
 from ...encoder import Encoded
@@ -32,6 +34,7 @@ from .arrays import (
     sort_lists,
     train_arrays,
 )
+from .arrays import CODES as CODE_NAMES
 from .gpu import GpuLoadedIvf
 from .probing import RECALL, describe_steps, distinct_sample, measure, parse_steps
 from .search import ListRuns, LoadedIvf
@@ -46,17 +49,23 @@ _ROWS = 8192  # vectors at a time: small beside any budget, large enough for BLA
 _FIX = "restore the store from a copy, or build it again"
 
 
-class IvfSettings(Protocol):
-    """Of `BuildOptions`."""
+@dataclass(frozen=True)
+class IvfSettings:
+    """The options of inverted lists.
 
-    @property
-    def first_stage_code(self) -> str: ...
+    Attributes:
+        code: of the lists: ``flat``, ``sq8``, ``sq6``, ``sq4`` or ``pqM``.
+        nlist: number of lists; None chooses from the number of documents.
+    """
 
-    @property
-    def nlist(self) -> int | None: ...
+    code: str = "sq8"
+    nlist: int | None = None
 
-    @property
-    def pooling(self) -> str | None: ...
+    def __post_init__(self) -> None:
+        if not isinstance(self.code, str) or (self.code not in CODE_NAMES and re.fullmatch(r"pq[0-9]+", self.code) is None):
+            raise errors.InvalidInputError("first-stage code", got=repr(self.code), expected=f"{', '.join(CODE_NAMES)} or pqM")
+        if self.nlist is not None:
+            check_whole("nlist", self.nlist, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +83,7 @@ class IvfStage:
     kind: ClassVar[str] = "ivf"
     follows: ClassVar[bool] = False  # records lie in the order of lists
     in_place: ClassVar[frozenset[str]] = frozenset()
+    Settings: ClassVar[type[IvfSettings]] = IvfSettings
 
     of: DocumentVector
     code: str
@@ -86,9 +96,9 @@ class IvfStage:
     # --- settings ---
 
     @classmethod
-    def new(cls, settings: IvfSettings, d_cls: int, dim: int) -> IvfStage:
+    def new(cls, settings: IvfSettings, pooling: str | None, d_cls: int, dim: int) -> IvfStage:
         """Raises InvalidInputError for settings that do not fit the dimensions."""
-        return cls(DocumentVector.new(settings.pooling, d_cls, dim), settings.first_stage_code, wanted_lists=settings.nlist)
+        return cls(DocumentVector.new(pooling, d_cls, dim), settings.code, wanted_lists=settings.nlist)
 
     @classmethod
     def parse(cls, fields: Fields, d_cls: int, dim: int) -> IvfStage:

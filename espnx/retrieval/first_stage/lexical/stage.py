@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from ....postings.stored.segment import Segment
 from ....storage import NativeEngine
 from ....storage.parse import Fields
 from ...encoder import Encoded
-from ...sparse_encoder import SparseEncoder, check_same_sparse_encoder, remembered_sparse_encoder, sparse_encoder_of
+from ...sparse_encoder import SparseEncoder, SparseEncoderLike, check_same_sparse_encoder, remembered_sparse_encoder, sparse_encoder_of
 from ..interface import Documents, Entries, LoadedStage, StoredEntries
 from .search import LoadedLexical, Words
 
@@ -36,14 +36,27 @@ _ENCODED_AT_ONCE = 256
 _NAME_MAX = 512
 
 
-class LexicalSettings(Protocol):
-    """Of `BuildOptions`."""
+@dataclass(frozen=True)
+class Bm25Settings:
+    """The options of BM25.
 
-    @property
-    def language(self) -> str: ...
+    Attributes:
+        language: of the texts: its stemmer (PyStemmer) cuts their endings off, and of English stop words are left out; ``none``: words as
+            they stand.
+    """
 
-    @property
-    def sparse_encoder(self) -> Any: ...
+    language: str = "english"
+
+
+@dataclass(frozen=True)
+class SpladeSettings:
+    """The options of learned sparse vectors.
+
+    Attributes:
+        sparse_encoder: the model, or a description as `espnx.load_sparse_encoder` takes it; None: ``splade-tiny``.
+    """
+
+    sparse_encoder: SparseEncoderLike | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,12 +196,13 @@ class Bm25Stage(_Lexical):
     """
 
     kind: ClassVar[str] = "bm25"
+    Settings: ClassVar[type[Bm25Settings]] = Bm25Settings
     postings_kind: ClassVar[int] = COUNT
 
     text: Analyzer
 
     @classmethod
-    def new(cls, settings: LexicalSettings, d_cls: int, dim: int) -> Bm25Stage:
+    def new(cls, settings: Bm25Settings, pooling: str | None, d_cls: int, dim: int) -> Bm25Stage:
         """Raises InvalidInputError for a language that has no stemmer, MissingDependencyError without PyStemmer."""
         return cls(Analyzer.of(settings.language))
 
@@ -232,13 +246,14 @@ class SpladeStage(_Lexical):
     """
 
     kind: ClassVar[str] = "splade"
+    Settings: ClassVar[type[SpladeSettings]] = SpladeSettings
     postings_kind: ClassVar[int] = IMPACT
 
     encoder_name: str
     given: SparseEncoder | None = None
 
     @classmethod
-    def new(cls, settings: LexicalSettings, d_cls: int, dim: int) -> SpladeStage:
+    def new(cls, settings: SpladeSettings, pooling: str | None, d_cls: int, dim: int) -> SpladeStage:
         """Raises InvalidInputError without a sparse encoder, and what loading it raises."""
         encoder = sparse_encoder_of(settings.sparse_encoder or "splade-tiny")
         if encoder is None:

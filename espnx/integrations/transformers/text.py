@@ -1,0 +1,71 @@
+"""The text in a cache: the tokens that it holds, as far as they are known, and which of them are padding."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Text:
+    """Of one batch of sequences, which have as many tokens each.
+
+    Attributes:
+        tokens: int64 [sequences, n], or None where the model was fed no ids. Those of a pass that failed are among them until the next
+            one begins.
+        hidden: which of them are padding: bool [sequences, n]; None: none is.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: torch.Tensor | None = None
+        self.hidden: torch.Tensor | None = None
+
+    def extend(self, ids: torch.Tensor | None, held: int) -> None:
+        """New tokens [sequences, n] come after the first `held`; None: not known."""
+        if ids is None:
+            self.tokens = None
+        elif held == 0 or self.tokens is None:
+            self.tokens = ids.detach().cpu().clone() if held == 0 else None
+        else:
+            self.tokens = torch.cat([self.tokens[:, :held], ids.detach().cpu()], dim=1)
+
+    def begins(self, ids: torch.Tensor, held: int) -> bool | None:
+        """Whether a text [sequences, n] begins with the `held` tokens, padding aside; each sequence of it may have become several here
+        (beams, samples). None: the tokens are not known, or are another batch's."""
+        if self.tokens is None or not len(ids) or len(self.tokens) % len(ids):
+            return None
+        given = ids[:, :held].cpu().repeat_interleave(len(self.tokens) // len(ids), dim=0)
+        same = given == self.tokens[:, : given.shape[1]]
+        return bool((same if self.hidden is None else same | self.hidden[:, : same.shape[1]]).all())
+
+    def common(self, ids: torch.Tensor, attention_mask: torch.Tensor | None, held: int) -> int:
+        """How many of the `held` tokens a text [sequences, n] of as many sequences begins with; its last token does not count."""
+        if not held or self.tokens is None:
+            return 0
+        n = min(held, ids.shape[1] - 1)
+        same = (self.tokens[:, :n] == ids[:, :n]).all(dim=0)
+        hidden = torch.zeros_like(ids, dtype=torch.bool) if attention_mask is None else ~attention_mask.bool().cpu()
+        before = torch.zeros_like(hidden[:, :n]) if self.hidden is None else self.hidden[:, :n]
+        same &= (hidden[:, :n] == before).all(dim=0)
+        return int(same.to(torch.int64).cumprod(0).sum())
+
+    def select(self, sequences: list[int]) -> None:
+        """Sequence i becomes what `sequences[i]` was."""
+        if self.hidden is not None:
+            self.hidden = self.hidden[sequences]
+        if self.tokens is not None:
+            self.tokens = self.tokens[sequences]
+
+    def clear(self) -> None:
+        """No tokens are left."""
+        self.tokens = self.hidden = None
+
+    def tensors(self, held: int) -> dict[str, torch.Tensor]:
+        """The tensors that a kept cache saves of the first `held` tokens."""
+        found = {} if self.tokens is None or not held else {"tokens": self.tokens[:, :held]}
+        if self.hidden is not None:
+            found["hidden"] = self.hidden[:, :held].to(torch.uint8)
+        return found
+
+    def restore(self, tensors: dict[str, torch.Tensor]) -> None:
+        """From the tensors that a kept cache saved."""
+        self.tokens = tensors.get("tokens")
+        self.hidden = tensors["hidden"].bool() if "hidden" in tensors else None
