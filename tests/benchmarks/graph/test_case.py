@@ -12,19 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from espnx.benchmarks.graph import measure, rows
+from espnx.benchmarks.graph import rows
 from espnx.benchmarks.graph.data import Data, by_recipe, from_files
 from espnx.benchmarks.graph.names import LANCE, OURS, PEER, SYSTEMS
 from espnx.benchmarks.graph.rows import Built, Point
 from espnx.benchmarks.graph.service import Setting
 from espnx.benchmarks.graph.session import EspnxGraph, Session
-from espnx.benchmarks.harness.processes import Worker
 from espnx.benchmarks.harness.result import load, rows_of
 from espnx.benchmarks.report import plots
 from espnx.cli.main import main
 from espnx.errors import InvalidInputError
-from tests.benchmarks.common import HereWorker
 
+pytestmark = pytest.mark.usefixtures("here")
 TOY = ["bench", "graph", "--quick", "--pairs", "2", "--pq-bytes", "16", "--threads", "2"]
 # A stand-in for the package, which tests do not need: an exact search that says it has read.
 STAND_IN = """
@@ -55,16 +54,6 @@ def peer(tmp_path: Path) -> str:
     program.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(tmp_path))} exec {shlex.quote(sys.executable)} "$@"\n')
     program.chmod(0o755)
     return str(program)
-
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes of espnx and FAISS are this one."""
-
-    def worker(session: str, name: str, program: Any = ()) -> Any:
-        return Worker(session, name, program=program) if program else HereWorker(session, name)
-
-    monkeypatch.setattr(measure, "Worker", worker)
 
 
 def quick(folder: Path, *more: str) -> tuple[int, list[Any]]:

@@ -157,7 +157,8 @@ def test_what_masks_mean() -> None:
         made.chunked_causal_mask_function(2, left), made.sliding_window_bidirectional_mask_function(2),
         made.or_masks(made.causal_mask_function, made.blockwise_overlay(padded)),
         made.and_masks(made.causal_mask_function, made.packed_sequence_mask_function(padded)),
-        made.and_masks(made.packed_sequence_mask_function(two), remapped), made.and_masks(remapped, made.packed_sequence_mask_function(two)),
+        made.and_masks(made.packed_sequence_mask_function(two), remapped),
+        made.and_masks(remapped, made.packed_sequence_mask_function(two)),
         lambda b, h, q, k: q >= k,
     ):  # fmt: skip
         with pytest.raises(errors.InvalidInputError, match="mask"):
