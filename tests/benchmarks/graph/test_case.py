@@ -19,7 +19,8 @@ from espnx.benchmarks.graph.rows import Built, Point
 from espnx.benchmarks.graph.service import Setting
 from espnx.benchmarks.graph.session import EspnxGraph, Session
 from espnx.benchmarks.harness.result import load, rows_of
-from espnx.benchmarks.report import plots
+from espnx.benchmarks.report import graph_plots
+from espnx.benchmarks.report.found import Found
 from espnx.cli.main import main
 from espnx.errors import InvalidInputError
 
@@ -265,7 +266,7 @@ def test_plots() -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra [bench])")
     curves = {(2, 1): curve((0.7, 1, 1, (1,)), (0.9, 10, 1, (2,))), (2, 2): curve((0.7, 1, 1, (1,)), (0.9, 12, 1, (1,)))}
     found = rows.sweep({"queries": 6, "n": 3, "data": "d"}, [Built(PEER, "", curves=curves)])
-    for draw, expected in ((plots.graph_rates, 6), (plots.graph_reads, 10)):
-        [axes] = draw([plots.Found(row, 1) for row in found]).axes
+    for draw, expected in ((graph_plots.rates, 6), (graph_plots.reads, 10)):
+        [axes] = draw([Found(row, 1) for row in found]).axes
         assert [line.get_xydata().tolist() for line in axes.lines] == [[[pytest.approx(0.9), expected]]]
-    assert plots.graph_rates([plots.Found(found[0], 1)]) is None
+    assert plots.graph_rates([Found(found[0], 1)]) is None
