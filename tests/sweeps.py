@@ -1,4 +1,5 @@
-"""Long products of parameters: `make test` runs as many of the combinations as show every pair of values once, `make sweep` the others."""
+"""Long tests, of which `make test` runs a part and `make sweep` the rest: products of parameters, of which those combinations are run
+that show every pair of values once, and faults at every moment."""
 
 from __future__ import annotations
 
@@ -31,3 +32,8 @@ def pairwise(values: Mapping[str, Sequence[Any]]) -> set[tuple[Any, ...]]:
         found.add(best)
         missing -= pairs[best]
     return found
+
+
+def in_steps(of: int) -> pytest.MarkDecorator:
+    """A test with a `step`: of the moments at which something goes wrong, it tries one in so many, and `make sweep` each."""
+    return pytest.mark.parametrize("step", [pytest.param(of, id=f"one in {of}"), pytest.param(1, id="each", marks=pytest.mark.sweep)])

@@ -263,10 +263,13 @@ def test_a_summary_takes_the_peers_best() -> None:
 
 
 def test_plots() -> None:
+    """Of each list size the best that was measured, over what is missed; a recall that nobody wants is left out."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra [bench])")
-    curves = {(2, 1): curve((0.7, 1, 1, (1,)), (0.9, 10, 1, (2,))), (2, 2): curve((0.7, 1, 1, (1,)), (0.9, 12, 1, (1,)))}
-    found = rows.sweep({"queries": 6, "n": 3, "data": "d"}, [Built(PEER, "", curves=curves)])
-    for draw, expected in ((graph_plots.rates, 6), (graph_plots.reads, 10)):
+    slow = curve((0.7, 1, 1, (1,)), (0.9, 10, 1, (2,)), (0.95, 20, 1, (3,)))
+    fast = curve((0.7, 1, 1, (1,)), (0.9, 12, 1, (1,)), (0.95, 24, 1, (2,)))
+    found = rows.sweep({"queries": 6, "n": 3, "data": "d"}, [Built(PEER, "", curves={(2, 1): slow, (2, 2): fast})])
+    for draw, expected in ((graph_plots.rates, (6, 3)), (graph_plots.reads, (10, 20))):
         [axes] = draw([Found(row, 1) for row in found]).axes
-        assert [line.get_xydata().tolist() for line in axes.lines] == [[[pytest.approx(0.9), expected]]]
-    assert plots.graph_rates([Found(found[0], 1)]) is None
+        drawn = [[(pytest.approx(0.1), expected[0]), (pytest.approx(0.05), expected[1])]]
+        assert [[tuple(point) for point in line.get_xydata().tolist()] for line in axes.lines] == drawn
+    assert graph_plots.rates([Found(found[0], 1)]) is None
