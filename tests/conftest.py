@@ -16,6 +16,7 @@ import pytest
 
 from tests.forks import Forks, forks
 from tests.reach import SECONDS_KEY
+from tests.sweeps import mark_samples
 
 TESTS = Path(__file__).parent
 # OpenMP's threads wait for the next piece of work by spinning, which takes the core from the other processes of a parallel run: a third of
@@ -47,7 +48,9 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_samples(items)
     # Long files first: of the last ones, the processes of a parallel run end at about the same time.
     long = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in long)
