@@ -6,7 +6,6 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Iterator
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from espnx.device.near_storage import NearStorageDevice
 from espnx.device.plain import SsdDevice
 from espnx.integrations.device_checks import checks_of
 from tests.cli.documents import strict_json
+from tests.forks import forking
 from tests.retrieval.common import build, toy_encoder
 
 HERE = "tests.cli.test_device"
@@ -132,9 +132,8 @@ def few_checks(device: NearStorageDevice, soak_s: float) -> Iterator[tuple[str, 
 
 @pytest.fixture(autouse=True)
 def quick_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forked from a process that has imported everything and started no thread; in tests/device they are spawned, as users have them."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["espnx.integrations.device_checks", "transformers.models.llama.modeling_llama", "faiss", __name__])
+    """In tests/device they are spawned, as users have them."""
+    context = forking()
     monkeypatch.setattr("espnx.device.conformance.verify.get_context", lambda _: context)
 
 
