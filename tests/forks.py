@@ -88,8 +88,8 @@ def command_line(job: dict[str, Any]) -> int:
 
 
 def forking() -> BaseContext:
-    """Of `multiprocessing`, in place of "spawn": children of a process that has imported what checks of devices need, and started no thread.
-    There is one such process for all tests."""
+    """Of `multiprocessing`, in place of "spawn": children of one process for all tests, which has imported what checks of devices need and
+    started no thread."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["espnx.integrations.device_checks", "transformers.models.llama.modeling_llama", "faiss"])
     return context

@@ -115,8 +115,11 @@ def sources(path: str, graph: Edges) -> set[str]:
             if found := {node for node in graph if node.startswith(f"espnx/{'/'.join(rooms[:depth])}/")}:
                 return found
         return {node for node in graph if node.split("/")[:1] == ["espnx"] and node.split("/")[1] in NATIVE_USERS}
-    beside = {node for node in graph if Path(node).parent == Path(path).parent}
-    return {path} | (beside if parts[0] in ("espnx", "benchmarks") else set())
+    if parts[0] in ("espnx", "benchmarks"):  # data of a package, perhaps in a folder of its own
+        for folder in Path(path).parents:
+            if beside := {node for node in graph if Path(node).parent == folder}:
+                return {path} | beside
+    return {path}
 
 
 def is_test(path: str) -> bool:
