@@ -72,7 +72,7 @@ class Seconds:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         config, asked = session.config, session.config.option
         in_part = asked.keyword or asked.markexpr != "not sweep" or any("::" in each for each in config.args)
-        if config.cache and not in_part and not hasattr(config, "workerinput"):
+        if getattr(config, "cache", None) and not in_part and not hasattr(config, "workerinput"):
             config.cache.set(SECONDS_KEY, config.cache.get(SECONDS_KEY, {}) | {name: round(took, 2) for name, took in self.seconds.items()})
 
 
