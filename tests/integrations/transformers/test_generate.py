@@ -188,6 +188,7 @@ def longrope() -> PreTrainedModel:
     return model
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("length", "new"), [(150, 20), (50, 40), (20, 20), (SWITCH - 1, 5), (SWITCH, 5), (SWITCH + 1, 5)])
 def test_a_model_that_drops_its_cache_keeps_it(folder: Path, way: str, length: int, new: int) -> None:
@@ -249,6 +250,7 @@ PROMPTS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["greedy", "beams", "lookup", "small chunks"])
 @pytest.mark.parametrize("which", PROMPTS)
 def test_a_prompt_that_does_not_go_on_from_the_cache(folder: Path, way: str, which: str) -> None:
