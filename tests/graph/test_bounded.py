@@ -206,7 +206,7 @@ print(int(peak_kib) * 1024, limit, report.parts)
 
 @pytest.mark.parametrize(("codes", "turned"), [("inline", "rotated"), ("memory", "as they are")])
 def test_the_limit_is_kept(tmp_path: Path, codes: str, turned: str) -> None:
-    n, dim = 16_000, 1024  # 62 MiB, with 16 MiB for a part
+    n, dim = 24_000, 1024  # 94 MiB, with 16 MiB for a part
     rows = np.random.default_rng(0).standard_normal((n, dim)).astype(np.float32)
     rows[:, 1::2] = rows[:, ::2]
     np.save(tmp_path / "x.npy", rows)
