@@ -1,8 +1,10 @@
-"""Tables of plain text: what `summary()` returns and the command line prints."""
+"""Tables of plain text, which `summary()` returns and the command line prints, and JSON that is read and compared line by line."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 def render_table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()) -> str:
@@ -23,3 +25,16 @@ def render_table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, ri
         )
         aligned.append("  ".join(parts).rstrip())
     return "\n".join(aligned)
+
+
+def render_json(document: Mapping[str, Any]) -> str:
+    """JSON with a line for each key, and where a value is a list of objects a line for each of those: a row of a result is one line of a
+    diff. Raises ValueError for NaN and infinity, which JSON lacks."""
+    lines = [f"{json.dumps(key)}: {_render_value(value)}" for key, value in document.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n" if lines else "{}\n"
+
+
+def _render_value(value: Any) -> str:
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        return "[\n" + ",\n".join(f"  {json.dumps(item, allow_nan=False)}" for item in value) + "\n]"
+    return json.dumps(value, allow_nan=False)

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import docstrings
 
 import espnx
-from espnx.benchmarks.kv import smollm2
+from espnx.benchmarks.kv.systems import smollm2
 from espnx.cli.progress import ProgressLine
 from espnx.ops.quantise import load_faiss
 from espnx.retrieval.reference import InMemoryReference

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
-from espnx.benchmarks.kv.models import tolerance_of_other_shapes
+from espnx.benchmarks.kv.systems.models import tolerance_of_other_shapes
 from espnx.integrations.transformers.cache import KVCache
 from espnx.integrations.transformers.enable import enable_kv_cache
 from espnx.sizes import format_size

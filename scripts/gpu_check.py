@@ -172,6 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_all(names: Sequence[str], work: Path, out: Path) -> int:
     from benchmarks.harness.result import make_document
+    from espnx.tables import render_json
 
     machine = machine_facts(work)
     say(f"{machine['gpu']}, driver {machine['driver']}, CUDA {machine['cuda']}, torch {machine['torch']}")
@@ -193,7 +194,7 @@ def _run_all(names: Sequence[str], work: Path, out: Path) -> int:
             print(output, file=sys.stderr)
     dirty = _first_line(["git", "status", "--porcelain"]) is not None
     document = make_document("gpu_check", _first_line(["git", "rev-parse", "HEAD"]), dirty, machine, [_row(row) for row in rows])
-    out.write_text(json.dumps(document, indent=1) + "\n")
+    out.write_text(render_json(document))
     say(f"{len(names) - len(failed)} of {len(names)} checks passed; results in {out}")
     return FAILED if failed else OK
 

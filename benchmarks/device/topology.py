@@ -27,8 +27,8 @@ from espnx.integrations.transformers.enable import enable_kv_cache
 
 from ..harness.registry import Say
 from ..harness.result import Row
-from ..kv.models import Task, logit_tolerance, write_weights
-from ..kv.systems import EspnxDecoder, HFDecoder
+from ..kv.systems.caches import EspnxDecoder, HFDecoder
+from ..kv.systems.models import Task, logit_tolerance, write_weights
 from . import emulated
 from .emulated import WITHOUT, Stretches, Timed
 

@@ -12,8 +12,8 @@ from espnx.integrations.transformers.gguf import find_gguf
 
 from ..harness.registry import Say
 from ..harness.result import Row
-from ..kv import smollm2
 from ..kv.resume import text_tokens
+from ..kv.systems import smollm2
 from .programs import ask, chosen, row_of, shown
 
 REFERENCE = "dynamic"

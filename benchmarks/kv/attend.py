@@ -18,8 +18,8 @@ from ..harness.processes import Worker
 from ..harness.registry import Say
 from ..harness.result import Row
 from ..harness.runner import Sample, compare
-from .models import DTYPES
 from .options import Options
+from .systems.models import DTYPES
 
 #: Name -> (KV heads, query heads of each, d).
 SHAPES: Mapping[str, tuple[int, int, int]] = {"MHA d=64": (32, 1, 64), "MHA d=128": (16, 1, 128), "GQA 8 d=128": (2, 8, 128)}

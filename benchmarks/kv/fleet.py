@@ -17,7 +17,7 @@ from espnx.sizes import format_size
 from ..harness.processes import Worker, Workers
 from ..harness.registry import Say
 from ..machine.cgroup import check_limit_possible, memory_group
-from .models import Task, write_weights
+from .systems.models import Task, write_weights
 
 #: Of the page cache of each process, in parts of the KV.
 CACHE_PART = 4

@@ -19,7 +19,7 @@ from ..io.fio import FioSystem, variants
 from ..io.work import SEQUENTIAL_STEP_BYTES, Point, Work
 from ..machine.throttle import throttled
 from .fleet import Fleet, Limit, Spec
-from .models import Task, logit_tolerance
+from .systems.models import Task, logit_tolerance
 
 FIO_FILE = "espnx-bench-kv.data"
 # A throttle grants in slices of 0.1 s: a run that follows another at once inherits part of a slice.

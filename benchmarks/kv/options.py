@@ -18,11 +18,11 @@ from ..harness.arguments import choices, positive, words
 from ..harness.registry import Say
 from ..harness.traces import SUFFIX, trace_folder
 from ..machine.throttle import parse_rate
-from . import smollm2
 from .fleet import Limit, Spec
 from .measure import Plan
-from .models import KVShape, Task, has_random_weights, read_config
 from .names import ALONE, BASELINES, SHOWS
+from .systems import smollm2
+from .systems.models import KVShape, Task, has_random_weights, read_config
 
 QUICK_BATCH, QUICK_CONTEXT, QUICK_SPILL = 2, 512, (1, 16)
 DEFAULT_BASELINES = "dynamic,memmap,fio"

@@ -27,8 +27,8 @@ from ..machine.counters import read_counters
 from ..machine.throttle import throttled
 from .fleet import folder_in, scratch_parent
 from .measure import Verdict, judge_step, judged
-from .models import Task, load_model, tolerance_of_other_shapes, write_weights
 from .options import Options
+from .systems.models import Task, load_model, tolerance_of_other_shapes, write_weights
 
 QUESTION_TOKENS = 32
 _FOLLOWING = 8  # tokens behind the first that are compared before anything is measured

@@ -21,10 +21,10 @@ from ..machine import page_cache
 from ..machine.counters import read_counters
 from ..machine.memory import status_bytes
 from .attend import AttendWork
-from .models import Task
 from .resume import ResumeWork
 from .rss import reset_peak, resident_bytes
-from .systems import Decoder, HFDecoder, open_decoder
+from .systems.caches import Decoder, HFDecoder, open_decoder
+from .systems.models import Task
 from .x_rows import XWork
 
 Answer = dict[str, Any]

@@ -18,8 +18,8 @@ from ..harness.registry import Say
 from ..harness.result import Row
 from ..harness.runner import compare
 from .attend import ROUNDINGS, AttendSystem
-from .models import DTYPES, KVShape
 from .options import Options
+from .systems.models import DTYPES, KVShape
 
 _TOKENS, _QUICK_TOKENS = 3840, 96
 

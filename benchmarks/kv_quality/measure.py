@@ -21,7 +21,7 @@ from espnx.models import model_folder
 from ..harness.arguments import words
 from ..harness.registry import Say
 from ..harness.result import Row
-from ..kv.models import DTYPES, ROUNDOFF, load_model
+from ..kv.systems.models import DTYPES, ROUNDOFF, load_model
 from .recall import DISTANCES, HeldOut, question
 
 SYSTEMS = ("dynamic", "espnx", "espnx-int8")

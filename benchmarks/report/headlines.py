@@ -13,7 +13,7 @@ from typing import Any
 from espnx.sizes import format_size
 
 from ..harness.result import Row, rows_of
-from ..kv import smollm2
+from ..kv.systems import smollm2
 from . import device_plots, kv_plots
 from .found import Found
 

@@ -32,7 +32,7 @@ from .measure import ranking_problem
 from .options import Options
 from .rows import simple_row
 from .session import tolerance
-from .whole_store import WholeStoreRanker, lists_of, query_vectors
+from .systems.whole_store import WholeStoreRanker, lists_of, query_vectors
 
 BASELINE = "fp16"
 COARSE = ("bit1", "residual1", "residual2")

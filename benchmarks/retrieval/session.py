@@ -30,7 +30,7 @@ from ..machine.counters import read_counters
 from ..machine.memory import rss_bytes
 from .index import faiss_overlap, measure_index
 from .layout import LayoutReplay
-from .whole_store import WHOLE_STORE, WholeStoreRanker, lists_of, query_vectors
+from .systems.whole_store import WHOLE_STORE, WholeStoreRanker, lists_of, query_vectors
 
 #: Options of a search that every system understands, with k.
 SHARED = ("k", "candidates", "rerank", "nprobe")

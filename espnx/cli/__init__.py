@@ -1,1 +1,1 @@
-"""The command line: one file per subcommand. Importing this package, or asking for help, imports no torch."""
+"""The command line: what every subcommand shares, and the list of them. Importing this package, or asking for help, imports no torch."""

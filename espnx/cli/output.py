@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno as codes
-import json
 import os
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import WriteError
+from ..tables import render_json
 
 SCHEMA_VERSION = 1
 _JSON, _OTHER_JSON = "cannot write JSON", "name another file after --json"
@@ -36,7 +36,7 @@ def check_json(destination: str) -> None:
 
 def write_json(destination: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
     """Writes a document to a file, as `write_whole` does, or to standard output for ``-``. Raises WriteError."""
-    text = json.dumps(document, indent=2, allow_nan=False) + "\n"
+    text = render_json(document)
     if destination == "-":
         sys.stdout.write(text)
         return

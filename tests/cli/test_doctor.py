@@ -14,7 +14,7 @@ import pytest
 from espnx import errors
 from espnx.cli import host
 from espnx.cli.checks import FAIL, INFO, NA, PASS, WARN, Check, disk, gpu, run_checks, software, speed
-from espnx.cli.doctor import render_checks
+from espnx.cli.commands.doctor import render_checks
 from espnx.cli.main import main
 from tests.cli.documents import strict_json
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import espnx
-from espnx.cli.index import FORMATS, POOLINGS
+from espnx.cli.index_options import FORMATS, POOLINGS
 from espnx.cli.main import main
 from espnx.device.record_layout import FORMAT_NUMBERS
 from espnx.errors import InvalidInputError

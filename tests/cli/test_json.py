@@ -136,7 +136,7 @@ def test_a_file_that_becomes_unwritable_during_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "x.json"
-    monkeypatch.setattr("espnx.cli.bench._cases_table", lambda: str(target.mkdir()))
+    monkeypatch.setattr("espnx.cli.commands.bench._cases_table", lambda: str(target.mkdir()))
     assert main(["bench", "ls", "--json", str(target)]) == 1
     assert capsys.readouterr().err.count("cannot write JSON") == 1
 
@@ -145,7 +145,7 @@ def test_a_file_that_becomes_unwritable_during_the_work(
 def test_results_that_no_other_test_looks_at(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("espnx.cli.env.torch_facts", dict)  # a process of its own
+    monkeypatch.setattr("espnx.cli.commands.env.torch_facts", dict)  # a process of its own
     monkeypatch.chdir(tmp_path)
     assert main([*words, "--json", "-"]) == 0
     strict_json(capsys.readouterr().out)

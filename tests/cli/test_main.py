@@ -22,7 +22,7 @@ from espnx.cli import main as cli
 from espnx.cli.output import emit, json_document, write_json
 from espnx.cli.registry import COMMANDS, GROUPS, Command
 from espnx.sizes import format_size, parse_size
-from espnx.tables import render_table
+from espnx.tables import render_json, render_table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -235,6 +235,23 @@ def test_table_is_aligned() -> None:
     assert text == "NAME            MiB/s\nuring          1234.5\na longer name       -"
     assert render_table(["A"], []) == "A"
     assert render_table(["", ""], [["a", 1], ["bb", 2]]) == "a   1\nbb  2"
+
+
+def test_a_row_of_json_is_a_line() -> None:
+    document = {
+        "command": "x",
+        "rows": [{"a": 1, "b": [1.5, {"c": None}]}, {"a": "\u00e9\n"}],
+        "none": [],
+        "numbers": [1, 2],
+        "machine": {},
+    }
+    text = render_json(document)
+    assert json.loads(text) == document
+    assert text.splitlines()[2:5] == ['"rows": [', '  {"a": 1, "b": [1.5, {"c": null}]},', '  {"a": "\\u00e9\\n"}']
+    assert json.loads(render_json({})) == {}
+    for bad in ({"a": float("nan")}, {"rows": [{"a": float("inf")}]}):
+        with pytest.raises(ValueError, match="JSON"):
+            render_json(bad)
 
 
 def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from espnx.cli import host
-from espnx.cli import plan as cli_plan
-from espnx.cli import plan_index as cli_plan_index
+from espnx.cli.commands import plan as cli_plan
 from espnx.cli.main import main
+from espnx.cli.plans import index as cli_plan_index
 from espnx.integrations.streamed import plan as streamed_plan
 from espnx.integrations.streamed.load import load_streamed
 from espnx.integrations.transformers.cache import KVCache

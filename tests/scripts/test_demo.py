@@ -28,7 +28,7 @@ import demo_answer
 import demo_generate
 
 import espnx
-from espnx.benchmarks.kv import smollm2
+from espnx.benchmarks.kv.systems import smollm2
 from espnx.benchmarks.kv_quality.recall import HeldOut, question
 from espnx.kv.striping import StripedDevices
 

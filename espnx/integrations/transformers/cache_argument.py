@@ -22,8 +22,9 @@ def cache_in(kwargs: Mapping[str, Any]) -> Any:
     """The cache of a call with these keyword arguments; None without one. Raises InvalidInputError for two, of which a model takes one."""
     found = [kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None]
     if len({id(each) for each in found}) > 1:
+        given = (f"{type(each).__name__} as {name}" for name, each in zip(CACHE_NAMES, found, strict=True))
         raise errors.InvalidInputError(
-            "two caches at once", got=" and ".join(f"{type(each).__name__} as {name}" for name, each in zip(CACHE_NAMES, found, strict=True)),
-            expected="one", fix="without prompts or prefixes that PEFT learned, until PEFT knows this transformers (peft>=0.22)",
+            "two caches at once", got=" and ".join(given), expected="one",
+            fix="without prompts or prefixes that PEFT learned, until PEFT knows this transformers (peft>=0.22)",
         )  # fmt: skip
     return found[0] if found else None

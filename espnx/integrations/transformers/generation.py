@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ... import errors
 from .attention import NAME
 from .cache import KVCache
-from .cache_argument import cache_in, cache_name
+from .cache_argument import CACHE_NAMES, cache_in, cache_name
 
 
 def watch_generation(model: PreTrainedModel) -> None:
@@ -61,7 +61,7 @@ def _prepare(own: Callable[..., dict[str, Any]], input_ids: torch.Tensor, *args:
     inputs = own(input_ids, *args, **kwargs)
     if cache_in(inputs) is not cache:
         _begin_anew(cache, inputs)
-        inputs[cache_name(kwargs)] = cache
+        inputs[cache_name(kwargs) or CACHE_NAMES[0]] = cache
     return inputs
 
 

@@ -17,7 +17,7 @@ from espnx.benchmarks.harness.registry import cases
 from espnx.benchmarks.harness.result import load, rows_of
 from espnx.benchmarks.io import case as io_case
 from espnx.benchmarks.io import engine as io_engine
-from espnx.cli import bench
+from espnx.cli.commands import bench
 from espnx.cli.main import main, parse
 from espnx.storage import FaultRule, FaultyEngine, open_engine
 from tests.retrieval.common import build

@@ -20,7 +20,7 @@ if not all(map(importlib.util.find_spec, ("faiss", "transformers", "tokenizers")
 from espnx.benchmarks.harness.result import Row, load, rows_of
 from espnx.benchmarks.head_to_head import kv, programs, search
 from espnx.benchmarks.head_to_head.case import CASE, by_recall, decoding, resuming
-from espnx.benchmarks.kv.models import Task, write_weights
+from espnx.benchmarks.kv.systems.models import Task, write_weights
 from espnx.cli.main import main
 from espnx.errors import InvalidInputError
 from tests.benchmarks.common import row

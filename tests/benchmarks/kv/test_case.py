@@ -22,8 +22,8 @@ from espnx.benchmarks.kv import sweeps as kv_sweeps
 from espnx.benchmarks.kv import table as kv_table
 from espnx.benchmarks.kv.fleet import Fleet, Limit, Spec
 from espnx.benchmarks.kv.measure import Plan, Verdict, judged
-from espnx.benchmarks.kv.models import Task
 from espnx.benchmarks.kv.sweeps import sweep
+from espnx.benchmarks.kv.systems.models import Task
 from espnx.benchmarks.kv.table import table
 from espnx.benchmarks.machine.cgroup import MemoryGroup
 from espnx.cli.main import main

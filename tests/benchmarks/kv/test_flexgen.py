@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from espnx.benchmarks.harness.result import load, rows_of
-from espnx.benchmarks.kv.flexgen_disk import Gate
+from espnx.benchmarks.kv.systems.flexgen_disk import Gate
 from espnx.errors import EspnxError
 from tests.benchmarks.kv.test_case import bench
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from espnx.benchmarks.harness.result import load, rows_of
-from espnx.benchmarks.kv import smollm2, sweeps
-from espnx.benchmarks.kv.models import KVShape, Task, load_model, write_weights
+from espnx.benchmarks.kv import sweeps
 from espnx.benchmarks.kv.resume import IN_RAM, KEPT, QUESTION_TOKENS, RECOMPUTED, ResumeWork, text_tokens, with_break_even
+from espnx.benchmarks.kv.systems import smollm2
+from espnx.benchmarks.kv.systems.models import KVShape, Task, load_model, write_weights
 from espnx.integrations.transformers.identity import fingerprint
 from espnx.kv.striping import StripedDevices
 from tests.benchmarks.common import row

@@ -15,9 +15,9 @@ import torch
 from espnx.benchmarks.kv.attend import AttendWork
 from espnx.benchmarks.kv.fleet import Spec
 from espnx.benchmarks.kv.measure import judge
-from espnx.benchmarks.kv.models import KVShape, Rows, Task, load_model, logit_tolerance, write_weights
 from espnx.benchmarks.kv.session import Session
-from espnx.benchmarks.kv.systems import KINDS, EspnxDecoder, HostDecoder
+from espnx.benchmarks.kv.systems.caches import KINDS, EspnxDecoder, HostDecoder
+from espnx.benchmarks.kv.systems.models import KVShape, Rows, Task, load_model, logit_tolerance, write_weights
 from espnx.device.trace.reader import read_trace
 from tests.benchmarks.kv.test_case import CONFIG
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from espnx.benchmarks.harness.result import make_document
-from espnx.benchmarks.kv import smollm2
+from espnx.benchmarks.kv.systems import smollm2
 from espnx.benchmarks.report import headlines, plots
 from espnx.errors import InvalidInputError
 from tests.benchmarks.common import MACHINE, row

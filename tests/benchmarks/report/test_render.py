@@ -12,8 +12,10 @@ import pytest
 from espnx.benchmarks.harness.result import Row, make_document
 from espnx.benchmarks.report.render import disk_kind, render_all, render_text, result_files, source_root
 from espnx.errors import FormatError, InvalidInputError
+from espnx.tables import render_json
 from tests.benchmarks.common import MACHINE, row
 
+ROOT = Path(__file__).resolve().parents[3]
 PARAMS = {"op": "read", "pattern": "random", "block_bytes": 4096, "queue_depth": 128, "throttle_bytes_per_s": None, "checksums": True}
 METRICS = {"bytes_per_s": 4.2e8, "iops": 102_500.0, "cpu_us_per_item": 3.25, "ratio_iqr_fio": 0.07}
 PLACE = "<!-- machine -->\n<!-- /machine -->\n"
@@ -158,3 +160,10 @@ def test_unknown_cases_and_damaged_files_are_errors(tmp_path: Path) -> None:
 def test_the_tables_of_this_tree_are_up_to_date() -> None:
     root = source_root()
     assert render_all(root, result_files(root), write=False) == [], "run `espnx bench --render`"
+
+
+def test_result_files_of_the_repository_are_compared_line_by_line() -> None:
+    files = sorted((ROOT / "benchmarks/results").glob("*.json"))
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 4_000
+    for path in files:
+        assert path.read_text() == render_json(json.loads(path.read_text())), path

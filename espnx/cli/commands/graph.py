@@ -7,15 +7,14 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-from ..checks import check_given_directory
-from ..errors import InvalidInputError
-from ..sizes import format_size, parse_size
-from ..tables import render_table
-from .output import add_json_option, emit, json_document
+from ...checks import check_given_directory
+from ...errors import InvalidInputError
+from ...sizes import format_size
+from ...tables import render_table
+from ..output import add_json_option, emit, json_document
+from ..plans.graph import check_build_memory
 
 _SHOWN = 10
-#: Below what any build takes: PyTorch and NumPy alone hold 220 MiB and more, and 48 MiB are buffers. What one needs is told by `build`.
-LEAST_MEMORY_BYTES = 256 << 20
 
 
 # Options of the command line are those of the functions, by name.
@@ -39,16 +38,6 @@ def _add_shared_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of samples, entry points and the order of insertion (default: 0)")
     parser.add_argument("--column", help="of a Parquet file of vectors (default: its only one of lists)")
     parser.add_argument("--replace", action="store_true", help="publish over the graph that is there")
-
-
-def check_build_memory(memory: str | None) -> None:
-    """Before seconds of imports. Raises InvalidInputError."""
-    if memory is not None and parse_size(memory) < LEAST_MEMORY_BYTES:
-        raise InvalidInputError(
-            "--memory of a graph's build", got=format_size(parse_size(memory)),
-            expected=f"more than {format_size(LEAST_MEMORY_BYTES)}: the whole process counts, and PyTorch alone takes nearly as much",
-            fix="about 300MiB for small inputs; `espnx plan --vectors N --dim D` says it for others",
-        )  # fmt: skip
 
 
 def _chosen(args: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -95,8 +84,8 @@ def run_build(args: argparse.Namespace) -> int:
     check_given_directory(args.graph)
     if not os.path.exists(args.vectors):
         raise InvalidInputError(f"vectors {args.vectors}", got="no such file", expected="a file of vectors, such as .npy or .fbin")
-    from ..graph import build
-    from .progress import ProgressLine
+    from ...graph import build
+    from ..progress import ProgressLine
 
     with ProgressLine() as line:
         report = build(args.vectors, args.graph, **_chosen(args, *_BUILD_OPTIONS, *_SHARED_OPTIONS), progress=line.update)
@@ -120,7 +109,7 @@ def configure_search(parser: argparse.ArgumentParser) -> None:
 def run_search(args: argparse.Namespace) -> int:
     import numpy as np
 
-    from ..graph import GraphIndex, read_vectors
+    from ...graph import GraphIndex, read_vectors
 
     queries = np.concatenate([np.asarray(each) for each in read_vectors(args.queries, column=args.column).blocks()])
     with GraphIndex(args.graph, threads=args.threads) as index:
@@ -171,7 +160,7 @@ def configure_info(parser: argparse.ArgumentParser) -> None:
 
 
 def run_info(args: argparse.Namespace) -> int:
-    from ..graph import GraphIndex
+    from ...graph import GraphIndex
 
     with GraphIndex(args.graph, threads=1, walks=1) as index:
         facts = index.facts
@@ -190,7 +179,7 @@ def configure_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    from ..graph import GraphIndex
+    from ...graph import GraphIndex
 
     with GraphIndex(args.graph, threads=1, walks=1) as index:
         pages, size_bytes = index.verify(), sum(index.facts.file_sizes.values())
@@ -215,8 +204,8 @@ def configure_import(parser: argparse.ArgumentParser) -> None:
 
 
 def run_import(args: argparse.Namespace) -> int:
-    from ..graph import import_diskann
-    from .progress import ProgressLine
+    from ...graph import import_diskann
+    from ..progress import ProgressLine
 
     with ProgressLine() as line:
         report = import_diskann(args.prefix, args.graph, **_chosen(args, *_IMPORT_OPTIONS, *_SHARED_OPTIONS), progress=line.update)
@@ -231,7 +220,7 @@ def configure_export(parser: argparse.ArgumentParser) -> None:
 
 
 def run_export(args: argparse.Namespace) -> int:
-    from ..graph import export_diskann
+    from ...graph import export_diskann
 
     report = export_diskann(args.graph, args.prefix)
     emit(args, report.summary(), json_document("graph export", **asdict(report)))

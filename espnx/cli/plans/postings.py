@@ -6,9 +6,9 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 
-from ..sizes import format_size
-from ..tables import render_table
-from .output import emit, json_document
+from ...sizes import format_size
+from ...tables import render_table
+from ..output import emit, json_document
 
 #: Different terms of a passage of 80 words, and of a SPLADE vector of one.
 _TERMS, _TERMS_OF_VECTORS, _WORD_PIECES = 50, 120, 30_522
@@ -23,7 +23,7 @@ def configure_postings(parser: ArgumentParser) -> None:
 
 
 def run_postings(args: Namespace) -> int:
-    from ..postings.planning import plan_postings
+    from ...postings.planning import plan_postings
 
     terms = args.terms or (_TERMS_OF_VECTORS if args.weights else _TERMS)
     vocabulary = _WORD_PIECES if args.vocabulary is None and args.weights else args.vocabulary

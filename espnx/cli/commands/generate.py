@@ -8,18 +8,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..checks import check_given_directory
-from ..errors import InvalidInputError
-from ..models import model_folder
-from ..suggestions import downloading
-from ..tables import render_table
-from .device_options import add_device_options, at_least_0, devices_of
-from .output import add_json_option, emit, json_document
+from ...checks import check_given_directory
+from ...errors import InvalidInputError
+from ...models import model_folder
+from ...suggestions import downloading
+from ...tables import render_table
+from ..device_options import add_device_options, at_least_0, devices_of
+from ..output import add_json_option, emit, json_document
 
 if TYPE_CHECKING:
-    from ..device.emulation.use import DeviceUse
-    from ..integrations.generate.generate import Report
-    from .progress import ProgressLine
+    from ...device.emulation.use import DeviceUse
+    from ...integrations.generate.generate import Report
+    from ..progress import ProgressLine
 
 
 def _whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -77,7 +77,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from .progress import ProgressLine
+    from ..progress import ProgressLine
 
     if bool(args.prompts) == bool(args.prompt):
         raise InvalidInputError(
@@ -115,10 +115,10 @@ def _generate(args: argparse.Namespace, out: str | None, progress: ProgressLine)
     with progress.loading("PyTorch and transformers"):
         import torch
 
-        from ..device.emulation.use import watch
-        from ..integrations.generate.generate import generate_file
-        from ..integrations.generate.model_folder import load_model, model_fingerprint
-        from ..integrations.generate.prompt_files import Prompt, read_done, read_prompts
+        from ...device.emulation.use import watch
+        from ...integrations.generate.generate import generate_file
+        from ...integrations.generate.model_folder import load_model, model_fingerprint
+        from ...integrations.generate.prompt_files import Prompt, read_done, read_prompts
 
     prompts = read_prompts(args.prompts) if args.prompts else [Prompt(str(i), text) for i, text in enumerate(args.prompt, 1)]
     torch.manual_seed(args.seed)
@@ -158,7 +158,7 @@ def _generate(args: argparse.Namespace, out: str | None, progress: ProgressLine)
 
 
 def _text(report: Report, out: str | None, use: DeviceUse | None) -> str:
-    from ..integrations.transformers.summary import work
+    from ...integrations.transformers.summary import work
 
     rows: list[tuple[str, object]] = [("prompts", f"{report.prompts} now, {report.skipped} before")]
     if out is not None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
-from ..checks import check_given_directory
-from ..errors import InvalidInputError
-from ..sizes import format_size
-from ..tables import render_table
-from .host import usable_memory_bytes
-from .index import FORMATS, POOLINGS
-from .output import emit, json_document
+from ...checks import check_given_directory
+from ...errors import InvalidInputError
+from ...sizes import format_size
+from ...tables import render_table
+from ..host import usable_memory_bytes
+from ..index_options import FORMATS, POOLINGS
+from ..output import emit, json_document
 
 if TYPE_CHECKING:
-    from ..retrieval.build.planning import IndexPlan
+    from ...retrieval.build.planning import IndexPlan
 
 FITS = "it fits in memory, you need none of this"
 _TOKENS, _DIM = 80, 128
@@ -45,12 +45,12 @@ def run_index(args: Namespace) -> int:
     if args.storage is not None:
         check_given_directory(args.storage)
     assumed = _assumed(args)
-    from ..retrieval.build.options import BuildOptions
-    from ..retrieval.build.planning import plan_index
+    from ...retrieval.build.options import BuildOptions
+    from ...retrieval.build.planning import plan_index
 
     encoder = None
     if args.encoder is not None:
-        from .. import load_encoder
+        from ... import load_encoder
 
         encoder = load_encoder(args.encoder, dtype=args.encoder_dtype)
     dims = (args.d_cls, args.dim) if encoder is None else (encoder.d_cls, encoder.dim)

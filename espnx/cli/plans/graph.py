@@ -6,18 +6,29 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..checks import check_finite
-from ..errors import InvalidInputError
-from ..sizes import format_size
-from ..tables import render_table
-from .graph import check_build_memory
-from .output import emit, json_document
+from ...checks import check_finite
+from ...errors import InvalidInputError
+from ...sizes import format_size, parse_size
+from ...tables import render_table
+from ..output import emit, json_document
 
 if TYPE_CHECKING:
-    from ..graph.planning import GraphPlan
+    from ...graph.planning import GraphPlan
 
+#: Below what any build takes: PyTorch and NumPy alone hold 220 MiB and more, and 48 MiB are buffers. What one needs is told by `build`.
+LEAST_MEMORY_BYTES = 256 << 20
 _TB_BYTES, _GB_BYTES = 10**12, 2**30  # as SSDs and as memory are sold
 _WHERE = {"inline": "codes beside each node", "paged": "codes in pages of their own", "memory": "codes in memory"}
+
+
+def check_build_memory(memory: str | None) -> None:
+    """Before seconds of imports. Raises InvalidInputError."""
+    if memory is not None and parse_size(memory) < LEAST_MEMORY_BYTES:
+        raise InvalidInputError(
+            "--memory of a graph's build", got=format_size(parse_size(memory)),
+            expected=f"more than {format_size(LEAST_MEMORY_BYTES)}: the whole process counts, and PyTorch alone takes nearly as much",
+            fix="about 300MiB for small inputs; `espnx plan --vectors N --dim D` says it for others",
+        )  # fmt: skip
 
 
 def configure_graph(parser: ArgumentParser) -> None:
@@ -42,7 +53,7 @@ def run_graph(args: Namespace) -> int:
         check_finite(f"price of {name}", price or 0.0)
         if (price or 0) < 0:
             raise InvalidInputError(f"price of {name}", got=price, expected="0 or more")
-    from ..graph.planning import plan_graph
+    from ...graph.planning import plan_graph
 
     options = {
         "vector_dtype": args.vector_dtype,

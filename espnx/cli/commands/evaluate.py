@@ -9,16 +9,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InvalidInputError
-from ..importers.queries import read_queries
-from ..tables import render_table
-from .output import add_json_option, emit, json_document
-from .progress import ProgressLine
+from ...errors import InvalidInputError
+from ...importers.queries import read_queries
+from ...tables import render_table
+from ..output import add_json_option, emit, json_document
+from ..progress import ProgressLine
 from .search import add_index_options, add_search_options, check_store, open_index, search_options
 
 if TYPE_CHECKING:
-    from ..retrieval.search.index import Index
-    from ..storage.documents.ids import DocumentId
+    from ...retrieval.search.index import Index
+    from ...storage.documents.ids import DocumentId
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -46,8 +46,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..importers.trec import read_run, write_run
-    from ..retrieval.evaluate import compare_rankings, depth_of, evaluate, read_qrels
+    from ...importers.trec import read_run, write_run
+    from ...retrieval.evaluate import compare_rankings, depth_of, evaluate, read_qrels
 
     is_run = os.path.isfile(args.store)
     if not is_run:
@@ -93,7 +93,7 @@ def _searched(
     args: argparse.Namespace, queries: Mapping[str, str], qrels: dict[str, dict[str, int]], metrics: list[str], *, wants_rankings: bool
 ) -> tuple[dict[str, list[tuple[str, float]]], dict[str, float], str]:
     """What a store finds for the judged queries where that is wanted, by ids as text; the metrics; the path of the reads."""
-    from ..retrieval.evaluate import check_judged, depth_of, evaluate
+    from ...retrieval.evaluate import check_judged, depth_of, evaluate
 
     with ProgressLine(is_terse=True) as progress, open_index(args, progress) as index:
         options = search_options(args)

@@ -11,16 +11,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ..benchmarks.harness.doubts import doubtful, is_unsteady, without_doubtful
-from ..benchmarks.harness.registry import Case, cases
-from ..benchmarks.harness.result import Row, make_document
-from ..errors import InvalidInputError, MissingDependencyError
-from ..origin import source_state
-from ..sizes import format_size
-from ..tables import render_table
-from . import host
-from .failures import MISSING_HARDWARE, report
-from .output import add_json_option, emit, json_document
+from ...benchmarks.harness.doubts import doubtful, is_unsteady, without_doubtful
+from ...benchmarks.harness.registry import Case, cases
+from ...benchmarks.harness.result import Row, make_document
+from ...errors import InvalidInputError, MissingDependencyError
+from ...origin import source_state
+from ...sizes import format_size
+from ...tables import render_table
+from .. import host
+from ..failures import MISSING_HARDWARE, report
+from ..output import add_json_option, emit, json_document
 
 QUICK_PAIRS = 3
 
@@ -97,7 +97,7 @@ def _list(args: Namespace) -> int:
 
 
 def _clean(args: Namespace) -> int:
-    from ..benchmarks.harness.leftovers import found, remove, size_bytes
+    from ...benchmarks.harness.leftovers import found, remove, size_bytes
 
     directory = Path(args.path)
     if not directory.is_dir():
@@ -158,7 +158,7 @@ def say(text: str) -> None:
 
 def render(files: Sequence[str], *, check: bool) -> int:
     """Fills the documents' tables, or checks that they are up to date."""
-    from ..benchmarks.report.render import render_all, result_files, source_root
+    from ...benchmarks.report.render import render_all, result_files, source_root
 
     root = source_root()
     stale = render_all(root, [Path(file) for file in files] or result_files(root), write=not check)
@@ -171,8 +171,8 @@ def render(files: Sequence[str], *, check: bool) -> int:
 
 def _draw(root: Path, files: Sequence[Path]) -> None:
     """The documents' plots; without matplotlib the tables alone are rendered."""
-    from ..benchmarks.harness.result import load
-    from ..benchmarks.report.plots import draw_all
+    from ...benchmarks.harness.result import load
+    from ...benchmarks.report.plots import draw_all
 
     try:
         for path in draw_all(root, {file: load(file) for file in files}):
@@ -189,7 +189,7 @@ def command_line(argv: Sequence[str]) -> str:
 
 def machine(args: Namespace) -> dict[str, Any]:
     """What a reader must know of this machine."""
-    from ..benchmarks.io.fio import version
+    from ...benchmarks.io.fio import version
 
     cpu, mount = host.cpu(), host.mount_of(getattr(args, "path", "."))
     disk: Mapping[str, Any] = host.disk_of(mount.device) if mount.device else {}

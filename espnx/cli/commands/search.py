@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from ..importers.queries import read_queries
-from .device_options import add_device_options, devices_of
-from .output import add_json_option, emit, json_document
-from .progress import ProgressLine
+from ...importers.queries import read_queries
+from ..device_options import add_device_options, devices_of
+from ..output import add_json_option, emit, json_document
+from ..progress import ProgressLine
 
 if TYPE_CHECKING:
-    from ..retrieval.search.index import Index
+    from ...retrieval.search.index import Index
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +56,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
 
 def search_options(args: argparse.Namespace) -> dict[str, Any]:
     """How deep to search, as `Index.search` takes it."""
-    from ..errors import InvalidInputError
+    from ...errors import InvalidInputError
 
     nprobe: int | str = args.nprobe
     if nprobe != "auto":
@@ -92,7 +92,7 @@ def add_index_options(parser: argparse.ArgumentParser) -> None:
 
 def check_store(path: str) -> None:
     """What can be told of a store before seconds of imports. Raises StoreNotFoundError."""
-    from ..errors import StoreNotFoundError
+    from ...errors import StoreNotFoundError
 
     if os.path.lexists(os.path.join(path, "MANIFEST.json")):
         return
@@ -105,16 +105,16 @@ def check_store(path: str) -> None:
 @contextmanager
 def open_index(args: argparse.Namespace, progress: ProgressLine) -> Iterator[Index]:
     """The store of a command, with its encoder, on the devices that the command names."""
-    from ..errors import InvalidInputError
+    from ...errors import InvalidInputError
 
     check_store(args.store)
     if args.encoder_dtype and not args.encoder:
         fix = f"--encoder minilm --encoder-dtype {args.encoder_dtype}"
         raise InvalidInputError("--encoder-dtype", got="no --encoder", expected="both", fix=fix)
     with progress.loading(f"{args.store} and its encoder"):
-        from .. import load_encoder
-        from ..retrieval.search.index import Index
-        from ..retrieval.store.manifest import data_directories
+        from ... import load_encoder
+        from ...retrieval.search.index import Index
+        from ...retrieval.store.manifest import data_directories
 
         encoder = args.encoder or "auto"
         if args.encoder_dtype:
@@ -128,7 +128,7 @@ def open_index(args: argparse.Namespace, progress: ProgressLine) -> Iterator[Ind
 
 
 def _steps(text: str) -> str | list[float]:
-    from ..errors import InvalidInputError
+    from ...errors import InvalidInputError
 
     if text == "auto":
         return text
@@ -157,7 +157,7 @@ def _warn_of_unknown(index: Index, args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..errors import InvalidInputError
+    from ...errors import InvalidInputError
 
     queries: list[tuple[str | None, str]] = [(None, query) for query in args.query]
     if args.queries:

@@ -7,12 +7,12 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from ..sizes import format_size
-from ..tables import render_table
-from .output import add_json_option, emit, json_document
+from ...sizes import format_size
+from ...tables import render_table
+from ..output import add_json_option, emit, json_document
 
 if TYPE_CHECKING:
-    from ..kv.kept.library import Entry
+    from ...kv.kept.library import Entry
 
 
 def _storage(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def configure_ls(parser: argparse.ArgumentParser) -> None:
 
 
 def run_ls(args: argparse.Namespace) -> int:
-    from ..kv.kept.library import entries
+    from ...kv.kept.library import entries
 
     found = entries(_directories(args))
     rows = [_row(entry) for entry in found]
@@ -53,8 +53,8 @@ def configure_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    from ..errors import StorageError
-    from ..kv.kept.library import verify
+    from ...errors import StorageError
+    from ...kv.kept.library import verify
 
     lines, found = list[str](), list[dict[str, object]]()
     for name in args.name:  # all of them: one that is damaged says nothing about the next
@@ -77,9 +77,9 @@ def configure_rm(parser: argparse.ArgumentParser) -> None:
 
 
 def run_rm(args: argparse.Namespace) -> int:
-    from ..errors import InvalidInputError
-    from ..kv.kept.library import evict, remove
-    from ..sizes import parse_size
+    from ...errors import InvalidInputError
+    from ...kv.kept.library import evict, remove
+    from ...sizes import parse_size
 
     limit_bytes = None if args.keep is None else parse_size(args.keep)
     if not args.name and limit_bytes is None:

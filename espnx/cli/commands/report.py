@@ -5,9 +5,9 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from ..errors import InvalidInputError
-from .output import add_json_option, check_writable, emit, json_document, write_whole
-from .progress import ProgressLine
+from ...errors import InvalidInputError
+from ..output import add_json_option, check_writable, emit, json_document, write_whole
+from ..progress import ProgressLine
 
 DESCRIPTION = """Makes one page of result files: of each the machine, the command, its tables, and pictures of the same numbers (which need
 matplotlib). It needs nothing beside it, so that it can be sent as it is."""
@@ -23,8 +23,8 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    from ..benchmarks.harness.result import load
-    from ..benchmarks.report.page import render_page
+    from ...benchmarks.harness.result import load
+    from ...benchmarks.report.page import render_page
 
     out = Path(args.out)
     check_writable(out, _PAGE, _OTHER_OUT)

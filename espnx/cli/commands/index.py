@@ -6,20 +6,19 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from ..checks import check_given_directory
-from ..errors import InvalidInputError
-from ..sizes import format_size
-from ..tables import render_table
-from .output import add_json_option, emit, json_document
-from .progress import ProgressLine
+from ...checks import check_given_directory
+from ...errors import InvalidInputError
+from ...sizes import format_size
+from ...tables import render_table
+from ..index_options import FORMATS, POOLINGS
+from ..output import add_json_option, emit, json_document
+from ..progress import ProgressLine
 from .search import check_store
 
 if TYPE_CHECKING:
-    from ..importers.corpus import Corpus
+    from ...importers.corpus import Corpus
 
 #: Known here, so that a wrong one is told before PyTorch is imported. Of the coarse records those from int8 on.
-FORMATS = ("fp32", "fp16", "bf16", "int8", "bit1", "residual1", "residual2", "residual4")
-POOLINGS = ("cls", "mean", "muvera")
 #: Those that are called as the options of `espnx.build` are.
 _BUILD_OPTIONS = (
     "format", "pca", "language", "sparse_encoder", "first_stage_code", "coarse", "pooling", "nlist", "cls_weight", "memory",
@@ -80,7 +79,7 @@ def _add_corpus_options(parser: argparse.ArgumentParser) -> None:
 
 def _corpus(args: argparse.Namespace) -> Corpus:
     """The corpus of a command, opened."""
-    from ..importers.corpus import read_corpus
+    from ...importers.corpus import read_corpus
 
     pairs = [word.partition("=") for word in args.columns.split(",")] if args.columns else []
     if any(not separator or not name for _, separator, name in pairs):
@@ -90,8 +89,8 @@ def _corpus(args: argparse.Namespace) -> Corpus:
 
 def _disk_need(fmt: str, coarse: str | None, pca: int | None, encoder: Any) -> str:
     """What a build takes on disk, said before it starts."""
-    from ..retrieval.build.options import BuildOptions
-    from ..retrieval.build.training import Recipe
+    from ...retrieval.build.options import BuildOptions
+    from ...retrieval.build.training import Recipe
 
     recipe = Recipe.of(BuildOptions(format=fmt, coarse=coarse, pca=pca), (encoder.d_cls, encoder.dim), None, codebook=None)
     stored = sum(schema.row_bytes for schema in recipe.tiers.values())
@@ -110,9 +109,9 @@ def run_build(args: argparse.Namespace) -> int:
     }  # fmt: skip
     with ProgressLine() as progress, warnings.catch_warnings():
         with progress.loading(f"encoder {args.encoder}"):
-            from .. import build, load_encoder
-            from ..retrieval.build.builder import check_place
-            from ..retrieval.build.options import BuildOptions, given_options
+            from ... import build, load_encoder
+            from ...retrieval.build.builder import check_place
+            from ...retrieval.build.options import BuildOptions, given_options
 
             BuildOptions(**given_options(**options))
             check_place(args.store, options["directories"], replace=args.replace)
@@ -142,7 +141,7 @@ def run_add(args: argparse.Namespace) -> int:
     check_store(args.store)
     with ProgressLine() as progress:
         with progress.loading("PyTorch, and an encoder where one is wanted"):
-            from .. import add
+            from ... import add
         report = add(
             args.store,
             corpus,
@@ -166,7 +165,7 @@ def configure_delete(parser: argparse.ArgumentParser) -> None:
 
 
 def run_delete(args: argparse.Namespace) -> int:
-    from .. import delete
+    from ... import delete
 
     words = list(args.id)
     if args.ids:
@@ -196,7 +195,7 @@ def configure_compact(parser: argparse.ArgumentParser) -> None:
 def run_compact(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from .. import compact
+    from ... import compact
 
     with ProgressLine() as progress:
         report = compact(args.store, memory=args.memory, progress=progress.update)
@@ -223,7 +222,7 @@ def run_postings(args: argparse.Namespace) -> int:
 
     with ProgressLine() as progress:
         with progress.loading("PyTorch, and the model where one is wanted"):
-            from .. import add_first_stage
+            from ... import add_first_stage
         report = add_first_stage(
             args.store, args.kind, language=args.language, sparse_encoder=args.sparse_encoder, memory=args.memory, progress=progress.update
         )
@@ -242,7 +241,7 @@ def configure_detach(parser: argparse.ArgumentParser) -> None:
 def run_detach(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from .. import detach
+    from ... import detach
 
     report = detach(args.store, directories=args.directory, adopt=args.adopt)
     emit(args, report.summary(), json_document("index detach", report=asdict(report)))
@@ -257,7 +256,7 @@ def configure_ls(parser: argparse.ArgumentParser) -> None:
 def run_ls(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from ..retrieval.store.listing import entries
+    from ...retrieval.store.listing import entries
 
     found = entries(args.directory)
     headers = ("index", "documents", "token vectors", "size", "format", "encoder", "state")
@@ -278,8 +277,8 @@ def configure_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    from ..retrieval.store.store import EmbeddingStore
-    from ..storage import NativeEngine
+    from ...retrieval.store.store import EmbeddingStore
+    from ...storage import NativeEngine
 
     with NativeEngine() as engine, EmbeddingStore(args.store, engine) as store, ProgressLine() as progress:
         count = store.verify(lambda done, total: progress.update("verify", done, total))
@@ -294,8 +293,8 @@ def configure_info(parser: argparse.ArgumentParser) -> None:
 
 
 def run_info(args: argparse.Namespace) -> int:
-    from ..retrieval.store.store import EmbeddingStore
-    from ..storage import NativeEngine
+    from ...retrieval.store.store import EmbeddingStore
+    from ...storage import NativeEngine
 
     with NativeEngine() as engine, EmbeddingStore(args.store, engine) as store:
         manifest = store.manifest

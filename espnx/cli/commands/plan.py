@@ -6,16 +6,16 @@ import os
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from typing import Any
 
-from ..checks import check_given_directory
-from ..errors import InvalidInputError
-from ..sizes import format_size, parse_size
-from ..suggestions import downloading
-from ..tables import render_table
-from .host import usable_memory_bytes
-from .output import add_json_option, emit, json_document
-from .plan_graph import configure_graph, run_graph
-from .plan_index import FITS, configure_index, run_index
-from .plan_postings import configure_postings, run_postings
+from ...checks import check_given_directory
+from ...errors import InvalidInputError
+from ...sizes import format_size, parse_size
+from ...suggestions import downloading
+from ...tables import render_table
+from ..host import usable_memory_bytes
+from ..output import add_json_option, emit, json_document
+from ..plans.graph import configure_graph, run_graph
+from ..plans.index import FITS, configure_index, run_index
+from ..plans.postings import configure_postings, run_postings
 
 DESCRIPTION = """Of a model (--model): sizes come from the configuration and the headers of the weights; nothing of it is loaded. With
 --storage the disk is measured (a temporary file of at most 256 MiB, read past the page cache), and memory and matrix products for a
@@ -72,11 +72,11 @@ def run_model(args: Namespace) -> int:
     try:
         import torch
 
-        from ..integrations.streamed.plan import plan_model
+        from ...integrations.streamed.plan import plan_model
     except ImportError as error:
         if error.name != "transformers":
             raise
-        from ..errors import MissingDependencyError
+        from ...errors import MissingDependencyError
 
         raise MissingDependencyError("plan", got=str(error), expected="transformers", fix="pip install 'espnx[models]'") from error
     memory = None if args.memory is None else parse_size(args.memory)

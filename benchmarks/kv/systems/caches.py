@@ -22,7 +22,7 @@ from espnx.kv.cache import Arrived, SsdCache, Step
 from espnx.kv.rows import LayerRows
 from espnx.kv.shown import unpacked
 
-from ..harness.traces import recording
+from ...harness.traces import recording
 from .memmap_cache import MemmapCache
 from .models import KVShape, Rows, Task, load_model
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 
-from ..checks import check_given_directory
-from .output import add_json_option, emit, json_document
-from .progress import ProgressLine
+from ...checks import check_given_directory
+from ..output import add_json_option, emit, json_document
+from ..progress import ProgressLine
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
     for directory in (args.store, *args.directory):
         check_given_directory(directory)
-    from ..importers.convert import import_index, inspect_index
+    from ...importers.convert import import_index, inspect_index
 
     found = inspect_index(args.folder)
     with ProgressLine() as progress:

@@ -8,15 +8,15 @@ from dataclasses import asdict
 from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InvalidInputError
-from ..sizes import format_size, parse_size
-from ..tables import render_table
-from .device_options import add_device_options, devices_of
-from .output import add_json_option, emit, json_document
+from ...errors import InvalidInputError
+from ...sizes import format_size, parse_size
+from ...tables import render_table
+from ..device_options import add_device_options, devices_of
+from ..output import add_json_option, emit, json_document
 
 if TYPE_CHECKING:
-    from ..postings import Analyzer, Found, Postings, PostingsReport, VerifyReport
-    from ..postings.format import SegmentFacts
+    from ...postings import Analyzer, Found, Postings, PostingsReport, VerifyReport
+    from ...postings.format import SegmentFacts
 
 _SHOWN = 10
 _INDEX = "that `espnx postings build` has made"
@@ -68,7 +68,7 @@ def _sources(args: argparse.Namespace, *, has_ids: bool) -> dict[str, Any]:
     bm25s = getattr(args, "bm25s", None)
     if sum(value is not None for value in (args.corpus, args.vectors, bm25s)) != 1:
         raise InvalidInputError("what to index", got="none, or several", expected="one of --corpus, --vectors and --bm25s")
-    from ..postings.imports import read_bm25s, read_vector_lines
+    from ...postings.imports import read_bm25s, read_vector_lines
 
     if args.vectors is not None:
         return {"vectors": (pair if has_ids else pair[1] for pair in read_vector_lines(args.vectors))}
@@ -78,7 +78,7 @@ def _sources(args: argparse.Namespace, *, has_ids: bool) -> dict[str, Any]:
 
 
 def _texts(args: argparse.Namespace, *, has_ids: bool) -> Iterator[dict[str, Any]]:
-    from ..importers.corpus import read_corpus
+    from ...importers.corpus import read_corpus
 
     pairs = [word.partition("=") for word in args.columns.split(",")] if args.columns else []
     if not all(field.strip() and name.strip() for field, _, name in pairs):
@@ -88,8 +88,8 @@ def _texts(args: argparse.Namespace, *, has_ids: bool) -> Iterator[dict[str, Any
 
 
 def run_build(args: argparse.Namespace) -> int:
-    from ..postings import BM25, Analyzer, Postings, build_split
-    from .progress import ProgressLine
+    from ...postings import BM25, Analyzer, Postings, build_split
+    from ..progress import ProgressLine
 
     options: dict[str, Any] = {"lower": not args.keep_case, "stemmer": args.stemmer}
     if args.pattern is not None:
@@ -122,9 +122,9 @@ def _in_all(reports: Sequence[PostingsReport] | Sequence[VerifyReport]) -> dict[
 
 def _estimate(args: argparse.Namespace, analyzer: Analyzer) -> str | None:
     """How large the spool will be, where that can be told before all has been read."""
-    from ..importers.corpus import read_corpus
-    from ..postings import estimate_spool
-    from ..postings.imports import read_vector_lines
+    from ...importers.corpus import read_corpus
+    from ...postings import estimate_spool
+    from ...postings.imports import read_vector_lines
 
     source = args.corpus or args.vectors
     n_records = length_hint(read_corpus(source, format=None if args.corpus else "jsonl"), -1) if source else -1
@@ -144,8 +144,8 @@ def configure_add(parser: argparse.ArgumentParser) -> None:
 
 
 def run_add(args: argparse.Namespace) -> int:
-    from ..postings import Postings, add
-    from .progress import ProgressLine
+    from ...postings import Postings, add
+    from ..progress import ProgressLine
 
     with Postings.open(args.postings) as postings:
         given = _sources(args, has_ids=postings.facts.has_ids)
@@ -164,7 +164,7 @@ def configure_delete(parser: argparse.ArgumentParser) -> None:
 
 
 def run_delete(args: argparse.Namespace) -> int:
-    from ..postings import Postings, delete
+    from ...postings import Postings, delete
 
     with Postings.open(args.postings) as postings:
         is_text = postings.facts.has_ids and not args.int
@@ -184,8 +184,8 @@ def configure_compact(parser: argparse.ArgumentParser) -> None:
 
 
 def run_compact(args: argparse.Namespace) -> int:
-    from ..postings import compact
-    from .progress import ProgressLine
+    from ...postings import compact
+    from ..progress import ProgressLine
 
     with ProgressLine() as line:
         report = compact(args.postings, memory_bytes=parse_size(args.memory), progress=line.update)
@@ -219,10 +219,10 @@ def _queries(args: argparse.Namespace, kind: str) -> dict[str, Any]:
     if args.query is not None:
         return {"1": args.query}
     if kind == "bm25":
-        from ..importers.queries import read_queries
+        from ...importers.queries import read_queries
 
         return dict(read_queries(args.queries))
-    from ..postings.imports import read_vector_lines
+    from ...postings.imports import read_vector_lines
 
     found: dict[str, dict[str, float]] = {}
     for name, vector in read_vector_lines(args.queries):
@@ -256,7 +256,7 @@ def _results(queries: dict[str, Any], found: Found) -> list[dict[str, Any]]:
 
 def _search(args: argparse.Namespace) -> tuple[dict[str, Any], Found, list[dict[str, Any]], str]:
     """(queries by id, what they found, that for JSON, how the best scores come about)."""
-    from ..postings import Postings
+    from ...postings import Postings
 
     with Postings.open(args.postings) as postings:
         queries = _queries(args, postings.facts.kind)
@@ -271,7 +271,7 @@ def _search(args: argparse.Namespace) -> tuple[dict[str, Any], Found, list[dict[
 
 def _split_search(args: argparse.Namespace) -> tuple[dict[str, Any], Found, list[dict[str, Any]], str]:
     """The same of a collection over several devices, and what would cross the link of each, or has."""
-    from ..postings import SplitPostings
+    from ...postings import SplitPostings
 
     if args.two_step or args.explain:
         raise InvalidInputError("search of several devices", got="--two-step or --explain", expected="neither", fix="search one index")
@@ -316,7 +316,7 @@ def _segment(segment: SegmentFacts) -> dict[str, Any]:
 
 
 def run_info(args: argparse.Namespace) -> int:
-    from ..postings import Postings
+    from ...postings import Postings
 
     with Postings.open(args.postings) as postings:
         facts = postings.facts
@@ -337,7 +337,7 @@ def configure_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    from ..postings import Postings, SplitPostings
+    from ...postings import Postings, SplitPostings
 
     if args.also:
         with SplitPostings([args.postings, *args.also]) as split:

@@ -13,18 +13,18 @@ from functools import partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InvalidInputError
-from ..sizes import format_size
-from ..tables import render_table
-from .device_info import rows_of
-from .device_options import at_least_0
-from .failures import FAILED, MISSING_HARDWARE, NOT_WHOLE, OK
-from .output import add_json_option, emit, json_document, write_whole
+from ...errors import InvalidInputError
+from ...sizes import format_size
+from ...tables import render_table
+from ..device_info import rows_of
+from ..device_options import at_least_0
+from ..failures import FAILED, MISSING_HARDWARE, NOT_WHOLE, OK
+from ..output import add_json_option, emit, json_document, write_whole
 
 if TYPE_CHECKING:
-    from ..device.emulation.topology import Topology
-    from ..device.near_storage import NearStorageDevice
-    from ..device.trace.reader import Trace
+    from ...device.emulation.topology import Topology
+    from ...device.near_storage import NearStorageDevice
+    from ...device.trace.reader import Trace
 
 #: Of the example package.
 _SKELETON = ("pyproject.toml", "ram_device.py")
@@ -35,7 +35,7 @@ def configure_ls(parser: argparse.ArgumentParser) -> None:
 
 
 def run_ls(args: argparse.Namespace) -> int:
-    from ..device.registry import described_names
+    from ...device.registry import described_names
 
     found = described_names()
     rows = [(each["name"], each["from"], each["what"]) for each in found]
@@ -56,7 +56,7 @@ def _path(parser: argparse.ArgumentParser) -> None:
 
 
 def run_info(args: argparse.Namespace) -> int:
-    from ..device.registry import open_device
+    from ...device.registry import open_device
 
     device = open_device(args.name, args.path)
     try:
@@ -70,7 +70,7 @@ def run_info(args: argparse.Namespace) -> int:
 
 def _drawn(args: argparse.Namespace, topology: Topology | None) -> str:
     """The way from host to flash; empty of a device that has no spec. Raises InvalidInputError, WriteError."""
-    from ..device.model.picture import topology_svg, topology_text
+    from ...device.model.picture import topology_svg, topology_text
 
     if topology is None:
         if args.svg or args.devices != 1:
@@ -92,10 +92,10 @@ def configure_calibrate(parser: argparse.ArgumentParser) -> None:
 
 def run_calibrate(args: argparse.Namespace) -> int:
     """The disk of a directory as a spec: what it can be emulated by, and what a plan can count with."""
-    from ..device.model.spec import NAME, NAME_WORDS, SUFFIXES
-    from ..device.model.write import write_spec
-    from .checks.calibrated import spec_of
-    from .progress import ProgressLine
+    from ...device.model.spec import NAME, NAME_WORDS, SUFFIXES
+    from ...device.model.write import write_spec
+    from ..checks.calibrated import spec_of
+    from ..progress import ProgressLine
 
     path = args.name if args.name.endswith(SUFFIXES) else f"{args.name}.yaml"
     name = os.path.splitext(os.path.basename(path))[0]
@@ -138,9 +138,9 @@ def configure_verify(parser: argparse.ArgumentParser) -> None:
 
 def run_verify(args: argparse.Namespace) -> int:
     """Every check of every device: one that fails says nothing about the next."""
-    from ..device.conformance.verify import verify
-    from ..integrations.device_checks import checks_of
-    from .progress import ProgressLine
+    from ...device.conformance.verify import verify
+    from ...integrations.device_checks import checks_of
+    from ..progress import ProgressLine
 
     found = list[dict[str, Any]]()
     with ProgressLine() as line:
@@ -199,9 +199,9 @@ def configure_replay(parser: argparse.ArgumentParser) -> None:
 
 
 def run_replay(args: argparse.Namespace) -> int:
-    from ..device.trace.reader import read_trace
-    from ..device.trace.replay import replay
-    from .progress import ProgressLine
+    from ...device.trace.reader import read_trace
+    from ...device.trace.replay import replay
+    from ..progress import ProgressLine
 
     trace = read_trace(args.trace)
     with ProgressLine(is_terse=True) as line, line.loading(f"{len(trace.commands):,} commands"), ExitStack() as opened:
@@ -230,14 +230,14 @@ def _lists(args: argparse.Namespace) -> list[Any]:
     """Posting lists that a trace asks for."""
     if not args.postings:
         return []
-    from ..postings.split.parts import read_parts
+    from ...postings.split.parts import read_parts
 
     return read_parts(args.postings)[0]
 
 
 def _replayed_on(args: argparse.Namespace, trace: Trace, opened: ExitStack) -> tuple[list[NearStorageDevice], list[Any]]:
     """(a device for each of the trace's, the records that it asks for)."""
-    from ..device.registry import open_together
+    from ...device.registry import open_together
 
     names = [args.device or each["name"] for each in trace.devices]
     if len(set(names)) > 1:
@@ -251,7 +251,7 @@ def _replayed_on(args: argparse.Namespace, trace: Trace, opened: ExitStack) -> t
             expected = f"{len(trace.devices)}, as many as were recorded, and no --index"
             raise InvalidInputError("directories of postings", got=len(places), expected=expected)
     elif args.index is not None:
-        from ..retrieval.store.manifest import data_directories
+        from ...retrieval.store.manifest import data_directories
 
         places = data_directories(args.index)
         if len(places) != len(trace.devices):
@@ -263,7 +263,7 @@ def _replayed_on(args: argparse.Namespace, trace: Trace, opened: ExitStack) -> t
     for each in devices:
         opened.callback(each.close)
     if args.index is not None:
-        from ..retrieval.search.index import Index
+        from ...retrieval.search.index import Index
 
         index = opened.enter_context(Index(args.index, None, device=devices))
     tiers = [] if index is None else [tier for tier in (index.store.full, index.store.coarse) if tier is not None]

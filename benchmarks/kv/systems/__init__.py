@@ -1,0 +1,1 @@
+"""What decodes: the models, and where each system keeps K and V."""

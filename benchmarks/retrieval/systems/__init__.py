@@ -1,0 +1,1 @@
+"""What search from SSD is measured beside: all records at one range of addresses."""

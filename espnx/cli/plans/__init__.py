@@ -1,0 +1,1 @@
+"""What `espnx plan` says of graphs, indexes and posting lists."""
