@@ -8,7 +8,7 @@ PARALLEL = $(shell $(PYTHON_VENV) -c 'import xdist' 2>/dev/null && printf '%s' '
 # Bytecode is kept whatever the environment says: without it collecting takes twice as long, and so do processes that tests start.
 PYTEST = PYTHONDONTWRITEBYTECODE= $(PYTHON_VENV) -m pytest
 .DEFAULT_GOAL := help
-.PHONY: help setup build wheel release-check demo check test models lint format docs bench gpu-check clean
+.PHONY: help setup build wheel release-check demo check test sweep models lint format docs bench gpu-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -20,11 +20,14 @@ demo: ## index the installed libraries' documentation on SSD, search it, let a m
 	@bash scripts/setup.sh demo
 	@$(PYTHON_VENV) scripts/demo.py --setup .cache/setup/seconds
 
-check: lint ## before a commit: the linters, style and layers, and tests that go through every room once (tests/smoke.txt)
-	@$(PYTEST) -q $(PARALLEL) --durations=0 --durations-min=5 @tests/smoke.txt
+check: lint ## before a commit: the linters, the rules of the tree, and the tests that can see what has changed, the nearest first; a minute
+	@tests=$$($(PYTHON_VENV) -m tests.reach $(CHECK_ARGS)) && $(PYTEST) -q $(PARALLEL) --durations=0 --durations-min=5 $$tests
 
-test: setup ## the whole test suite; what needs a GPU is skipped and counted
+test: setup ## the test suite; what needs a GPU is skipped and counted
 	@$(PYTEST) $(PARALLEL) $(PYTEST_ARGS)
+
+sweep: setup ## what the test suite takes samples of: every combination, long stress, every example twice, packages from the network
+	@$(PYTEST) $(PARALLEL) -m sweep $(PYTEST_ARGS)
 
 models: setup ## every causal model of transformers with a KV cache on SSD (half an hour; goes on where it was interrupted)
 	@$(PYTHON_VENV) -m espnx bench models --json benchmarks/results/kv-models.json --render $(MODELS_ARGS)

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.forks import Forks, forks
+from tests.reach import SECONDS_KEY
+from tests.sweeps import mark_samples
 
 TESTS = Path(__file__).parent
 # OpenMP's threads wait for the next piece of work by spinning, which takes the core from the other processes of a parallel run: a third of
@@ -46,7 +48,9 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_samples(items)
     # Long files first: of the last ones, the processes of a parallel run end at about the same time.
     long = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in long)
@@ -54,6 +58,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker in ("gpu", "root"):
             if item.get_closest_marker(marker) and (reason := lacking(marker)):
                 item.add_marker(pytest.mark.skip(reason=f"[{marker}] {reason}"))
+
+
+class Seconds:
+    """What each file of tests took when it last ran here, for `tests.reach` to choose by."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid.partition("::")[0]] += report.duration
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        config, asked = session.config, session.config.option
+        in_part = asked.keyword or asked.markexpr != "not sweep" or any("::" in each for each in config.args)
+        if getattr(config, "cache", None) and not in_part and not hasattr(config, "workerinput"):
+            config.cache.set(SECONDS_KEY, config.cache.get(SECONDS_KEY, {}) | {name: round(took, 2) for name, took in self.seconds.items()})
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Seconds())
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,14 @@ def command_line(job: dict[str, Any]) -> int:
 
     with open(job["stdout"], "w") as sys.stdout, open(job["stderr"], "w") as sys.stderr:
         return main(job["argv"])
+
+
+def forking() -> BaseContext:
+    """Of `multiprocessing`, in place of "spawn": children of one process for all tests, which has imported what checks of devices need and
+    started no thread."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["espnx.integrations.device_checks", "transformers.models.llama.modeling_llama", "faiss"])
+    return context
 
 
 class Forks:

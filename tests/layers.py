@@ -111,12 +111,12 @@ def imports_of(source: str, module: str, *, is_package: bool) -> list[Import]:
     halls = {"espnx"} | {room.rpartition(".")[0] for room in STRANGERS}
     found = {
         Import(f"{base}.{name}" if base in halls and name else base, line)
-        for base, name, line in _imported(source, module, is_package=is_package)
+        for base, name, line in imported(source, module, is_package=is_package)
     }
     return sorted(found, key=lambda item: (item.line, item.module))
 
 
-def _imported(source: str, module: str, *, is_package: bool) -> Iterator[tuple[str, str, int]]:
+def imported(source: str, module: str, *, is_package: bool) -> Iterator[tuple[str, str, int]]:
     """(the module, the name that is taken from it or "", the line) of every import statement."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -143,7 +143,7 @@ def module_graph(files: Mapping[str, tuple[str, bool]]) -> dict[str, set[str]]:
     """
     graph = {}
     for module, (source, is_package) in files.items():
-        names = _imported(source, module, is_package=is_package)
+        names = imported(source, module, is_package=is_package)
         targets = {f"{base}.{name}" if f"{base}.{name}" in files else base for base, name, _ in names}
         graph[module] = (targets & files.keys()) - {module, "espnx"}
     return graph
@@ -200,7 +200,7 @@ def violations(source: str, module: str, *, is_package: bool = False) -> list[st
             problem = _foreign(layer, module, top)
         if problem:
             found.append(f"{module}:{item.line}: imports {item.module}: {problem}")
-    loads = [line for _, name, line in _imported(source, module, is_package=is_package) if name in ("load_native", "load_compiled")]
+    loads = [line for _, name, line in imported(source, module, is_package=is_package) if name in ("load_native", "load_compiled")]
     if layer not in NATIVE_USERS and layer not in FACADES:
         found += [f"{module}:{line}: imports the loader of the extension: it is for {sorted(NATIVE_USERS)}" for line in loads]
     return found

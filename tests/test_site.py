@@ -107,7 +107,7 @@ def test_links_are_rewritten(text: str, place: str, page: str, expected: str) ->
     assert site().rewritten(text, ROOT / place, page) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(600)
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     if importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("mkdocstrings") is None:

@@ -1,14 +1,18 @@
-"""The tests themselves: a folder for each room, none of them full, and a selection that goes through every room."""
+"""The tests themselves: a folder for each room, none of them full, and what is run of long ones."""
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.sweeps import covering, parameters
+
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
-SMOKE = TESTS / "smoke.txt"
 #: Folders that mirror no room: data, C++ programs, the scripts' tests, and what goes through several rooms at once.
 OTHERS = {"data", "cpp", "scripts", "mutations", "examples"}
 FILES_MAX = 16
@@ -41,19 +45,36 @@ def test_no_folder_is_full() -> None:
     assert not {folder: count for folder, count in folders().items() if count > FILES_MAX}
 
 
-def test_every_room_has_tests_and_a_place_in_the_smoke_selection() -> None:
-    """Of rooms inside rooms, those that have a folder of tests."""
-    lines = SMOKE.read_text().split()
+def test_every_room_has_tests() -> None:
     tops = {room.split("/")[0] for room in rooms()} - {"kernels"}  # Triton's are tested with the ops that launch them
     assert tops <= {folder.split("/")[0] for folder in folders()}
-    inside = {folder for folder in folders() if folder in rooms() and not folder.startswith("benchmarks/")}
-    missing = {room for room in tops | inside if not any(line.startswith(f"tests/{room}/") for line in lines)}
-    assert not missing, "tests/smoke.txt"
-    assert lines == sorted(set(lines))
+
+
+def test_samples_show_every_value_or_every_pair() -> None:
+    rows = [tuple(zip("abc", values, strict=True)) for values in itertools.product(range(4), range(3), range(2))]
+    for together, least in ((1, 4), (2, 12), (3, 24)):
+        found = covering(rows, together)
+        assert len(found) == least
+        assert found <= set(rows)
+        for names in itertools.combinations(range(3), together):
+            seen = {tuple(row[place] for place in names) for row in found}
+            assert seen == {tuple(row[place] for place in names) for row in rows}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("a", "b"), [(0, "x"), (1, "x"), (2, "x")])
+@pytest.mark.parametrize("c", [True, False])
+def test_values_that_are_given_together_stay_so(a: int, b: str, c: bool, request: pytest.FixtureRequest) -> None:
+    """The six combinations are three samples and three for the sweep."""
+    assert parameters(request.node) == ((("a", "b"), (id(a), id(b))), (("c",), (id(c),)))
+    chosen = [item.name.partition("[")[2] for item in request.session.items if item.name.startswith(request.function.__name__)]
+    if request.config.option.markexpr == "not sweep" and len(chosen) > 1:
+        assert len(chosen) == 3
+        assert {name[:3] for name in chosen} == {"Tru", "Fal"}
 
 
 def test_conftest_says_how_threads_wait_before_torch_reads_it() -> None:
     """What it imports first brings no torch; threads that spin between two pieces of work take twice the suite's time."""
-    code = "import sys; import tests.forks; print('torch' in sys.modules)"
+    code = "import sys; import tests.forks, tests.reach, tests.sweeps; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -7,11 +7,11 @@ import os
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Protocol, Self
 
 from espnx.errors import EspnxError
 
@@ -38,44 +38,33 @@ class Closing(ABC):
         self.close()
 
 
-class Worker(Closing):
-    """One process.
+class Answering(Protocol):
+    """Answers a line for each line it is told."""
 
-    Args:
-        session: one of `worker.SESSIONS`.
-        group: to put it into.
-        program: that answers as `worker` does, in an environment of its own, instead of `worker` in ours. OSError: there is no such file.
-    """
+    def ask(self, line: str) -> str:
+        """Empty where it ended over it. BrokenPipeError: it had ended before."""
 
-    def __init__(self, session: str, name: str, group: MemoryGroup | None = None, *, program: Sequence[str] = ()):
-        self.name, self.group = name, group
-        command = [*program] or [sys.executable, "-m", "espnx.benchmarks.harness.worker", session]
-        if group is not None:
-            command += ["--procs", str(group.procs)]
-        environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
-        if program:
-            environment.pop("PYTHONPATH", None)
+    def ending(self) -> str:
+        """How it ended."""
+
+    def close(self) -> None: ...
+
+
+class Process:
+    """A process that answers on its standard output."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]):
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=_ROOT)
 
-    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Raises WorkerError."""
+    def ask(self, line: str) -> str:
         stdin, stdout = self._process.stdin, self._process.stdout
         if stdin is None or stdout is None:
-            raise WorkerError(f"{self.name}: no pipe")
-        try:
-            stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-            stdin.flush()
-        except BrokenPipeError:
-            raise WorkerError(f"{self.name}: the process has ended", got=self._ending()) from None
-        line = stdout.readline()
-        if not line:
-            raise WorkerError(f"{self.name}: the process ended while it was asked to {do}", got=self._ending())
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise WorkerError(f"{self.name}: {do} failed", got=answer["error"])
-        return answer
+            return ""
+        stdin.write(line + "\n")
+        stdin.flush()
+        return stdout.readline()
 
-    def _ending(self) -> str:
+    def ending(self) -> str:
         code = self._process.wait(timeout=_END_S)
         return "killed: the memory limit is too small for it" if code == -9 else f"exit code {code}"
 
@@ -89,6 +78,47 @@ class Worker(Closing):
             self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
+
+
+class Worker(Closing):
+    """One process.
+
+    Args:
+        session: one of `worker.SESSIONS`.
+        group: to put it into.
+        program: that answers as `worker` does, in an environment of its own, instead of `worker` in ours. OSError: there is no such file.
+
+    Attributes:
+        instead: what answers for a session where no program is named, instead of a process.
+    """
+
+    instead: ClassVar[Callable[[str], Answering] | None] = None
+
+    def __init__(self, session: str, name: str, group: MemoryGroup | None = None, *, program: Sequence[str] = ()):
+        self.name, self.group = name, group
+        command = [*program] or [sys.executable, "-m", "espnx.benchmarks.harness.worker", session]
+        if group is not None:
+            command += ["--procs", str(group.procs)]
+        environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+        if program:
+            environment.pop("PYTHONPATH", None)
+        self._answering = Process(command, environment) if program or Worker.instead is None else Worker.instead(session)
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Raises WorkerError."""
+        try:
+            line = self._answering.ask(json.dumps({"do": do, **arguments}))
+        except BrokenPipeError:
+            raise WorkerError(f"{self.name}: the process has ended", got=self._answering.ending()) from None
+        if not line:
+            raise WorkerError(f"{self.name}: the process ended while it was asked to {do}", got=self._answering.ending())
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise WorkerError(f"{self.name}: {do} failed", got=answer["error"])
+        return answer
+
+    def close(self) -> None:
+        self._answering.close()
 
 
 class Workers(Closing):

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from espnx.benchmarks.harness import doubts
+from espnx.benchmarks.harness.processes import Worker
 from espnx.benchmarks.io.content import DataFile, ensure_file
+from tests.benchmarks.common import HereSession
 
 FILE_BYTES = 8 << 20
 
@@ -17,6 +19,19 @@ def no_doubts(monkeypatch: pytest.MonkeyPatch) -> None:
     """No ratio is withheld: how unsteady this machine is while tests run says nothing about the benchmarks."""
     monkeypatch.setattr(doubts, "WIDE_SHARE", float("inf"))
     monkeypatch.setattr(doubts, "SLOWER", float("inf"))
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without processes but those of other programs."""
+    monkeypatch.setattr(Worker, "instead", HereSession)
+
+
+@pytest.fixture(params=["here", pytest.param("processes", marks=pytest.mark.sweep)])
+def here_or_not(request: pytest.FixtureRequest) -> None:
+    """With a process for each system, too."""
+    if request.param == "here":
+        request.getfixturevalue("here")
 
 
 @pytest.fixture

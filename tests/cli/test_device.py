@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ import torch
 import espnx
 from espnx.cli.checks import calibrated
 from espnx.cli.main import main
+from espnx.device.conformance.verify import Check
 from espnx.device.example.ram_device import RamDevice, RamRows
 from espnx.device.interface import RowDevice
 from espnx.device.model.spec import load_spec
 from espnx.device.near_storage import NearStorageDevice
 from espnx.device.plain import SsdDevice
+from espnx.integrations.device_checks import checks_of
 from tests.cli.documents import strict_json
+from tests.forks import forking
 from tests.retrieval.common import build, toy_encoder
 
 HERE = "tests.cli.test_device"
@@ -116,6 +120,29 @@ def outcomes(out: str) -> dict[str, str]:
     return {each["check"]: each["outcome"] for each in strict_json(out)["checks"]}
 
 
+def few_checks(device: NearStorageDevice, soak_s: float) -> Iterator[tuple[str, Check]]:
+    """The first of every verb, and those that tests ask for: tests/device has them all."""
+    begun = set[str]()
+    for name, check in checks_of(device, soak_s):
+        verb = name.partition(":")[0]
+        if verb not in begun or name in ("rows: counts", "rows: refuses rows that do not fit"):
+            begun.add(verb)
+            yield name, check
+
+
+@pytest.fixture(autouse=True)
+def quick_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In tests/device they are spawned, as users have them."""
+    context = forking()
+    monkeypatch.setattr("espnx.device.conformance.verify.get_context", lambda _: context)
+
+
+@pytest.fixture(params=["few", pytest.param("all", marks=pytest.mark.sweep)])
+def few_or_all(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "few":
+        monkeypatch.setattr("espnx.integrations.device_checks.checks_of", few_checks)
+
+
 def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "device", "verify", "ssd", "--path", folder, "--soak", "1", "--json", "-")
     assert code == 0
@@ -127,6 +154,7 @@ def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.usefixtures("few_or_all")
 def test_verify_parts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of what a device does not offer nothing is asked; one that offers nothing does not pass."""
     code, out, _ = run(capsys, "device", "verify", f"{HERE}:RecordsAlone", "--path", folder, "--soak", "0", "--json", "-")
@@ -138,6 +166,7 @@ def test_verify_parts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "nothing could be checked" in err
 
 
+@pytest.mark.usefixtures("few_or_all")
 def test_verify_finds_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = {f"{HERE}:{name}": check for name, check in (("WrongAttention", "rows: attends"), ("UntypedError", "rows: counts"))}
     code, out, _ = run(capsys, "device", "verify", *wrong, "--path", folder, "--soak", "0", "--json", "-")
@@ -148,6 +177,7 @@ def test_verify_finds_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[
         assert found[name, "rows: refuses rows that do not fit"] == "ok", "one that fails says nothing about the next"
 
 
+@pytest.mark.usefixtures("few_or_all")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the hardware is there")
 def test_verify_without_the_hardware(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "device", "verify", "gpu", "--path", folder, "--soak", "1", "--json", "-")

@@ -63,7 +63,10 @@ def run(installed: Path, open_forks: Callable[[str], Forks]) -> Callable[..., st
 
 
 def command(*words: str) -> str:
-    return f"from espnx.cli.main import main\n\nsys.exit(main({list(words)!r}))\n"
+    """The checks' process is forked from the one that has imported everything."""
+    forks = "import multiprocessing\n\nimport espnx.device.conformance.verify as verify\n\nfork = multiprocessing.get_context('fork')\n"
+    forks += "verify.get_context = lambda _: fork\n"
+    return f"{forks}from espnx.cli.main import main\n\nsys.exit(main({list(words)!r}))\n"
 
 
 def test_it_is_listed_verified_and_used(run: Callable[..., str]) -> None:

@@ -18,6 +18,7 @@ from espnx.device.example.ram_device import RamRows
 from espnx.device.interface import SegmentView
 from espnx.device.near_storage import NearStorageDevice
 from espnx.device.row_layout import RowLayout
+from tests.forks import forking
 
 HERE = "tests.device.test_verify"
 DEADLINE_S = 4.0
@@ -75,7 +76,9 @@ def run(name: str, folder: Path) -> list[Outcome]:
     return list(verify(name, str(folder), checks, soak_s=0, deadline_s=DEADLINE_S, said=lambda done, total: None))
 
 
-def test_each_has_an_outcome(folder: Path) -> None:
+def test_each_has_an_outcome(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = forking()
+    monkeypatch.setattr("espnx.device.conformance.verify.get_context", lambda _: context)
     found = run(f"{HERE}:Opened", folder)
     assert [(each.check, each.outcome) for each in found] == [
         ("0 fails", "failed"), ("1 hangs_in_a_soak", "failed"), ("2 dies", "failed"), ("3 is_slow", "ok"), ("4 hangs", "failed"),

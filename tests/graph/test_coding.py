@@ -86,6 +86,7 @@ def test_bfloat16_holds_what_float16_does_not(tmp_path: Path) -> None:
 # --- codes in place of vectors ---
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("codes", ["inline", "paged", "memory"])
 @pytest.mark.parametrize("memory", [None, "8GiB"])
 def test_codes_in_place_of_vectors(base: np.ndarray, queries: np.ndarray, tmp_path: Path, codes: str, memory: str | None) -> None:

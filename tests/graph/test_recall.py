@@ -19,6 +19,7 @@ def drawn(kind: str, count: int, random: np.random.Generator) -> np.ndarray:
     return (centres[random.integers(0, 10, count)] + random.standard_normal((count, DIM))).astype(np.float16)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["one cloud", "ten clusters"])
 @pytest.mark.parametrize("codes", ["inline", "memory"])
 def test_new_queries_find_what_a_build_says(kind: str, codes: str, tmp_path: Path) -> None:

@@ -134,6 +134,7 @@ def test_packed_and_unpacked() -> None:
         assert not use_opq or np.array_equal(again.rotation, book.rotation)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("metric", ["l2", "ip", "cosine"])
 @pytest.mark.parametrize("memory", [None, "8GiB"])
 def test_fewer_pages_at_the_same_recall(tmp_path: Path, metric: str, memory: str | None) -> None:

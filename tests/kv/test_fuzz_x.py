@@ -10,6 +10,6 @@ from tests.kv.test_fuzz import check_programs
 
 
 @pytest.mark.parametrize("kind", ["x fp32", "x half"])
-@pytest.mark.parametrize("first", [0, 18])
+@pytest.mark.parametrize("first", [0, pytest.param(18, marks=pytest.mark.sweep)])
 def test_programs(folder: Path, kind: str, first: int) -> None:
     check_programs(kind, range(first, first + 18), folder)

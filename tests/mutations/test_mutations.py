@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.forks import Forks
+from tests.sweeps import in_steps
 
 #: Kind of file: one mutation in so many.
 KINDS = {
@@ -16,7 +17,8 @@ KINDS = {
 }  # fmt: skip
 
 
+@in_steps(2)
 @pytest.mark.parametrize("kind", KINDS)
-def test_mutations(folder: Path, open_forks: Callable[[str], Forks], kind: str) -> None:
-    code = open_forks("tests.mutations.trials").run(kind=kind, every=KINDS[kind], shift=5, folder=folder, report=folder / "report")
+def test_mutations(folder: Path, open_forks: Callable[[str], Forks], kind: str, step: int) -> None:
+    code = open_forks("tests.mutations.trials").run(kind=kind, every=step * KINDS[kind], shift=5, folder=folder, report=folder / "report")
     assert code == 0, (folder / "report").read_text()

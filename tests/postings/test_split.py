@@ -42,6 +42,7 @@ def assert_same(found: espnx.postings.Found, wanted: espnx.postings.Found) -> No
     assert found.scores.tobytes() == wanted.scores.tobytes()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_results_are_those_of_one_index_and_of_bm25s(
     split: list[Path], postings_path: Path, documents: list[list[str]], queries: list[list[str]], variant: str
@@ -78,6 +79,7 @@ def test_weights_filters_and_terms_twice(
         assert_same(postings.search(tuple(queries[0])), one.search(tuple(queries[0])))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("as_arrays", [False, True])

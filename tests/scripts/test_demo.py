@@ -97,6 +97,7 @@ def lines_of(machine: Path, model: Path) -> list[str]:
     return lines
 
 
+@pytest.mark.sweep
 def test_a_model_that_recalls(machine: Path, model: Path) -> None:
     lines = lines_of(machine, model)
     same = next(re.findall(r"(\d+) of (\d+)", line) for line in lines if line.startswith("same tokens as in memory"))
@@ -240,6 +241,7 @@ def test_an_answer_is_right_with_its_newline() -> None:
     assert not demo_generate.is_right([5], [5, 6], [1])
 
 
+@pytest.mark.sweep
 def test_the_trained_model_is_small_and_what_its_record_says() -> None:
     """A part of what training.json holds, measured again."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

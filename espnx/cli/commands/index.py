@@ -131,7 +131,7 @@ def run_build(args: argparse.Namespace) -> int:
 
 def _first_stages(args: argparse.Namespace) -> list[str] | dict[str, dict[str, Any]]:
     """As `espnx.build` takes them. Raises InvalidInputError."""
-    from ..retrieval.first_stage.settings import settings_of_words
+    from ...retrieval.first_stage.settings import settings_of_words
 
     named, options = args.first_stages.split(","), settings_of_words(args.stage_option)
     if strange := sorted(options.keys() - set(named)):

@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from espnx.benchmarks.graph import measure, rows
+from espnx.benchmarks.graph import rows
 from espnx.benchmarks.graph.data import Data, by_recipe, from_files
 from espnx.benchmarks.graph.names import LANCE, OURS, PEER, SYSTEMS
 from espnx.benchmarks.graph.rows import Built, Point
 from espnx.benchmarks.graph.service import Setting
 from espnx.benchmarks.graph.session import EspnxGraph, Session
-from espnx.benchmarks.harness.processes import Worker
 from espnx.benchmarks.harness.result import load, rows_of
-from espnx.benchmarks.report import plots
+from espnx.benchmarks.report import graph_plots
+from espnx.benchmarks.report.found import Found
 from espnx.cli.main import main
 from espnx.errors import InvalidInputError
-from tests.benchmarks.common import HereWorker
 
+pytestmark = pytest.mark.usefixtures("here")
 TOY = ["bench", "graph", "--quick", "--pairs", "2", "--pq-bytes", "16", "--threads", "2"]
 # A stand-in for the package, which tests do not need: an exact search that says it has read.
 STAND_IN = """
@@ -55,16 +55,6 @@ def peer(tmp_path: Path) -> str:
     program.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(tmp_path))} exec {shlex.quote(sys.executable)} "$@"\n')
     program.chmod(0o755)
     return str(program)
-
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes of espnx and FAISS are this one."""
-
-    def worker(session: str, name: str, program: Any = ()) -> Any:
-        return Worker(session, name, program=program) if program else HereWorker(session, name)
-
-    monkeypatch.setattr(measure, "Worker", worker)
 
 
 def quick(folder: Path, *more: str) -> tuple[int, list[Any]]:
@@ -273,10 +263,13 @@ def test_a_summary_takes_the_peers_best() -> None:
 
 
 def test_plots() -> None:
+    """Of each list size the best that was measured, over what is missed; a recall that nobody wants is left out."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra [bench])")
-    curves = {(2, 1): curve((0.7, 1, 1, (1,)), (0.9, 10, 1, (2,))), (2, 2): curve((0.7, 1, 1, (1,)), (0.9, 12, 1, (1,)))}
-    found = rows.sweep({"queries": 6, "n": 3, "data": "d"}, [Built(PEER, "", curves=curves)])
-    for draw, expected in ((plots.graph_rates, 6), (plots.graph_reads, 10)):
-        [axes] = draw([plots.Found(row, 1) for row in found]).axes
-        assert [line.get_xydata().tolist() for line in axes.lines] == [[[pytest.approx(0.9), expected]]]
-    assert plots.graph_rates([plots.Found(found[0], 1)]) is None
+    slow = curve((0.7, 1, 1, (1,)), (0.9, 10, 1, (2,)), (0.95, 20, 1, (3,)))
+    fast = curve((0.7, 1, 1, (1,)), (0.9, 12, 1, (1,)), (0.95, 24, 1, (2,)))
+    found = rows.sweep({"queries": 6, "n": 3, "data": "d"}, [Built(PEER, "", curves={(2, 1): slow, (2, 2): fast})])
+    for draw, expected in ((graph_plots.rates, (6, 3)), (graph_plots.reads, (10, 20))):
+        [axes] = draw([Found(row, 1) for row in found]).axes
+        drawn = [[(pytest.approx(0.1), expected[0]), (pytest.approx(0.05), expected[1])]]
+        assert [[tuple(point) for point in line.get_xydata().tolist()] for line in axes.lines] == drawn
+    assert graph_plots.rates([Found(found[0], 1)]) is None

@@ -17,12 +17,9 @@ from espnx.benchmarks.harness.result import Row, load, rows_of
 from espnx.benchmarks.io import fio as fio_module
 from espnx.benchmarks.io.fio import FioSystem, Variant
 from espnx.benchmarks.io.work import Work
-from espnx.benchmarks.kv import attend as kv_attend
-from espnx.benchmarks.kv import fleet as kv_fleet
 from espnx.benchmarks.kv import measure as kv_measure
 from espnx.benchmarks.kv import sweeps as kv_sweeps
 from espnx.benchmarks.kv import table as kv_table
-from espnx.benchmarks.kv import x_rows as kv_xrows
 from espnx.benchmarks.kv.fleet import Fleet, Limit, Spec
 from espnx.benchmarks.kv.measure import Plan, Verdict, judged
 from espnx.benchmarks.kv.sweeps import sweep
@@ -31,7 +28,7 @@ from espnx.benchmarks.kv.table import table
 from espnx.benchmarks.machine.cgroup import MemoryGroup
 from espnx.cli.main import main
 from espnx.kv import schedule
-from tests.benchmarks.common import HereWorker, row
+from tests.benchmarks.common import row
 
 CONFIG = {
     "model_type": "opt", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 256, "word_embed_proj_dim": 64,
@@ -40,11 +37,8 @@ CONFIG = {
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without processes."""
-    monkeypatch.setattr(kv_fleet, "Worker", HereWorker)
-    monkeypatch.setattr(kv_attend, "Worker", HereWorker)
-    monkeypatch.setattr(kv_xrows, "Worker", HereWorker)
+def alone(here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process, whose threads and processors stay as they are."""
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(os, "sched_setaffinity", lambda process, chosen: None)
 
@@ -55,7 +49,7 @@ def bench(path: Path, *words: str) -> int:
     return main(["bench", "kv", "--quick", "--memory", "ample", "--path", str(path), "--model", str(config), *words])
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("alone")
 def test_decoding_beside_a_memory_mapped_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = tmp_path / "r.json"
     words = ["--pairs", "2", "--steps", "2", "--context", "301", "--batch", "2", "--format", "same,int8", "--baseline", "memmap"]
@@ -76,7 +70,7 @@ def test_decoding_beside_a_memory_mapped_cache(tmp_path: Path, capsys: pytest.Ca
     assert sorted(path.name for path in tmp_path.iterdir()) == ["r.json", "tiny.json"]
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("alone")
 def test_fio_reads_the_file_of_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rate of a drive differs from file to file, so that one of fio's own would say little."""
     read: list[tuple[Path, bool]] = []
@@ -99,7 +93,7 @@ def test_fio_reads_the_file_of_the_rows(tmp_path: Path, monkeypatch: pytest.Monk
         assert len(systems) == len(read) == 3
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("alone")
 def test_every_system_of_x_rows_starts_from_projected_rows(tmp_path: Path) -> None:
     result = tmp_path / "r.json"
     words = ["--pairs", "1", "--context", "100", "--batch", "2", "--x-rows", "0,2", "--baseline", "host,dynamic", "--json", str(result)]
@@ -110,7 +104,7 @@ def test_every_system_of_x_rows_starts_from_projected_rows(tmp_path: Path) -> No
     assert (found["espnx"].metrics["x_rows"], found["espnx-x2"].metrics["x_rows"]) == (0, 2)
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("alone")
 def test_a_prediction_stands_beside_every_number_of_x_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedule, "SMALL_BYTES", 0)
     monkeypatch.setattr(schedule, "measure", lambda *_: schedule.Costs(1e6, 1e9, 1e-9, 0.0))
@@ -140,7 +134,7 @@ def test_the_mark_of_what_was_chosen(system: str, metrics: dict[str, float], cel
     assert kv_table._x_rows(row(system=system, metrics=metrics)) == cell
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("alone")
 def test_absorbed_beside_recomputed(tmp_path: Path) -> None:
     result = tmp_path / "r.json"
     assert bench(tmp_path, "--show", "x", "--batch", "2", "--pairs", "1", "--json", str(result)) == 0
@@ -152,7 +146,7 @@ def test_absorbed_beside_recomputed(tmp_path: Path) -> None:
     assert recomputed.metrics["flop"] == 16 * absorbed.metrics["flop"] + 2 * 96 * 4 * 64
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("alone")
 def test_spilling_sooner_writes_more(tmp_path: Path) -> None:
     result = tmp_path / "r.json"
     assert bench(tmp_path, "--show", "spill", "--context", "300", "--batch", "1", "--new", "32", "--json", str(result)) == 0
@@ -164,7 +158,7 @@ def test_spilling_sooner_writes_more(tmp_path: Path) -> None:
     assert found["espnx-spill-1"]["write_amplification"] == 16 * found["espnx-spill-16"]["write_amplification"]
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("alone")
 def test_peak_memory_of_both_phases(tmp_path: Path) -> None:
     result = tmp_path / "r.json"
     assert bench(tmp_path, "--show", "rss", "--context", "300", "--batch", "1", "--json", str(result)) == 0
@@ -178,7 +172,7 @@ def test_peak_memory_of_both_phases(tmp_path: Path) -> None:
     assert found["espnx-decode"].metrics["stored_bytes"] == 2 * 2 * 64 * 2 * 256
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("alone")
 def test_sweeps_have_rows_for_each_point(tmp_path: Path) -> None:
     result = tmp_path / "r.json"
     words = ["--show", "batch", "--pairs", "1", "--context", "20", "--batch", "2", "--baseline", "static", "--json", str(result)]
@@ -188,7 +182,7 @@ def test_sweeps_have_rows_for_each_point(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("alone")
 def test_what_would_not_fit_in_memory_takes_no_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,7 +199,7 @@ def test_what_would_not_fit_in_memory_takes_no_part(
     assert "static left out at 1 x 80 tokens" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("alone")
 def test_attention_from_memory(tmp_path: Path) -> None:
     result = tmp_path / "r.json"
     assert bench(tmp_path, "--show", "attend", "--pairs", "1", "--json", str(result)) == 0

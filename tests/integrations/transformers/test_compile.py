@@ -62,6 +62,7 @@ def test_logits(folder: Path, compiled: Callable[..., Any], enabled_first: bool,
         assert cache.stats()["bytes_asked"] > 0
 
 
+@pytest.mark.sweep
 def test_windows(folder: Path) -> None:
     model = espnx.enable_kv_cache(make("gemma3"))
     with KVCache(model.config, folder, x_rows=0) as cache:

@@ -17,6 +17,7 @@ from espnx.integrations.transformers.cache import KVCache
 from espnx.storage import FaultRule, FaultyEngine
 from tests.integrations.transformers.tiny import enabled, expected, generate, make, plain, prompt
 from tests.storage.common import open_descriptors, patiently, until
+from tests.sweeps import in_steps
 
 LENGTHS, NEW = [21, 20, 5], 12
 
@@ -58,6 +59,7 @@ def wanted(name: str) -> torch.Tensor:
     return expected(name, LENGTHS, max_new_tokens=NEW)
 
 
+@in_steps(3)
 @pytest.mark.parametrize(
     ("name", "x_rows"),
     [("llama", 0), ("llama", 2), ("qwen3", 3), ("opt", 3), ("mixtral", 0), ("gemma3", 0)],
@@ -71,9 +73,10 @@ def wanted(name: str) -> torch.Tensor:
         ("error", "write", errno.ENOSPC),
     ],
 )  # fmt: skip
-def test_every_call_fails_once(folder: Path, name: str, x_rows: int, fault: str, operation: str, value: int) -> None:
+def test_every_call_fails_once(folder: Path, name: str, x_rows: int, fault: str, operation: str, value: int, step: int) -> None:
+    """Every fifth of them at most."""
     failures = 0
-    for nth in range(1, 200, 5):
+    for nth in range(1, 200, 5 * step):
         make_engine, made = engines([FaultRule(fault, operation=operation, nth=nth, count=1, value=value)])
         with KVCache(enabled(name).config, folder, engine=make_engine, x_rows=x_rows, spill_interval=8) as cache:
             got, caught = to_the_end(name, cache)

@@ -21,6 +21,7 @@ from espnx.integrations.transformers.cache_argument import CACHE_NAMES
 from espnx.integrations.transformers.enable import enable_kv_cache
 from tests.integrations.transformers import tiny
 from tests.integrations.transformers.tiny import CONFIGS, enabled, expected, generate, make, plain, prompt
+from tests.sweeps import in_steps
 
 PADDED = [37, 20, 5]
 MODES: dict[str, tuple[list[int], dict[str, Any], dict[str, Any]]] = {
@@ -50,10 +51,13 @@ class Written(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
+@in_steps(2)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_tokens_are_the_frameworks(folder: Path, name: str) -> None:
+def test_tokens_are_the_frameworks(folder: Path, name: str, step: int) -> None:
+    """In every mode, or every second one: others for the next model."""
     model = enabled(name)
-    for mode, (lengths, options, stored) in MODES.items():
+    for mode in list(MODES)[list(CONFIGS).index(name) % step :: step]:
+        lengths, options, stored = MODES[mode]
         if "x_rows" in stored and getattr(model, "_espnx_why_no_x", None):  # before anything is computed
             with KVCache(model.config, folder, **stored) as cache, pytest.raises(errors.InvalidInputError, match="x_rows"):
                 generate(model, prompt(lengths), cache, **options)
@@ -184,6 +188,7 @@ def longrope() -> PreTrainedModel:
     return model
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("length", "new"), [(150, 20), (50, 40), (20, 20), (SWITCH - 1, 5), (SWITCH, 5), (SWITCH + 1, 5)])
 def test_a_model_that_drops_its_cache_keeps_it(folder: Path, way: str, length: int, new: int) -> None:
@@ -245,6 +250,7 @@ PROMPTS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["greedy", "beams", "lookup", "small chunks"])
 @pytest.mark.parametrize("which", PROMPTS)
 def test_a_prompt_that_does_not_go_on_from_the_cache(folder: Path, way: str, which: str) -> None:

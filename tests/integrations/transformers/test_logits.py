@@ -36,6 +36,7 @@ def distance(logits: torch.Tensor, exact: torch.Tensor) -> float:
     return float((logits - exact).square().mean().sqrt())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "opt"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_halves(folder: Path, name: str, dtype: torch.dtype) -> None:

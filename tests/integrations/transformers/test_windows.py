@@ -170,6 +170,7 @@ def test_what_masks_mean() -> None:
             meaning(own)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("family", "options"), [("Gemma4", {}), ("Gemma4", {"attention_k_eq_v": True}), ("Gemma3n", _3N)])
 @pytest.mark.parametrize("x_rows", [None, 2])
 def test_layers_that_share_k_and_v(folder: Path, family: str, options: dict[str, Any], x_rows: int | None) -> None:

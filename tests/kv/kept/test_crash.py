@@ -22,6 +22,7 @@ from tests.integrations.transformers.forks import LENGTHS, NEW, go_on, held
 from tests.integrations.transformers.tiny import enabled
 from tests.kills import killed, moments
 from tests.retrieval.common import memory_folder
+from tests.sweeps import in_steps
 
 LONGEST, STEP = max(LENGTHS), 4
 #: Lengths of the states that a process saves: after every 4 new tokens, the last of which is not in the cache.
@@ -68,9 +69,10 @@ def begun(processes: Forks) -> Iterator[Path]:
         yield path
 
 
-def test_killed_at_every_change(folder: Path, processes: Forks, begun: Path) -> None:
-    """In about 24 of the states that the files pass through. A state was saved: that one is found, or a later one; the next process goes on
-    in the same files."""
+@in_steps(2)
+def test_killed_at_every_change(folder: Path, processes: Forks, begun: Path, step: int) -> None:
+    """In about 24 (or 12) of the states that the files pass through. A state was saved: that one is found, or a later one; the next process
+    goes on in the same files."""
 
     def job(name: str) -> dict[str, Any]:
         return {"model": "llama", "storage": [folder / name], "step": STEP, "spill_interval": 1, "until": 3 * STEP}
@@ -78,7 +80,7 @@ def test_killed_at_every_change(folder: Path, processes: Forks, begun: Path) -> 
     shutil.copytree(begun, folder / "noted")
     reached = moments(processes, folder / "moments", [folder / "noted"], **job("noted"))
     found = []
-    for turn, moment in enumerate(reached[:: max(1, len(reached) // 24)]):
+    for turn, moment in enumerate(reached[:: step * max(1, len(reached) // 24)]):
         name, storage = str(moment), [folder / str(moment)]
         shutil.copytree(begun, storage[0])
         assert killed(processes, moment, **job(name))

@@ -23,6 +23,7 @@ from tests.integrations.transformers.forks import LENGTHS, NEW, go_on, held, wan
 from tests.integrations.transformers.tiny import enabled, make
 from tests.storage.common import open_descriptors, until
 from tests.storage.machine import command, fill, mounted
+from tests.sweeps import in_steps
 
 LONGEST, STEP = max(LENGTHS), 4
 
@@ -60,11 +61,12 @@ def test_other_directories(folder: Path, wrong: str) -> None:
         go_on("llama", cache)
 
 
+@in_steps(2)
 @pytest.mark.parametrize("operation", ["write", "sync", "rename", "truncate"])
-def test_a_save_that_fails(folder: Path, operation: str) -> None:
+def test_a_save_that_fails(folder: Path, operation: str, step: int) -> None:
     """At every call. The state before is found, or the new one where only its last flush failed; a later save works."""
     failures = 0
-    for nth in range(1, 30):
+    for nth in range(1, 30, step):
         made: list[FaultyEngine] = []
 
         def make_engine(nth: int = nth, made: list[FaultyEngine] = made) -> FaultyEngine:

@@ -90,6 +90,7 @@ CHANGES: dict[str, Callable[[Documents, int], Documents]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("place", "changed_at"), [("spool", [75]), ("arrange", [127]), ("write", [0, 75])])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_corpus_that_changed(

@@ -34,6 +34,7 @@ def exhaustive(documents: list[espnx.Document], query: espnx.Encoded, k: int) ->
     return sorted(scores, reverse=True)[:k]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("count", "others", "nlist"), [(300, 0, 7), (1000, 20, 40), (700, 21, None), (1, 0, None), (9, 3, 3)])
 @pytest.mark.parametrize("code", ["flat", "sq8"])
 def test_as_many_hits_as_there_are_documents(folder: Path, count: int, others: int, nlist: int | None, code: str) -> None:

@@ -46,6 +46,7 @@ def coarse_scores(index: espnx.Index, documents: list[espnx.Document], query: es
     return scores
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("where", ["ssd", "ram"])
 @pytest.mark.parametrize("step", [0, 0.3, (0.1, 0.5)])
 def test_head_is_exact_and_tail_in_coarse_order(

@@ -27,6 +27,7 @@ def duplicates() -> list[espnx.Document]:
     return [espnx.Document(name, f"text of {name}", kinds[i % 40]) for i, name in enumerate(names)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"rerank": 0}, {"rerank": 100}, {"cascade": 100}], ids=repr)
 @pytest.mark.parametrize("k", [1, 7, 15, 440])
 def test_eight_parts_rank_as_one(tmp_path_factory: pytest.TempPathFactory, duplicates: list[espnx.Document], k: int, options: Any) -> None:

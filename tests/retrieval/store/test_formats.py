@@ -96,6 +96,7 @@ def assert_ranks(path: Path, documents: list[espnx.Document], wanted: list[espnx
             assert_ranking(hits, *expected(index, documents, query, LEVELS[level]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("dim", [8, 32, 128])
 @pytest.mark.parametrize("d_cls", [24, 0])
@@ -106,6 +107,7 @@ def test_a_store_ranks_as_its_rows_say(folder: Path, fmt: str, dim: int, d_cls: 
     assert_ranks(folder / "s", documents, queries(2, d_cls=d_cls, dim=dim))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("d_cls", [D_CLS, 0])
 def test_ragged_documents(folder: Path, fmt: str, d_cls: int) -> None:
@@ -153,6 +155,7 @@ def rows_as_written(part: bytes, fmt: str, dim: int, tensors: dict[str, np.ndarr
     return values / np.linalg.norm(values, axis=1, keepdims=True)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("d_cls", [D_CLS, 0])
 def test_bytes_on_disk(folder: Path, fmt: str, d_cls: int) -> None:

@@ -56,6 +56,7 @@ def test_a_resumed_build_must_have_the_same_codebook(folder: Path, name: str) ->
         assert torch.equal(index.store.full.codebook.centroids, book.centroids)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(("d_cls", "pooling"), [(D_CLS, None), (D_CLS, "mean"), (0, None), (0, "muvera")])
 def test_the_reference_finds_what_search_finds(folder: Path, fmt: str, d_cls: int, pooling: str | None) -> None:

@@ -50,6 +50,7 @@ def scores_of(index: Index, query: espnx.Encoded, **options: int) -> dict[object
     return {hit.id: hit.score for hit in hits}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(("d_cls", "dim"), [(2, 2), (3, 12), (0, 1), (16, 16)])
 def test_scores_are_those_of_the_vectors(folder: Path, fmt: str, d_cls: int, dim: int) -> None:

@@ -33,6 +33,7 @@ from tests.retrieval.store.test_damage import BLUNT, assert_names
 from tests.retrieval.versions.test_changes import assert_tidy
 from tests.storage.common import open_descriptors, until
 from tests.storage.machine import fill, mounted
+from tests.sweeps import in_steps
 
 ENCODER = toy_encoder()
 ALL = [(f"doc-{n}", " ".join(f"word{n * k % 23}" for k in range(1, 2 + n % 6))) for n in range(50)]
@@ -205,12 +206,13 @@ def one_change(path: Path, known: Path, name: str, kind: Kind, nth: int, sound: 
     return ended_well, stats.fault_hits
 
 
+@in_steps(2)
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("fault", KINDS)
-def test_every_call_of_a_change(folder: Path, known: Path, sound: NativeEngine, name: str, fault: str) -> None:
+def test_every_call_of_a_change(folder: Path, known: Path, sound: NativeEngine, name: str, fault: str, step: int) -> None:
     """Every fourth in turn for an error (of an addition; every third of the rest), and every eleventh or seventh for the other kinds."""
     kind, single = KINDS[fault], fault == "EIO once"
-    step = (4 if single else 11) if name == "add" else 3 if single else 7
+    step *= (4 if single else 11) if name == "add" else 3 if single else 7
     before, outcomes = open_descriptors(), []
     for nth in range(1, 400, step):
         ended_well, hits = one_change(folder / f"{nth}", known, name, kind, nth, sound)
