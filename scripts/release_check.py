@@ -87,7 +87,8 @@ def check_release() -> None:
     is_dated = re.fullmatch(r"\d{4}-\d\d-\d\d", note) is not None
     if bool(tags) != is_dated:
         raise SystemExit(f"CHANGELOG.md says {version} ({note}), tags of this commit are {tags}: a release has a date and a tag")
-    print(f"{version}: {'released as ' + tags[0] if tags else f'{note}; to release it: a date in CHANGELOG.md, then git tag v{version}'}")
+    to_do = f"{note}; to release it: a date in CHANGELOG.md, then git tag v{version}"
+    print(f"{version}: {'released as ' + tags[0] if tags else to_do}")
 
 
 def main() -> int:

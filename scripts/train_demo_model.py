@@ -328,13 +328,19 @@ def readme(results: dict[str, Any], about: dict[str, Any], command: str) -> str:
     scores = ", ".join(f"{score:.0%} at {distance}" for distance, score in results["recall_exact_match"].items())
     return f"""# espnx demo model
 
-A Llama of {results["parameters"]:,} parameters for the demos and tests of espnx; far too small to be of other use.
-Trained from scratch by `{command}`: {results["tokens"] / 1e6:.1f} million tokens in {results["minutes"]:.0f} minutes.
-Text: {about["documents"]:,} docstrings of the installed Python libraries, plus lines `KEY word: value` to be recalled by `GET word:`.
-Held-out documents: loss {results["validation_loss"]:.3f}, perplexity {results["validation_perplexity"]:.1f}.
+A Llama of {results["parameters"]:,} parameters for the demos and tests of espnx; far too small to
+be of other use.
+Trained from scratch by `{command}`:
+{results["tokens"] / 1e6:.1f} million tokens in {results["minutes"]:.0f} minutes.
+Text: {about["documents"]:,} docstrings of the installed Python libraries, plus lines
+`KEY word: value` to be recalled by `GET word:`.
+Held-out documents: loss {results["validation_loss"]:.3f},
+perplexity {results["validation_perplexity"]:.1f}.
 Exact recall with held-out words, by distance in tokens: {scores}.
-Load it with `AutoModelForCausalLM.from_pretrained(folder)` and `AutoTokenizer.from_pretrained(folder)`; weights are bfloat16.
-`training.json` holds the settings, the results and the loss curve; `held_out.safetensors` the held-out documents, as tokens.
+Load it with `AutoModelForCausalLM.from_pretrained(folder)` and
+`AutoTokenizer.from_pretrained(folder)`; weights are bfloat16.
+`training.json` holds the settings, the results and the loss curve; `held_out.safetensors` the
+held-out documents, as tokens.
 License: as espnx; the docstrings are their authors'.
 """
 

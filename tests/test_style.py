@@ -19,7 +19,9 @@ import pytest
 from tests.cpp.includes import own_files, own_text
 from tests.layers import modules, own_graph
 from tests.style_rules import (
+    FILE_LINES_MAX,
     FUNCTION_LINES_MAX,
+    LINE_MAX,
     SMALL_LINES,
     cpp_complaints,
     cpp_functions,
@@ -59,7 +61,7 @@ def complaints(path: Path) -> Iterator[str]:
     if path.suffix not in SOURCE | PROSE or name == "LICENSE":
         return
     text = path.read_text(encoding="utf-8")
-    found = list(text_complaints(text, line_max=140 if path.suffix in SOURCE else None))
+    found = list(text_complaints(text, line_max=LINE_MAX if path.suffix in SOURCE else None))
     if path.suffix in SOURCE:
         found += source_complaints(text)
     if path.suffix == ".py":
@@ -200,18 +202,18 @@ def test_python_rules_are_silent() -> None:
     assert not list(python_complaints(good, package=True, may_print=False))
 
 
-@pytest.mark.parametrize("bad", ["x" * 141, "see /wo" + "rk/place", "# TO" + "DO: later", "x ", "cd /ro" + "ot/x"])
+@pytest.mark.parametrize("bad", ["x" * (LINE_MAX + 1), "see /wo" + "rk/place", "# TO" + "DO: later", "x ", "cd /ro" + "ot/x"])
 def test_text_rules_report(bad: str) -> None:
     assert len(list(text_complaints(bad))) == 1
 
 
-@pytest.mark.parametrize("bad", ["# -----------", "  ########################", "// ==========", "\n" * 701])
+@pytest.mark.parametrize("bad", ["# -----------", "  ########################", "// ==========", "\n" * (FILE_LINES_MAX + 1)])
 def test_source_rules_report(bad: str) -> None:
     assert len(list(source_complaints(bad))) == 1
 
 
 def test_text_rules_are_silent() -> None:
-    assert not list(text_complaints("x" * 140 + "\n# TO" + "DO(docs/limits.md#tail): later\n./wo" + "rk/x and https://host/wo" + "rk/"))
+    assert not list(text_complaints("x" * LINE_MAX + "\n# TO" + "DO(docs/limits.md#tail): later\n./wo" + "rk/x and https://host/wo" + "rk/"))
 
 
 LONG_BODY = "  x += 1;\n" * FUNCTION_LINES_MAX

@@ -112,7 +112,8 @@ class Mixture:
 
     def __init__(self, name: str, count: int, recipe: MixtureRecipe, seed: int = 1):
         self.count, self._seed, self._recipe = count, seed, recipe
-        self.key = f"{name}-{count}-topics{recipe.topics}x{recipe.latent}-spread{recipe.spread:g}-seed{seed}"
+        shape = f"topics{recipe.topics}x{recipe.latent}-spread{recipe.spread:g}"
+        self.key = f"{name}-{count}-{shape}-seed{seed}"
         rng = stream(seed, _CENTRES)
         map_ = rng.standard_normal((recipe.latent, self.d_cls), dtype=np.float32)
         self._centres = unit(rng.standard_normal((recipe.topics, recipe.latent), dtype=np.float32) @ map_)

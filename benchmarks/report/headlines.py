@@ -55,7 +55,8 @@ def _systems(rows: Sequence[Row], **params: Any) -> dict[str, Row]:
 
 def _weights(row: Row) -> str:
     """What a model of the KV benchmark computes with. Rows that do not say are older than the parameter: all but SmolLM2's were random."""
-    return f"{row.params.get('weights', 'its own' if row.params['model'] == smollm2.KEY else 'random')} weights"
+    before = "its own" if row.params["model"] == smollm2.KEY else "random"
+    return f"{row.params.get('weights', before)} weights"
 
 
 def resuming(rows: Sequence[Row]) -> Line | None:

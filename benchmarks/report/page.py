@@ -20,12 +20,18 @@ from ..harness.result import KINDS, Row, rows_of
 from .looks import use_style
 
 _STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; color: #222; background: #fff }
-table { border-collapse: collapse; margin: .8rem 0; font-size: 13px } th, td { padding: .2rem .6rem; border-bottom: 1px solid #ddd }
-th { text-align: left; background: #f4f4f4 } td.number { text-align: right; font-variant-numeric: tabular-nums }
-td.bad { color: #b00; font-weight: bold } figure { margin: .8rem 0; overflow-x: auto } .scroll { overflow-x: auto }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; font-size: 13px } dt { color: #666 } dd { margin: 0 }
-code { background: #f4f4f4; padding: .1rem .3rem } p.note { border-left: 3px solid #c90; padding-left: .6rem }
+body { max-width: 75rem; margin: 2rem auto; padding: 0 1rem; color: #222; background: #fff }
+body { font: 15px/1.45 system-ui, sans-serif }
+table { border-collapse: collapse; margin: .8rem 0; font-size: 13px }
+th, td { padding: .2rem .6rem; border-bottom: 1px solid #ddd }
+th { text-align: left; background: #f4f4f4 }
+td.number { text-align: right; font-variant-numeric: tabular-nums }
+td.bad { color: #b00; font-weight: bold }
+figure { margin: .8rem 0; overflow-x: auto } .scroll { overflow-x: auto }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; font-size: 13px }
+dt { color: #666 } dd { margin: 0 }
+code { background: #f4f4f4; padding: .1rem .3rem }
+p.note { border-left: 3px solid #c90; padding-left: .6rem }
 """
 _BARS_MOST, _POINTS_LEAST = 60, 3
 Progress = Callable[[int, int], None]

@@ -109,7 +109,8 @@ def render_text(text: str, results: Mapping[Path, Mapping[str, Any]]) -> str:
     machines = list(dict.fromkeys(describe(table.document["machine"]) for found in tables.values() for table in found))
     if machines and not MACHINE.search(text):
         raise InvalidInputError("a page of tables does not say what they were measured on", fix="<!-- machine --> and <!-- /machine -->")
-    text = BLOCK.sub(lambda match: f"{match[1]}{_joined(table.markdown(machines) for table in tables[match.start()])}{match[5]}", text)
+    filled = {start: _joined(table.markdown(machines) for table in found) for start, found in tables.items()}
+    text = BLOCK.sub(lambda match: f"{match[1]}{filled[match.start()]}{match[5]}", text)
     text = MACHINE.sub(lambda match: f"{match[1]}{_joined(_machine_lines(machines))}{match[2]}", text)
     return headlines.fill(text, results)
 

@@ -12,10 +12,11 @@ from .failures import FAILED, USAGE, Parser, UsageError, json_of, report
 from .output import check_json
 from .registry import COMMANDS, GROUPS
 
-_EPILOG = """exit codes: 0 ok, 1 a check failed or an error, 2 wrong usage, 3 missing hardware, 4 not everything
-could be checked, 130 interrupted
-Tables go to standard output, progress and messages to standard error; --json FILE writes the result, or the error, for programs
-(docs/json.md). ESPNX_LOG=debug says which paths were taken, and why; ESPNX_DEBUG=1 shows tracebacks."""
+_EPILOG = """exit codes: 0 ok, 1 a check failed or an error, 2 wrong usage, 3 missing hardware,
+4 not everything could be checked, 130 interrupted
+Tables go to standard output, progress and messages to standard error; --json FILE writes the
+result, or the error, for programs (docs/json.md). ESPNX_LOG=debug says which paths were taken, and
+why; ESPNX_DEBUG=1 shows tracebacks."""
 
 
 def build_parser(*chosen: str | None) -> argparse.ArgumentParser:

@@ -72,7 +72,8 @@ class ProgressLine:
             self._bar.update(self._task, completed=done, total=total, shown=shown, ends_at=ends_at)
             return
         left = f", {(total - done) / rate:,.0f} s left" if total and rate > 0 and done < total else ""
-        self._line = f"{phase}: {done:,}{f' of {total:,}' if total else ''}{', ' if rate > 0 else ''}{_rate(rate)}{left}"
+        known = f"{done:,} of {total:,}" if total else f"{done:,}"
+        self._line = f"{phase}: {known}{', ' if rate > 0 else ''}{_rate(rate)}{left}"
         if now - self._last >= _PLAIN_EVERY_S or done == total:
             self._last = now
             self._print_line()

@@ -4,8 +4,10 @@ A block holds `block_rows` consecutive tokens of one (sequence, KV head) and is 
 twice. Blocks are what checksums cover; many of them make one read::
 
     K rows [block_rows, d] | V rows [block_rows, dv] | zeros              fp32, fp16, bf16
-    X rows [block_rows, d] | zeros                                        the input of the projections, instead of both
-    K scales fp32 [d] | K int8 | V scales fp32 [block_rows] | V int8 | zeros       int8: K by channel, V by token (KIVI, section 3.2)
+    X rows [block_rows, d] | zeros                                        as K and V; see below
+    K scales fp32 [d] | K int8 | V scales fp32 [block_rows] | V int8 | zeros              int8
+
+X is the input of the projections, kept instead of both K and V. int8 has scales of K by channel, of V by token (KIVI, section 3.2).
 """
 
 from __future__ import annotations

@@ -92,7 +92,8 @@ class ColBERTEncoder(LateInteractionEncoder):
         if self._tokenizer.mask_token_id is None or self._tokenizer.pad_token_id is None:
             raise FormatError("ColBERT checkpoint", path=self.folder, got="a tokenizer without [MASK] or [PAD]", expected="both")
         self._left_out = {self._tokenizer.pad_token_id, *(self._punctuation() if self.settings["mask_punctuation"] else ())}
-        self.name = named(f"colbert@{settings_hash(fingerprint(self.folder, weights), sorted(self.settings.items()))}", self.dtype)
+        settings = settings_hash(fingerprint(self.folder, weights), sorted(self.settings.items()))
+        self.name = named(f"colbert@{settings}", self.dtype)
 
     def _settings(self, given: dict[str, Any]) -> dict[str, Any]:
         path = self.folder / METADATA

@@ -5,7 +5,8 @@ write from one: a transformer as Hugging Face saves it, and two files beside it.
 
 ``colberter.json``::
 
-    {"d_cls": 128, "dim": 32, "query_length": 32, "document_length": 200, "whole_words": true, "normalize": false}
+    {"d_cls": 128, "dim": 32, "query_length": 32, "document_length": 200,
+     "whole_words": true, "normalize": false}
 
 ``compressors.safetensors``: ``cls.weight`` [d_cls, hidden], ``token.weight`` [dim, hidden], and if need be ``cls.bias``, ``token.bias``.
 

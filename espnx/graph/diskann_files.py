@@ -2,15 +2,18 @@
 
 An index of n vectors lies in files of one prefix, all little-endian; "bin" is two int32, rows and columns, and then the values::
 
-    PREFIX_disk.index         sector 0: bin uint64 [9, 1]: n, dim, medoid, bytes of a node, nodes of a sector (0: a node takes several),
-                              three that are 0 here (frozen points, reordered vectors), bytes of the file; then nodes by number, a sector
-                              of 4096 bytes never cut by one: vector, uint32 count, uint32 [R] neighbours
-    PREFIX_pq_pivots.bin      bin uint64 [4, 1]: where the others begin; float32 [256, dim] centroids less their centre, float32 [dim, 1]
-                              centre, uint32 [chunks + 1, 1] first dimension of each chunk
+    PREFIX_disk.index         sector 0: bin uint64 [9, 1]: n, dim, medoid, bytes of a node, nodes of
+                              a sector (0: a node takes several), three that are 0 here (frozen
+                              points, reordered vectors), bytes of the file; then nodes by number,
+                              a sector of 4096 bytes never cut by one: vector, uint32 count,
+                              uint32 [R] neighbours
+    PREFIX_pq_pivots.bin      bin uint64 [4, 1]: where the others begin; float32 [256, dim]
+                              centroids less their centre, float32 [dim, 1] centre,
+                              uint32 [chunks + 1, 1] first dimension of each chunk
     PREFIX_pq_compressed.bin  bin uint8 [n, chunks]: codes
     PREFIX_pq_pivots.bin_rotation_matrix.bin
-                              where codes are of rotated vectors (OPQ): bin float32 [dim, dim]; a vector, less the centre, times it is
-                              what the chunks are of
+                              where codes are of rotated vectors (OPQ): bin float32 [dim, dim]; a
+                              vector, less the centre, times it is what the chunks are of
     PREFIX_metadata.bin       uint64 [4]: dtype, metric, n, dim; diskannpy's alone
 """
 

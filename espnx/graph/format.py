@@ -4,7 +4,8 @@ A directory holds::
 
     nodes.bin      pages of nodes
     rows.bin       for each row of the input the number of its node, uint32
-    codes.bin      where codes are not inline: of each node, by number; paged, or plain where they stay in memory
+    codes.bin      where codes are not inline: of each node, by number; paged, or plain where they
+                   stay in memory
     codebook.bin   centroids, float32 [256, dim]
     disk_codebook.bin  the same, of the codes that nodes hold in place of vectors, where they do
     entries.bin    entry points: numbers, uint32, and then their codes

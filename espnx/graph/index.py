@@ -220,11 +220,12 @@ class GraphIndex:
         where = {"inline": "beside their nodes", "paged": "in pages of their own", "memory": "in memory"}[layout.codes_in]
         if layout.codes_in != "inline" and layout.inline_pq:
             where += f", and those of {layout.inline_pq} neighbours beside each node"
+        rotated = " of rotated vectors" if facts.codebook.rotation is not None else ""
         held = f"codes of {layout.disk_pq_bytes} bytes" if layout.format == "pq" else layout.format
         what = f"{layout.n:,} vectors of {layout.dim} dimensions as {held}, {facts.metric}; {layout.max_degree} neighbours"
         sizes = f"{format_size(sum(facts.file_sizes.values()))} on storage, {format_size(facts.memory_bytes)} in memory"
         lines = [
-            f"{what}, codes of {layout.code_bytes} bytes{' of rotated vectors' if facts.codebook.rotation is not None else ''} {where}",
+            f"{what}, codes of {layout.code_bytes} bytes{rotated} {where}",
             f"{sizes}; {layout.nodes_per_page} nodes to a page of {format_size(layout.page_bytes)}",
             f"reads by {effective}{'' if is_direct else ' (buffered)'}{f' ({reason})' if reason else ''}",
         ]

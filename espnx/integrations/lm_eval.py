@@ -1,8 +1,9 @@
-"""lm-evaluation-harness (0.4.13): the model ``espnx``, a Hugging Face decoder whose KV cache lies on SSD.
+r"""lm-evaluation-harness (0.4.13): the model ``espnx``, a Hugging Face decoder whose KV cache lies on SSD.
 
 The harness finds no models outside its own package, so this module has its command line::
 
-    python -m espnx.integrations.lm_eval --model espnx --model_args pretrained=DIR,storage=DIR --tasks TASK --include_path DIR
+    python -m espnx.integrations.lm_eval --model espnx --model_args pretrained=DIR,storage=DIR \
+        --tasks TASK --include_path DIR
 
 What a task generates goes through a `KVCache`. Likelihoods (multiple choice, perplexity) do not need one: the harness computes them in one
 forward pass over context and continuation. With ``verify=True`` they are computed as tokens are generated: the context is read into the

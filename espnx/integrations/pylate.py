@@ -1,8 +1,9 @@
 """PyLate's index and re-ranking on an espnx store: the same calls, the vectors on SSD. PyLate itself is not needed.
 
->>> index = EspnxIndex(index_folder="indexes", index_name="mine")                              # doctest: +SKIP
->>> index.add_documents(documents_ids=["a", "b"], documents_embeddings=model.encode(texts, is_query=False))  # doctest: +SKIP
->>> index(model.encode(["what?"], is_query=True), k=10)                                        # doctest: +SKIP
+>>> index = EspnxIndex(index_folder="indexes", index_name="mine")      # doctest: +SKIP
+>>> embeddings = model.encode(texts, is_query=False)                   # doctest: +SKIP
+>>> index.add_documents(["a", "b"], embeddings)                        # doctest: +SKIP
+>>> index(model.encode(["what?"], is_query=True), k=10)                # doctest: +SKIP
 [[{'id': 'b', 'score': 23.4}, {'id': 'a', 'score': 11.0}]]
 
 An `EspnxIndex` can also be given to ``pylate.retrieve.ColBERT(index=...)``.

@@ -181,7 +181,9 @@ class FunctionEncoder:
     infinity (also where a float64 is too large for float32).
 
     >>> import numpy as np
-    >>> encoder = FunctionEncoder(lambda texts: [([1.0, 0.0], np.ones((len(t.split()), 2))) for t in texts], "toy@1", d_cls=2, dim=2)
+    >>> def encode(texts):
+    ...     return [([1.0, 0.0], np.ones((len(text.split()), 2))) for text in texts]
+    >>> encoder = FunctionEncoder(encode, "toy@1", d_cls=2, dim=2)
     >>> two, none = encoder.encode_documents(["two words", ""])
     >>> tuple(two.tokens.shape), tuple(none.tokens.shape)
     ((2, 2), (0, 2))

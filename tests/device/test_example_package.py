@@ -21,10 +21,12 @@ import espnx, torch, transformers
 
 torch.manual_seed(3)
 config = transformers.LlamaConfig(
-    vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64
+    vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=64,
 )
 model, prompt = transformers.LlamaForCausalLM(config).eval(), torch.arange(1, 60)[None]
-asked = dict(max_new_tokens=8, do_sample=False, attention_mask=torch.ones_like(prompt), pad_token_id=0)
+mask = torch.ones_like(prompt)
+asked = dict(max_new_tokens=8, do_sample=False, attention_mask=mask, pad_token_id=0)
 wanted = model.generate(prompt, **asked)
 with espnx.KVCache(config, device=espnx.device.open("ram", "rows"), spill_interval=4) as cache:
     found = espnx.enable_kv_cache(model).generate(prompt, past_key_values=cache, **asked)

@@ -17,8 +17,9 @@ DATA = Path(__file__).resolve().parents[1] / "data"
 SHAPES = "shapes.json"  # {file of weights: {name: shape}}
 
 # ruff: noqa: SIM905 (a list of words reads better as text)
-WORDS = """the of and in to a is for with on by from at as wing flow heat shock wave jet plate layer speed sound body nose cone drag lift
-theory test data method results pressure supersonic boundary temperature measured angle attack transfer ratio number mach""".split()
+WORDS = """the of and in to a is for with on by from at as wing flow heat shock wave jet plate layer
+speed sound body nose cone drag lift theory test data method results pressure supersonic boundary
+temperature measured angle attack transfer ratio number mach""".split()
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_{|}"  # neither ` nor ~: they are [UNK], as some signs are in real vocabularies
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

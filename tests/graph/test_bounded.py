@@ -196,10 +196,12 @@ import re, sys, numpy as np, torch, espnx.graph
 from espnx.graph.bounded.budget import resident_bytes
 from espnx.ops._native import load_extension
 torch.addmm(torch.ones(1, 8), torch.ones(8, 8), torch.ones(8, 8)); load_extension()
-limit = resident_bytes() + ((112 if sys.argv[4] == "rotated" else 64) << 20)  # 48 MiB for principal directions
+room_mib = 112 if sys.argv[4] == "rotated" else 64  # 48 for principal directions
+limit = resident_bytes() + (room_mib << 20)
 options = {"codes": sys.argv[3], "use_opq": sys.argv[4] == "rotated", "memory": limit, "threads": 2}
 report = espnx.graph.build(sys.argv[1], sys.argv[2], max_degree=12, search_list_size=12, **options)
-peak_kib = re.search("VmHWM:\\s+(\\d+)", open("/proc/self/status").read()).group(1)  # ru_maxrss would count the process that started this
+# ru_maxrss would count the process that started this
+peak_kib = re.search("VmHWM:\\s+(\\d+)", open("/proc/self/status").read()).group(1)
 print(int(peak_kib) * 1024, limit, report.parts)
 """
 

@@ -126,7 +126,8 @@ for line in sys.stdin:
     if turn == {fails_at}:
         sys.exit(3)
     found = [turn] if turn != {differs_at} else [side]
-    print(json.dumps({{"seconds": {{"p": 1.0 + turn, "q": 2.0 if side == "b" else 1.0}}, "results": found}}), flush=True)
+    seconds = {{"p": 1.0 + turn, "q": 2.0 if side == "b" else 1.0}}
+    print(json.dumps({{"seconds": seconds, "results": found}}), flush=True)
 """
 
 

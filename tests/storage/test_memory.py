@@ -50,7 +50,8 @@ with NativeEngine(pool_bytes=32 << 20) as engine:
     used = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGESIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), resource.RLIM_INFINITY))
     held.append(engine.memory(300 << 10))
-    held[0][::4096] = 1  # each page; too few for torch to start threads, whose stacks have no room now
+    # Each page; too few for torch to start threads, whose stacks have no room now.
+    held[0][::4096] = 1
     try:
         held.append(engine.memory(4 << 20))
     except MemoryError:

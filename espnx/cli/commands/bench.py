@@ -211,7 +211,8 @@ def describe_disk(device: str | None, facts: Mapping[str, Any]) -> str:
     """``vda (virtio, not rotational, scheduler mq-deadline)``."""
     if device is None:
         return "no block device"
-    return f"{device} ({', '.join(f'{name} {value}' for name, value in facts.items() if value not in (None, ''))})"
+    known = [f"{name} {value}" for name, value in facts.items() if value not in (None, "")]
+    return f"{device} ({', '.join(known)})"
 
 
 def load_average() -> float | None:

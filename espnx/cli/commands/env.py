@@ -45,7 +45,8 @@ TORCH_PROBE = """
 import json, sys
 sys.path[:0] = sys.argv[1:]
 import torch
-facts = {"version": torch.__version__, "cuda_build": torch.version.cuda, "cuda": torch.cuda.is_available()}
+facts = {"version": torch.__version__, "cuda_build": torch.version.cuda}
+facts["cuda"] = torch.cuda.is_available()
 facts["threads"] = torch.get_num_threads()
 if facts["cuda"]:
     facts["devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

@@ -2,8 +2,10 @@
 
 A directory holds three files (the written specification is docs/device-verbs.md)::
 
-    clusters.bin    cluster after cluster: for each vector an int32 id and its raw values, zeros up to the next page of 4096 bytes
-    clusters.table  for each cluster its number of vectors and the CRC32C of its entries, uint32 each
+    clusters.bin    cluster after cluster: for each vector an int32 id and its raw values,
+                    zeros up to the next page of 4096 bytes
+    clusters.table  for each cluster its number of vectors and the CRC32C of its entries,
+                    uint32 each
     MANIFEST.json   format, dimension, counts, sizes and the table's checksum; written last
 
 Where a cluster begins follows from the sizes of those before it, so nothing in the files can place two clusters on one another.

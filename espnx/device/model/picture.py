@@ -18,11 +18,14 @@ _HOST, _SWITCH, _PORT, _DRIVE = (20, 70), (210, 14), (344, 8), (470, 430)
 _WIDTH = _DRIVE[0] + _DRIVE[1] + 20
 _STYLE = """
     text { fill: #1f2328; font: 12px Helvetica, Arial, sans-serif }
-    .head { font-weight: bold } .mid { text-anchor: middle } .small { font-size: 11px; fill: #57606a }
+    .head { font-weight: bold } .mid { text-anchor: middle }
+    .small { font-size: 11px; fill: #57606a }
     .edge { fill: none; stroke: #8c959f } .box { fill: none; stroke: #57606a; stroke-width: 1.2 }
-    .near { fill: #b3541e; fill-opacity: .16; stroke: #b3541e } .flash { fill: #17607a; fill-opacity: .14; stroke: #17607a }
+    .near { fill: #b3541e; fill-opacity: .16; stroke: #b3541e }
+    .flash { fill: #17607a; fill-opacity: .14; stroke: #17607a }
     @media (prefers-color-scheme: dark) {
-      text { fill: #e6edf3 } .small { fill: #9da7b1 } .edge { stroke: #6e7681 } .box { stroke: #9da7b1 }
+      text { fill: #e6edf3 } .small { fill: #9da7b1 }
+      .edge { stroke: #6e7681 } .box { stroke: #9da7b1 }
       .near { fill: #f0883e; stroke: #f0883e } .flash { fill: #58a6ff; stroke: #58a6ff }
     }"""
 

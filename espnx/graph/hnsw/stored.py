@@ -2,10 +2,13 @@
 
 A directory holds four files (the written specification is docs/graph-format.md)::
 
-    vectors.bin     the vectors in the order of their numbers, as many as fit in each page of 4096 bytes; longer ones take whole pages
+    vectors.bin     the vectors in the order of their numbers, as many as fit in each page of 4096
+                    bytes; longer ones take whole pages
     pages.crc       the CRC32C of each page, or of each vector of several, uint32
-    links.bin       uint8 layers of each node; int32 neighbours in the lowest layer [n, 2 m]; int32 neighbours in the layers above [., m]
-    MANIFEST.json   format, dimension, metric, counts, entry point, the checksums of the other two; written last
+    links.bin       uint8 layers of each node; int32 neighbours in the lowest layer [n, 2 m]; int32
+                    neighbours in the layers above [., m]
+    MANIFEST.json   format, dimension, metric, counts, entry point, the checksums of the other two;
+                    written last
 """
 
 from __future__ import annotations

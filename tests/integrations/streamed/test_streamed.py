@@ -326,7 +326,8 @@ def test_peak_memory_of_a_model_several_times_its_budget(tmp_path: Path) -> None
 import sys, torch
 from espnx.integrations.streamed.load import load_streamed
 def peak():
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    lines = open("/proc/self/status")
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 torch.nn.functional.linear(torch.ones(4, 384), torch.ones(384, 384))
 before = peak()
 model = load_streamed(sys.argv[1], "30MiB")

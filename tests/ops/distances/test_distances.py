@@ -163,9 +163,11 @@ for level in range(load_extension().set_cpu_level(-1) + 1):
         for d in range(1, 70):
             for n in (1, 5, 8):
                 end = page - d * dtype.itemsize
-                distances(torch.zeros(d, dtype=query_dtype(fmt)), middle, torch.tensor([0] * n + [end] * n), fmt)
+                query, both_ends = torch.zeros(d, dtype=query_dtype(fmt)), torch.tensor([0] * n + [end] * n)
+                distances(query, middle, both_ends, fmt)
 print("survived", flush=True)
-one_too_far = torch.frombuffer((ctypes.c_uint8 * page).from_address(address + page + 1), dtype=torch.uint8)
+shifted = (ctypes.c_uint8 * page).from_address(address + page + 1)
+one_too_far = torch.frombuffer(shifted, dtype=torch.uint8)
 distances(torch.zeros(8, dtype=torch.uint8), one_too_far, torch.tensor([page - 8]))
 print("the guard does not guard", flush=True)
 """

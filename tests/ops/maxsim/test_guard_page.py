@@ -33,12 +33,15 @@ for level in range(load_extension().set_cpu_level(-1) + 1):
                 codebook = Codebook(torch.zeros(1, d), weights[1:], weights)
             for n_query_tokens in (1, 5, 20):
                 counts = torch.arange(1, 15)
-                both_ends = torch.cat([torch.zeros_like(counts), page - counts * token.token_row_bytes(d)])
-                maxsim(torch.zeros(n_query_tokens, d), middle, both_ends, counts.repeat(2), fmt, codebook=codebook)
+                last = page - counts * token.token_row_bytes(d)
+                both_ends = torch.cat([torch.zeros_like(counts), last])
+                query = torch.zeros(n_query_tokens, d)
+                maxsim(query, middle, both_ends, counts.repeat(2), fmt, codebook=codebook)
     sizes = torch.arange(0, 600)
     crc32c_ranges(middle, torch.cat([torch.zeros_like(sizes), page - sizes]), sizes.repeat(2))
 print("survived", flush=True)
-one_too_far = torch.frombuffer((ctypes.c_uint8 * page).from_address(address + page + 1), dtype=torch.uint8)
+shifted = (ctypes.c_uint8 * page).from_address(address + page + 1)
+one_too_far = torch.frombuffer(shifted, dtype=torch.uint8)
 crc32c_ranges(one_too_far, torch.tensor([0]), torch.tensor([page]))
 print("the guard does not guard", flush=True)
 """

@@ -174,7 +174,8 @@ from tests.retrieval.common import corpus
 path, documents = sys.argv[1], corpus(700)
 index = espnx.open(path)  # torch and FAISS have opened what they need
 index.close()
-resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), most))
 try:
     espnx.open(path).close()
     print("opened")
