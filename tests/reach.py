@@ -1,6 +1,6 @@
 """Which files of tests can see what has changed, by what imports what: what `make check` runs.
 
-    python -m tests.reach [--base REV] [--seconds 40]
+    python -m tests.reach [--base REV] [--seconds 25]
 
 prints the files for pytest, and says on standard error what it leaves to `make test`. The nearest come first: files of tests that have
 changed, those that import what has changed, those that import what imports it; of those equally near, one of every folder before the
@@ -39,7 +39,7 @@ SHARED = "tests/conftest.py"
 #: Folders of csrc/ whose room has another name.
 ROOMS_OF_CPP = {"io": "storage", "cpu": "ops"}
 #: Where what the files took is kept (of pytest's cache, by tests/conftest.py), and what one takes that has not run here yet.
-SECONDS_KEY, UNKNOWN_SECONDS = "espnx/seconds", 3.0
+SECONDS_KEY, UNKNOWN_SECONDS = "espnx/seconds", 6.0
 FRONT = re.compile(r"\bespnx\.(\w+)")
 
 #: Files, by their path from the root, and what each of them imports or names.
@@ -178,7 +178,7 @@ def told(what: Iterable[str]) -> str:
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="the files of tests that can see what has changed")
     parser.add_argument("--base", help="what to compare with (default: where this branch left main)")
-    parser.add_argument("--seconds", type=float, default=40.0, help="how long they may take together, on every core (default: 40)")
+    parser.add_argument("--seconds", type=float, default=25.0, help="how long they may take together, on every core (default: 25)")
     asked = parser.parse_args(words)
     paths = files()
     graph, new = edges(paths), changed(asked.base)
