@@ -130,8 +130,8 @@ class _Child:
         if not self.has_hung:
             self._process.join(10)
             code = self._process.exitcode
-            is_killed = code is not None and code < 0
-            return f"the process has ended: {signal.Signals(-code).name if is_killed else f'exit status {code}'}"
+            how = signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"
+            return f"the process has ended: {how}"
         return f"no end after {deadline_s:g} s; it stands in {self._where() or 'a place that does not tell'}"
 
     def _where(self) -> str:
